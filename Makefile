@@ -1,0 +1,54 @@
+# `make quickstart` and `make test` are all one needs: each sets up what it uses, on a bare machine.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+VENV ?= .venv
+PY := $(VENV)/bin/python
+CPU_TORCH ?= torch==2.13.0
+RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
+
+setup: $(VENV)/.done  ## virtual environment with everything that the run and the tests need
+
+$(VENV)/.done: setup.py
+	@python=""; for candidate in $(PYTHON) python3.11 python3.12 python3; do \
+	  if $$candidate -c 'import sys; raise SystemExit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+	  then python=$$candidate; break; fi; done; \
+	test -n "$$python" || { echo "set-up: needs Python 3.11 or 3.12 (or make PYTHON=/path/to/it)" >&2; exit 1; }; \
+	echo "set-up: $(VENV) with $$($$python --version)"; \
+	test -x $(PY) || $$python -m venv $(VENV)
+	@if command -v nvidia-smi >/dev/null 2>&1; then echo "set-up: torch (CUDA)"; $(PY) -m pip install -q "torch>=2.11,<2.15"; \
+	else echo "set-up: $(CPU_TORCH) (CPU)"; $(PY) -m pip install -q "$(CPU_TORCH)"; fi
+	@echo "set-up: tlt_megatron and what it needs"
+	@$(PY) -m pip install -q -e ".[dev]"
+	@touch $@; echo "set-up: done"
+
+quickstart: setup  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with everything a run leaves behind
+	@echo "quickstart 1/2: the tiny policy and its task (made once, cached in build/tiny_policy)"
+	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
+	@echo "quickstart 2/2: GRPO on 2 ranks -> $(RUN_DIR)"
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 launch/pretrain_rl.py \
+	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
+
+test: setup  ## the whole test suite (CPU)
+	@echo "test: pytest"
+	@$(PY) -m pytest
+
+lint: setup  ## ruff check and format
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+
+bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
+	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
+	@$(PY) tools/bench_rollout.py --model build/tiny_policy --out build/bench/rollout.json
+	@$(PY) tools/bench_step.py --out build/bench/step_phases.json
+
+clean:  ## everything that can be made again, but not runs/
+	rm -rf build $(VENV)
+
+.PHONY: help setup quickstart test lint bench clean

@@ -1,0 +1,36 @@
+"""Packaging. CPU set-up installs torch==2.13.0 first (see Makefile); megatron-core is pinned: mcore/cpu.py adapts
+exactly that version. NVIDIA apex is detected at run time; the package of that name on the registry is another."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="tlt_megatron",
+    version="0.1.0",
+    description="Reasoning-RL training that tames the long tail: TLT on Megatron-core, one torchrun program",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["tlt_megatron", "tlt_megatron.*"]),
+    install_requires=[
+        "torch>=2.11,<2.15",
+        "megatron-core==0.16.1",
+        "transformers>=5.10,<6",
+        "numpy",
+        "safetensors",
+        "pyyaml",
+        "tensorboard",
+        "rich",
+        "math-verify>=0.8",
+        "pyarrow",
+        "psutil",  # megatron-core's checkpoint writer needs it and does not say so
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "ruff==0.17.6", "pre-commit"],
+        "wandb": ["wandb"],
+        "sglang": ["sglang==0.5.23"],
+        "cuda": ["transformer-engine[pytorch]"],
+    },
+)

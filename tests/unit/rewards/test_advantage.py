@@ -1,0 +1,65 @@
+"""Advantages against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tlt_megatron.rewards.advantage import compute_advantages
+
+REWARDS = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0)]
+LENGTHS = [(2, 1, 3, 1), (1, 1, 1, 2)]
+
+
+def firsts(advantages: list) -> list[list[float]]:
+    return [[float(a[0]) for a in group] for group in advantages]
+
+
+def test_grpo_divides_the_centred_reward_by_the_sample_deviation() -> None:
+    advantages = compute_advantages("grpo", REWARDS, LENGTHS)
+    # mean 1/2, squared deviations 4 x 1/4, std sqrt(1 / 3)
+    up = 0.5 / math.sqrt(1 / 3)
+    assert firsts(advantages)[0] == pytest.approx([up, -up, -up, up], rel=1e-5)
+    assert [a.numel() for a in advantages[0]] == [2, 1, 3, 1]
+    assert advantages[0][2].unique().numel() == 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_a_group_of_equal_rewards_has_no_advantage(kind: str) -> None:
+    assert firsts(compute_advantages(kind, REWARDS, LENGTHS))[1] == [0.0] * 4
+
+
+def test_dr_grpo_only_centres() -> None:
+    assert firsts(compute_advantages("dr_grpo", REWARDS, LENGTHS))[0] == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    # first sibling: 1 - (0 + 0 + 1) / 3; second: 0 - (1 + 0 + 1) / 3
+    expected = [1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3]
+    assert firsts(compute_advantages("rloo", REWARDS, LENGTHS))[0] == pytest.approx(expected)
+
+
+def test_reinforce_plus_plus_whitens_over_all_tokens() -> None:
+    advantages = compute_advantages("reinforce_plus_plus", [(1.0,), (0.0,)], [(3,), (1,)])
+    # tokens 1 1 1 0: mean 3/4, variance (3/16 + 9/16) / 3 = 1/4
+    assert torch.allclose(advantages[0][0], torch.full((3,), 0.5), atol=1e-5)
+    assert torch.allclose(advantages[1][0], torch.tensor([-1.5]), atol=1e-5)
+
+
+def test_reinforce_plus_plus_penalty_counts_from_its_token_on() -> None:
+    penalties = [[torch.tensor([0.0, 1.0, 0.0])], [torch.tensor([2.0])]]
+    advantages = compute_advantages(
+        "reinforce_plus_plus", [(1.0,), (0.0,)], [(3,), (1,)], penalties
+    )
+    # returns: 1-1, 1-1, 1-0 and 0-2 -> 0 0 1 -2: mean -1/4, variance (2/16 + 25/16 + 49/16) / 3
+    std = math.sqrt((2 / 16 + 25 / 16 + 49 / 16) / 3)
+    expected = torch.tensor([0.25, 0.25, 1.25]) / std
+    assert torch.allclose(advantages[0][0], expected, atol=1e-5)
+
+
+def test_group_baselines_sum_the_penalty_of_a_response_into_its_reward() -> None:
+    penalties = [[torch.tensor([0.25, 0.25]), torch.tensor([0.0])]]
+    advantages = compute_advantages("dr_grpo", [(1.0, 0.0)], [(2, 1)], penalties)
+    assert firsts(advantages)[0] == [0.25, -0.25]

@@ -1,0 +1,111 @@
+"""YAML + `a.b=v` overrides -> RunConfig. The one place that turns untyped input into typed sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlt_megatron.config.schema import RunConfig
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader in which 1e-6 is a number, as everyone expects; plain YAML 1.1 reads it as a string."""
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path` (None: all defaults), apply `a.b=v` overrides in order, check every key, type and value.
+
+    ValueError names the key, the value and what is allowed; an unknown key also the nearest known one.
+    """
+    raw: Any = {}
+    if path is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"config={str(path)!r}: no such file")
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_loader()) or {}
+        if not isinstance(raw, dict):
+            raise ValueError(
+                f"config={str(path)!r}: must hold a mapping of sections, not {_kind(raw)}"
+            )
+    for override in overrides:
+        _apply_override(raw, override)
+    return _build(RunConfig, raw, "")
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML that `load_config` reads back to an equal value."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def _loader() -> type[_Loader]:
+    import re
+
+    _Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+    return _Loader
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r}: must be section.key=value")
+    *sections, last = key.split(".")
+    node = raw
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+    node[last] = yaml.load(text, Loader=_loader()) if text else ""
+
+
+def _build(section_type: type, raw: object, prefix: str) -> Any:
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"{prefix}={raw!r}: must be a section of keys, not {_kind(raw)}")
+    hints = typing.get_type_hints(section_type)
+    known = {f.name for f in dataclasses.fields(section_type)}
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ValueError(
+                f"{name}={value!r}: unknown key; did you mean {near[0]}? (known: {', '.join(sorted(known))})"
+            )
+        hint = hints[key]
+        values[key] = (
+            _build(hint, value, name)
+            if dataclasses.is_dataclass(hint)
+            else _convert(value, hint, name)
+        )
+    return section_type(**values)
+
+
+def _convert(value: object, hint: object, name: str) -> object:
+    """Check `value` against the annotation; the one widening allowed is int -> float."""
+    origin = typing.get_origin(hint) or hint
+    if origin is types.UnionType:
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        (hint,) = (o for o in options if o is not type(None))
+        return _convert(value, hint, name)
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        raise ValueError(f"{name}={value!r}: must be {origin.__name__}, not {_kind(value)}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,333 @@
+"""Every setting of a run, one frozen section per component. A section checks itself; `layout.py`
+checks what only the whole can know (ranks, model sizes). Defaults are those of a small CPU run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}={value!r}: must be {allowed}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, name, value, "one of " + ", ".join(allowed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """The policy."""
+
+    path: str = ""  # folder of a Hugging Face model: config.json, tokenizer, safetensors
+    dtype: str = (
+        "float32"  # training parameters: float32 | bfloat16 (bfloat16 keeps fp32 master weights)
+    )
+
+    def __post_init__(self) -> None:
+        _one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSection:
+    """How the policy is cut over the ranks. Data parallelism is what is left: world / (tensor * pipeline)."""
+
+    tensor: int = 1  # tensor-parallel ranks, >= 1
+    pipeline: int = 1  # pipeline stages, >= 1
+    sequence: bool = False  # sequence parallelism; needs tensor > 1
+
+    def __post_init__(self) -> None:
+        _require(self.tensor >= 1, "parallel.tensor", self.tensor, ">= 1")
+        _require(self.pipeline >= 1, "parallel.pipeline", self.pipeline, ">= 1")
+        _require(
+            not self.sequence or self.tensor > 1,
+            "parallel.sequence",
+            self.sequence,
+            "false where parallel.tensor is 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """Prompts. Rows in slime's keys (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, ...)."""
+
+    train: str = ""  # .jsonl or .parquet
+    eval: str = ""  # the same; empty: no evaluation
+    input_key: str = "prompt"  # string or list of chat messages
+    label_key: str = ""  # empty: label, else reward_model.ground_truth
+    apply_chat_template: bool = True  # for chat messages; a string prompt is taken as it is
+    max_prompt_tokens: int = 1024  # longer prompts are left out, counted and reported
+    shuffle: bool = True
+    seed: int = 0  # of the order of the prompts
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_prompt_tokens >= 1, "data.max_prompt_tokens", self.max_prompt_tokens, ">= 1"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    """How responses are scored."""
+
+    function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
+    num_workers: int = 1  # worker processes per rank, >= 1
+    timeout_s: float = 30.0  # for one response, > 0
+    on_error: str = (
+        "raise"  # raise: end the run, naming the prompt | zero: reward 0, counted in metrics
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.num_workers >= 1, "reward.num_workers", self.num_workers, ">= 1")
+        _require(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "> 0")
+        _one_of("reward.on_error", self.on_error, ("raise", "zero"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    """Generation. One step draws `num_prompts` prompts and answers each `num_samples` times."""
+
+    engine: str = "embedded"  # embedded
+    dtype: str = (
+        "float32"  # float32 | bfloat16 | float64 (float64: token equality across batch shapes)
+    )
+    num_prompts: int = 16  # prompts per step over all ranks
+    num_samples: int = 8  # responses per prompt (G)
+    max_new_tokens: int = 512
+    temperature: float = 1.0  # > 0
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 keeps all
+    max_batch_size: int = 64  # sequences decoded at once per replica
+    kv_cache_tokens: int = (
+        0  # KV positions per replica; 0: room for max_batch_size full-length sequences
+    )
+    prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
+
+    def __post_init__(self) -> None:
+        _one_of("rollout.engine", self.engine, ("embedded",))
+        _one_of("rollout.dtype", self.dtype, ("float32", "bfloat16", "float64"))
+        for name in (
+            "num_prompts",
+            "num_samples",
+            "max_new_tokens",
+            "max_batch_size",
+            "prefill_chunk_tokens",
+        ):
+            _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), ">= 1")
+        _require(
+            0 < self.temperature <= 10,
+            "rollout.temperature",
+            self.temperature,
+            "in (0, 10] for training",
+        )
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
+        _require(self.top_k >= 0, "rollout.top_k", self.top_k, ">= 0")
+        _require(
+            self.kv_cache_tokens >= 0,
+            "rollout.kv_cache_tokens",
+            self.kv_cache_tokens,
+            ">= 0 (0: sized for max_batch_size)",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSection:
+    """Advantage and policy loss."""
+
+    advantage: str = "grpo"  # grpo | dr_grpo | rloo | reinforce_plus_plus
+    clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    dual_clip: float = 0.0  # bound on ratio * |A| where A < 0; 0: off, else > 1
+    aggregation: str = "token_mean"  # token_mean | sequence_mean | sequence_sum (summed over tokens / max_new_tokens)
+    entropy_coef: float = 0.0  # > 0 rewards entropy
+    kl_coef: float = 0.0  # 0: no reference policy is kept
+    kl_placement: str = "loss"  # loss | reward
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    tis_cap: float = (
+        0.0  # truncated importance sampling, cap of train/rollout ratio; 0: off, else >= 1
+    )
+    num_minibatches: int = 1  # optimizer updates per pass over a batch of rollouts
+    num_epochs: int = 1  # passes over a batch of rollouts
+
+    def __post_init__(self) -> None:
+        _one_of(
+            "algorithm.advantage",
+            self.advantage,
+            ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus"),
+        )
+        _one_of(
+            "algorithm.aggregation",
+            self.aggregation,
+            ("token_mean", "sequence_mean", "sequence_sum"),
+        )
+        _one_of("algorithm.kl_placement", self.kl_placement, ("loss", "reward"))
+        _one_of("algorithm.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
+        _require(0 < self.clip_low <= 1, "algorithm.clip_low", self.clip_low, "in (0, 1]")
+        _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0")
+        _require(
+            self.dual_clip == 0 or self.dual_clip > 1,
+            "algorithm.dual_clip",
+            self.dual_clip,
+            "0 (off) or > 1",
+        )
+        _require(
+            self.tis_cap == 0 or self.tis_cap >= 1,
+            "algorithm.tis_cap",
+            self.tis_cap,
+            "0 (off) or >= 1",
+        )
+        _require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0")
+        _require(
+            self.num_minibatches >= 1, "algorithm.num_minibatches", self.num_minibatches, ">= 1"
+        )
+        _require(self.num_epochs >= 1, "algorithm.num_epochs", self.num_epochs, ">= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    """Adam with decoupled weight decay, and its learning-rate schedule (in optimizer steps)."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0  # at the end of a decay
+    warmup_steps: int = 0
+    decay: str = "constant"  # constant | linear | cosine
+    decay_steps: int = 0  # needed where decay is not constant
+    weight_decay: float = 0.01  # not on norms and biases
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # of the global gradient norm; 0: off
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
+        _require(
+            0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"in [0, lr={self.lr}]"
+        )
+        _one_of("optimizer.decay", self.decay, ("constant", "linear", "cosine"))
+        _require(
+            self.decay == "constant" or self.decay_steps > self.warmup_steps,
+            "optimizer.decay_steps",
+            self.decay_steps,
+            f"> warmup_steps={self.warmup_steps} where decay={self.decay!r}",
+        )
+        for name in ("warmup_steps", "weight_decay", "clip_grad"):
+            _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), ">= 0")
+        for name in ("beta1", "beta2"):
+            _require(
+                0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McoreSection:
+    """Megatron-core. `transformer` is passed verbatim to its TransformerConfig, after ours."""
+
+    micro_batch_tokens: int = (
+        8192  # at most this many packed tokens in a micro-batch (one longer sequence excepted)
+    )
+    recompute: str = "none"  # activation recompute: none | selective | full
+    use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
+    transformer: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.micro_batch_tokens >= 1,
+            "mcore.micro_batch_tokens",
+            self.micro_batch_tokens,
+            ">= 1",
+        )
+        _one_of("mcore.recompute", self.recompute, ("none", "selective", "full"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    """Written to <run.dir>/checkpoints in Megatron's layout."""
+
+    interval: int = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
+    keep: int = 2  # newest checkpoints that stay; 0: all
+    resume: str = "never"  # auto: from the newest, if any | never | path of a checkpoints folder
+    export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
+
+    def __post_init__(self) -> None:
+        _require(self.interval >= 0, "checkpoint.interval", self.interval, ">= 0")
+        _require(self.keep >= 0, "checkpoint.keep", self.keep, ">= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    """Held-out evaluation before the first and after the last step, and every `interval` steps."""
+
+    interval: int = 0  # 0: first and last only
+    num_prompts: int = 0  # 0: all of data.eval
+    num_samples: int = 1
+    temperature: float = 1.0  # 0 is greedy
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "num_prompts"):
+            _require(getattr(self, name) >= 0, f"eval.{name}", getattr(self, name), ">= 0")
+        _require(self.num_samples >= 1, "eval.num_samples", self.num_samples, ">= 1")
+        _require(0 <= self.temperature <= 10, "eval.temperature", self.temperature, "in [0, 10]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingSection:
+    """What a run leaves to look at."""
+
+    tensorboard: bool = True  # <run.dir>/tensorboard
+    wandb_project: str = ""  # empty: off; needs the wandb package
+    progress: str = (
+        "auto"  # auto: live display on a terminal, lines elsewhere | live | lines | none
+    )
+    trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
+
+    def __post_init__(self) -> None:
+        _one_of("logging.progress", self.progress, ("auto", "live", "lines", "none"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """The run as a whole."""
+
+    dir: str = ""  # run folder; empty: runs/<config name>-<time>
+    num_steps: int = 10  # RL steps
+    seed: int = 0  # of sampling noise
+    device: str = "auto"  # auto: cuda where there is one | cpu | cuda
+    group_timeout_s: float = 1800.0  # a collective that waits longer fails, naming the rank
+
+    def __post_init__(self) -> None:
+        _require(self.num_steps >= 0, "run.num_steps", self.num_steps, ">= 0")
+        _one_of("run.device", self.device, ("auto", "cpu", "cuda"))
+        _require(self.group_timeout_s > 0, "run.group_timeout_s", self.group_timeout_s, "> 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """All sections."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    data: DataSection = field(default_factory=DataSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    mcore: McoreSection = field(default_factory=McoreSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.algorithm.num_minibatches <= self.rollout.num_prompts,
+            "algorithm.num_minibatches",
+            self.algorithm.num_minibatches,
+            f"<= rollout.num_prompts={self.rollout.num_prompts}",
+        )
+        _require(
+            self.rollout.num_samples > 1 or self.algorithm.advantage == "reinforce_plus_plus",
+            "rollout.num_samples",
+            self.rollout.num_samples,
+            f"> 1 where algorithm.advantage={self.algorithm.advantage!r} (it compares siblings)",
+        )

@@ -1,0 +1,61 @@
+"""The rollout engine as the trainer sees it. One engine per rollout replica; it never talks to other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters of one engine since its last `generate` call began."""
+
+    num_prompt_tokens: int  # prefilled; a prompt that siblings share counts once
+    num_generated_tokens: int
+    num_decode_passes: int
+    num_preemptions: int  # requests set back to recompute because KV memory ran out
+    seconds: float
+    peak_kv_tokens: int  # most KV positions in use at once
+    kv_capacity_tokens: int
+
+
+class RolloutEngine(Protocol):
+    """Generates responses with the weights it was last given, and refuses to without."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        policy_version: int,
+        on_finish: Callable[[Rollout], None] | None = None,
+    ) -> list[RolloutGroup]:
+        """Answer all prompts; groups come back in the order of the prompts.
+
+        `on_finish` is called with each response as it ends. RuntimeError if the loaded weights are not of
+        `policy_version`; ValueError if a prompt cannot fit into the KV memory.
+        """
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
+    ) -> None:
+        """Replace all weights by the Hugging Face-named `tensors`. RuntimeError if what the engine then holds
+        does not have the checksum that `checksum` gives once `tensors` is exhausted (`models.hf_io.checksum_tensor`
+        summed, in the dtype of the engine); it then refuses to generate."""
+
+    def sleep(self) -> None:
+        """Give back memory that training can use; `wake` before the next `generate` or `load_weights`."""
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+
+    def stats(self) -> EngineStats:
+        """Counters of the last `generate`."""
+
+    def close(self) -> None:
+        """Free everything. The engine cannot be used again."""

@@ -1,0 +1,126 @@
+"""Hugging Face folders: read tensors by name, write a model that transformers and SGLang load, checksum a tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_ELEMENTS = 1 << 22
+CHECKSUM_MODULUS = 1 << 63
+
+
+class HfReader:
+    """Tensors of a safetensors folder by name, read one at a time.
+
+    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a tensor that is not there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"model.path={str(path)!r}: must hold .safetensors files")
+        self._handles = [safe_open(file, framework="pt") for file in files]
+        self._owner = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owner
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._owner:
+            raise KeyError(f"{name} is not in {self.path}")
+        return self._owner[name].get_tensor(name)
+
+    def names(self) -> list[str]:
+        """All tensor names."""
+        return sorted(self._owner)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, one at a time."""
+        for name in self.names():
+            yield name, self[name]
+
+
+def save_hf_model(
+    path: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Write `tensors` as sharded safetensors with an index, beside the config and tokenizer files of `source`.
+
+    Holds one shard in memory. Every file but weights is copied, so chat template and generation config survive.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    weight_map: dict[str, str] = {}
+    total_bytes = shard_bytes = 0
+
+    def flush() -> None:
+        save_file(shards[-1], path / f"part-{len(shards):05d}", metadata={"format": "pt"})
+        shards[-1] = dict.fromkeys(shards[-1])  # type: ignore[arg-type]
+
+    for name, tensor in tensors:
+        tensor = tensor.detach().to("cpu", dtype).contiguous()
+        if shard_bytes + tensor.nbytes > max_shard_bytes and shards[-1]:
+            flush()
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = tensor.clone()
+        shard_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    for number, shard in enumerate(shards, start=1):
+        file = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
+        (path / f"part-{number:05d}").rename(path / file)
+        weight_map.update(dict.fromkeys(shard, file))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    _copy_companions(source, path, dtype)
+
+
+def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
+    for file in source.iterdir():
+        if (
+            file.is_file()
+            and file.suffix in (".json", ".txt", ".model", ".jinja")
+            and file.name != INDEX_NAME
+        ):
+            shutil.copy2(file, path / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def checksum_tensor(name: str, tensor: Tensor) -> int:
+    """A 63-bit checksum of the name and the exact bits, in order; computed on the tensor's own device.
+
+    Bits are summed with odd position weights modulo 2^64, so a swap, a shift or a changed bit shows. The checksum
+    of a model is the sum over its tensors modulo CHECKSUM_MODULUS, in any order.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15
+    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
+        chunk = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
+        weights = torch.arange(start, start + chunk.numel(), device=chunk.device) * 2 + 1
+        mixed = (chunk + 0x632BE5AB) * weights
+        total += int((mixed ^ (mixed >> 29)).sum())
+    return total % CHECKSUM_MODULUS

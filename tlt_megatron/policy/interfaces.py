@@ -1,0 +1,47 @@
+"""The policy as the algorithm sees it. `mcore.policy_model.McorePolicyModel` satisfies this; so do test fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt_megatron.types import (
+    LossFunction,
+    LossResult,
+    MicroBatch,
+    OptimizerStats,
+    TokenLogprobs,
+)
+
+__all__ = ["LossFunction", "LossResult", "OptimizerStats", "PolicyModel"]
+
+
+class PolicyModel(Protocol):
+    """A trainable policy over this rank's shard. Every method is a collective of the ranks of the model:
+    tensor- and pipeline-parallel peers pass the same micro-batches, data-parallel peers their own share."""
+
+    def infer_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, reference: bool = False
+    ) -> list[TokenLogprobs]:
+        """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights."""
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction
+    ) -> dict[str, float]:
+        """Accumulate gradients of all micro-batches; returns the metric sums of this data-parallel rank's
+        micro-batches, on every pipeline stage. Must be followed by `optimizer_step`."""
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Reduce, clip, step the optimizer and the learning-rate schedule, zero the gradients."""
+
+    def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer, schedule into the empty folder `path` (torch_dist, resharding on load)."""
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, at this or another TP x PP x DP."""

@@ -1,0 +1,217 @@
+"""One batch of scored rollouts -> updated policy. Owns how the batch is spread over data-parallel ranks.
+
+Every rank is given the whole batch and picks its share by arithmetic, so ranks need to talk only about sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.batching import (
+    attach_experiences,
+    balance_by_tokens,
+    pack_by_tokens,
+    pack_rollouts,
+    response_slices,
+    split_evenly,
+)
+from tlt_megatron.policy.interfaces import PolicyModel
+from tlt_megatron.policy.loss import PolicyLoss, kl_estimate
+from tlt_megatron.rewards.advantage import compute_advantages
+from tlt_megatron.runtime.collectives import gather_objects, sum_metrics
+from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.types import Experience, MicroBatch, Rollout, ScoredGroup, TokenLogprobs
+
+RolloutKey = tuple[int, int]  # (index of the group in the batch, sample_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One micro-batch of this rank and the rollouts in it, in packed order."""
+
+    keys: tuple[RolloutKey, ...]
+    rollouts: tuple[Rollout, ...]
+    batch: MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """What the log-prob pass leaves for the update: this rank's packs of each mini-batch, and log-probs by key."""
+
+    scored: tuple[ScoredGroup, ...]
+    minibatches: tuple[tuple[Pack, ...], ...]
+    old_logprobs: dict[RolloutKey, Tensor]  # [T] float32
+    ref_logprobs: dict[RolloutKey, Tensor] | None
+    metrics: dict[str, float]
+
+
+class PolicyTrainer:
+    """The algorithm over a PolicyModel: log-probs, advantages, clipped updates."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        section: AlgorithmSection,
+        *,
+        groups: ProcessGroups,
+        micro_batch_tokens: int,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> None:
+        self.model = model
+        self.section = section
+        self.groups = groups
+        self.micro_batch_tokens = micro_batch_tokens
+        self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
+        self.loss = PolicyLoss(section)
+
+    def infer_logprobs(self, scored: Sequence[ScoredGroup]) -> Inference:
+        """Forward-only passes over this rank's share: log-probs before the update, and of the reference if any."""
+        minibatches = tuple(
+            self._plan(scored, indices)
+            for indices in split_evenly(len(scored), self.section.num_minibatches)
+        )
+        packs = [pack for minibatch in minibatches for pack in minibatch]
+        batches = [pack.batch for pack in packs]
+        predicted = self.model.infer_logprobs(batches, self.temperature)
+        ref_logprobs = None
+        if self.section.kl_coef:
+            reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
+            ref_logprobs = _by_key(packs, [r.logprobs for r in reference])
+        return Inference(
+            scored=tuple(scored),
+            minibatches=minibatches,
+            old_logprobs=_by_key(packs, [p.logprobs for p in predicted]),
+            ref_logprobs=ref_logprobs,
+            metrics=self._compare_engines(packs, predicted),
+        )
+
+    def update(self, inference: Inference) -> dict[str, float]:
+        """num_epochs passes of num_minibatches optimizer steps; metrics averaged over the batch."""
+        advantages = self._advantages(inference)
+        totals = dict.fromkeys((*self.loss.metric_names, "loss_count", "num_tokens"), 0.0)
+        last: dict[str, float] = {}
+        num_updates = num_skipped = 0
+        grad_norms = []
+        for _ in range(self.section.num_epochs):
+            for minibatch in inference.minibatches:
+                batches = [self._with_targets(pack, inference, advantages) for pack in minibatch]
+                sums = self.model.forward_backward(batches, self.temperature, self.loss)
+                sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
+                sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
+                for name, value in sums.items():
+                    totals[name] += value
+                stats = self.model.optimizer_step()
+                grad_norms.append(stats.grad_norm)
+                num_skipped += stats.is_skipped
+                num_updates += 1
+                last["actor/lr"] = stats.lr
+        means = self._means(totals)
+        return {
+            **means,
+            **last,
+            "actor/grad_norm": sum(grad_norms) / len(grad_norms),
+            "actor/num_updates": float(num_updates),
+            "actor/num_skipped_updates": float(num_skipped),
+        }
+
+    def _plan(self, scored: Sequence[ScoredGroup], indices: range) -> tuple[Pack, ...]:
+        """This rank's packs of one mini-batch (the prompts `indices`)."""
+        keyed = [((i, r.sample_index), r) for i in indices for r in scored[i].group.rollouts]
+        mine = balance_by_tokens([r.num_tokens for _, r in keyed], self.groups.dp.size)[
+            self.groups.dp.rank
+        ]
+        sizes = [keyed[i][1].num_tokens for i in mine]
+        packs = []
+        for pack in pack_by_tokens(sizes, self.micro_batch_tokens):
+            keys, rollouts = zip(*(keyed[mine[i]] for i in pack), strict=True)
+            packs.append(Pack(keys=keys, rollouts=rollouts, batch=pack_rollouts(rollouts)))
+        return tuple(packs)
+
+    def _with_targets(
+        self, pack: Pack, inference: Inference, advantages: dict[RolloutKey, Tensor]
+    ) -> MicroBatch:
+        experiences = [
+            Experience(
+                rollout=rollout,
+                advantages=advantages[key],
+                old_logprobs=inference.old_logprobs[key],
+                ref_logprobs=inference.ref_logprobs[key] if inference.ref_logprobs else None,
+            )
+            for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+        ]
+        return attach_experiences(
+            pack.batch, experiences, self.section.aggregation, self.max_new_tokens
+        )
+
+    def _advantages(self, inference: Inference) -> dict[RolloutKey, Tensor]:
+        """Of every rollout of the batch. KL in the reward needs the other ranks' log-probs: one gather."""
+        scored = inference.scored
+        penalties = None
+        if inference.ref_logprobs is not None and self.section.kl_placement == "reward":
+            mine = {
+                key: self.section.kl_coef
+                * kl_estimate(self.section.kl_estimator, old, inference.ref_logprobs[key])
+                for key, old in inference.old_logprobs.items()
+            }
+            everyones = {
+                k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()
+            }
+            penalties = [
+                [everyones[(i, r.sample_index)] for r in s.group.rollouts]
+                for i, s in enumerate(scored)
+            ]
+        computed = compute_advantages(
+            self.section.advantage,
+            [s.rewards for s in scored],
+            [[r.token_ids.numel() for r in s.group.rollouts] for s in scored],
+            penalties,
+        )
+        return {
+            (i, rollout.sample_index): advantage
+            for i, s in enumerate(scored)
+            for rollout, advantage in zip(s.group.rollouts, computed[i], strict=True)
+        }
+
+    def _means(self, totals: dict[str, float]) -> dict[str, float]:
+        sums = sum_metrics(totals, [self.groups.dp])
+        loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
+        return {
+            f"actor/{name}": value / (loss_count if name == "pg_loss" else num_tokens)
+            for name, value in sums.items()
+        }
+
+    def _compare_engines(
+        self, packs: Sequence[Pack], predicted: Sequence[TokenLogprobs]
+    ) -> dict[str, float]:
+        """How far the rollout engine's log-probs of the raw policy are from the training engine's, per token."""
+        theirs = _by_key(packs, [p.policy_logprobs for p in predicted])
+        total = largest = 0.0
+        num_tokens = 0
+        for pack in packs:
+            for key, rollout in zip(pack.keys, pack.rollouts, strict=True):
+                diff_T = (theirs[key] - rollout.policy_logprobs).abs()
+                total += float(diff_T.sum(dtype=torch.float64))
+                largest = max(largest, float(diff_T.max()))
+                num_tokens += diff_T.numel()
+        parts = gather_objects((total, largest, num_tokens), self.groups.dp)
+        name = "train/train_rollout_logprob_abs_diff"
+        return {
+            name: sum(p[0] for p in parts) / sum(p[2] for p in parts),
+            f"{name}_max": max(p[1] for p in parts),
+        }
+
+
+def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:
+    """Packed predictions [P] of each pack -> response values [T] by rollout."""
+    return {
+        key: values_P[where].clone()
+        for pack, values_P in zip(packs, values, strict=True)
+        for key, where in zip(pack.keys, response_slices(pack.rollouts), strict=True)
+    }

@@ -1,0 +1,52 @@
+"""The few collectives outside Megatron. Each must be called by every member of the group it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tlt_megatron.runtime.process_groups import Group
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: Group) -> list[T]:
+    """The value of every member, in group order, on every member (pickled among our own ranks only)."""
+    if group.size == 1:
+        return [value]
+    values: list[T] = [None] * group.size  # type: ignore[list-item]
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def broadcast_object(value: T, group: Group, source: int = 0) -> T:
+    """The value of member `source` (a rank within the group), on every member."""
+    if group.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=group.global_ranks[source], group=group.handle)
+    return box[0]
+
+
+def agree_any(flag: bool, group: Group) -> bool:
+    """Whether any member says yes; the same answer on all."""
+    return any(gather_objects(flag, group))
+
+
+def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
+    """Key-wise float64 sum over the members of each group in turn; all members must hold the same keys."""
+    names = sorted(metrics)
+    totals = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
+    for group in groups:
+        if group.size > 1:
+            totals = torch.stack(gather_objects(totals, group)).sum(dim=0)
+    return dict(zip(names, totals.tolist(), strict=True))
+
+
+def barrier(group: Group) -> None:
+    """Wait until every member is here."""
+    if group.size > 1:
+        dist.barrier(group=group.handle)

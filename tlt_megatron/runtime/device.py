@@ -1,0 +1,46 @@
+"""The device of this rank as a value; outside the SGLang and Megatron adapters, the only file that names torch.cuda."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where this rank computes and how its ranks talk."""
+
+    torch_device: torch.device
+    backend: str  # of torch.distributed: gloo | nccl, or both by device type
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is a GPU."""
+        return self.torch_device.type == "cuda"
+
+    def free_bytes(self) -> int:
+        """Memory that can still be taken: of the GPU, or available on the host."""
+        if self.is_cuda:
+            return torch.cuda.mem_get_info(self.torch_device)[0]
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def synchronize(self) -> None:
+        """Wait for the device; for clocks only, never on a hot path."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+
+def select_device(name: str) -> Device:
+    """`auto`, `cpu` or `cuda`; on GPUs the local rank picks the card. ValueError where cuda is asked for and absent."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"run.device={name!r}: must be one of auto, cpu, cuda")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("run.device='cuda': torch sees no CUDA device here; allowed: auto, cpu")
+    if name == "cpu" or not available:
+        return Device(torch_device=torch.device("cpu"), backend="gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Device(torch_device=device, backend="cpu:gloo,cuda:nccl")

@@ -1,0 +1,188 @@
+"""The composition root: RunConfig -> a ready RLTrainer. The only place that knows every package."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.data.prompts import PromptSampler, load_prompts
+from tlt_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
+from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
+from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.metrics import MetricsWriter
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.runtime.rng import seed_everything
+from tlt_megatron.runtime.stop import StopRequest
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
+from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
+from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.weight_sync import WeightSync
+from tlt_megatron.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+EVAL_SEED_OFFSET = 0x5EED  # held-out noise is never training noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A built run and the parts that the launcher finishes it with."""
+
+    trainer: RLTrainer
+    model: McorePolicyModel
+    dtype: torch.dtype
+
+
+@contextmanager
+def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) -> Iterator[Run]:
+    """Build everything, restore if asked to, and close it all again on the way out. A collective of all ranks.
+
+    Cheap checks come first: reward function and prompts are refused before any model is built.
+    """
+    with ExitStack() as stack:
+        rewards = RewardPool(
+            config.reward.function,
+            num_workers=config.reward.num_workers,
+            timeout_s=config.reward.timeout_s,
+            on_error=config.reward.on_error,
+        )
+        stack.callback(rewards.close)
+        tokenizer = load_tokenizer(config.model.path)
+        prompts = load_prompts(config.data.train, tokenizer, config.data)
+        sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
+
+        seed_everything(config.run.seed)
+        groups = initialize_model_parallel(config.parallel, world, config.run.seed)
+        stack.callback(destroy_model_parallel)
+        engine = build_engine(config, device)
+        stack.callback(engine.close)
+        model = McorePolicyModel(
+            model_path=Path(config.model.path),
+            model=config.model,
+            parallel=config.parallel,
+            mcore=config.mcore,
+            optimizer=config.optimizer,
+            groups=groups,
+            device=device,
+            keep_reference=config.algorithm.kl_coef > 0,
+        )
+
+        resume_root = _resume_root(config, run_dir)
+        timeline = Timeline(
+            run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl" if config.logging.trace else None,
+            world.rank,
+        )
+        stack.callback(timeline.close)
+        progress = Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
+        stack.callback(progress.close)
+        phases = Phases(timeline, progress)
+        worker = RolloutWorker(engine, rewards, tokenizer.decode, replicas=world, phases=phases)
+        trainer = RLTrainer(
+            LoopSettings(
+                num_steps=config.run.num_steps,
+                num_prompts=config.rollout.num_prompts,
+                eval_interval=config.eval.interval,
+                checkpoint_interval=config.checkpoint.interval,
+            ),
+            sampler=sampler,
+            sampling=_train_sampling(config, tokenizer),
+            engine=engine,
+            rollout_worker=worker,
+            policy_trainer=PolicyTrainer(
+                model,
+                config.algorithm,
+                groups=groups,
+                micro_batch_tokens=config.mcore.micro_batch_tokens,
+                temperature=config.rollout.temperature,
+                max_new_tokens=config.rollout.max_new_tokens,
+            ),
+            weight_sync=WeightSync(
+                model, engine, dtype=getattr(torch, config.rollout.dtype), world=world
+            ),
+            evaluator=_build_evaluator(config, worker, tokenizer),
+            checkpoints=CheckpointManager(
+                run_dir / "checkpoints", model, keep=config.checkpoint.keep, world=world
+            ),
+            phases=phases,
+            progress=progress,
+            metrics=None,
+            stop=StopRequest(),
+            world=world,
+        )
+        is_resumed = resume_root is not None and trainer.restore(resume_root)
+        if world.is_first:
+            (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            trainer.metrics = MetricsWriter(
+                run_dir,
+                tensorboard=config.logging.tensorboard,
+                wandb_project=config.logging.wandb_project,
+                resume_step=trainer.step + 1 if is_resumed else None,
+            )
+            stack.callback(trainer.metrics.close)
+        rewards.wait_ready()
+        trainer.stop.install()
+        yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
+
+
+def build_engine(config: RunConfig, device: Device) -> RolloutEngine:
+    """The rollout engine of this rank. MemoryError-like refusals come before anything is allocated."""
+    return EmbeddedEngine(load_model_config(config.model.path), config.rollout, device)
+
+
+def _train_sampling(config: RunConfig, tokenizer: PromptTokenizer) -> SamplingParams:
+    return SamplingParams(
+        num_samples=config.rollout.num_samples,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=config.run.seed,
+    )
+
+
+def _build_evaluator(
+    config: RunConfig, worker: RolloutWorker, tokenizer: PromptTokenizer
+) -> Evaluator:
+    prompts = []
+    if config.data.eval:
+        held_out = load_prompts(config.data.eval, tokenizer, config.data)
+        prompts = held_out.prompts(config.eval.num_prompts or None)
+    params = SamplingParams(
+        num_samples=config.eval.num_samples,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=config.run.seed + EVAL_SEED_OFFSET,
+    )
+    return Evaluator(worker, prompts, params)
+
+
+def _resume_root(config: RunConfig, run_dir: Path) -> Path | None:
+    """Where to restore from, None for a fresh start. ValueError for a path without checkpoints."""
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    root = run_dir / "checkpoints" if resume == "auto" else Path(resume)
+    if resume != "auto" and read_pointer(root) is None:
+        raise ValueError(
+            f"checkpoint.resume={resume!r}: must be auto, never or a folder of checkpoints"
+        )
+    return root

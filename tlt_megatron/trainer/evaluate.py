@@ -1,0 +1,33 @@
+"""Held-out evaluation with the rollout engine: no gradients, noise of its own, the same prompts every time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.types import Prompt, SamplingParams
+
+
+class Evaluator:
+    """Mean reward (accuracy for 0/1 rewards) and solved-at-least-once over fixed prompts."""
+
+    def __init__(
+        self, worker: RolloutWorker, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> None:
+        self.worker = worker
+        self.prompts = prompts
+        self.params = params
+
+    def evaluate(self, policy_version: int) -> dict[str, float]:
+        """eval/* metrics of the policy that the engines hold. A collective of all ranks; {} without prompts."""
+        if not self.prompts:
+            return {}
+        groups = self.worker.collect(self.prompts, self.params, policy_version).groups
+        rewards = [reward for g in groups for reward in g.rewards]
+        lengths = [r.token_ids.numel() for g in groups for r in g.group.rollouts]
+        return {
+            "eval/accuracy": sum(rewards) / len(rewards),
+            f"eval/pass@{self.params.num_samples}": sum(max(g.rewards) >= 1 for g in groups)
+            / len(groups),
+            "eval/response_length/mean": sum(lengths) / len(lengths),
+        }

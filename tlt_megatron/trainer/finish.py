@@ -1,0 +1,66 @@
+"""What a run leaves behind: HF export, summary.json, the table of its steps, one trace of all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.models.hf_io import save_hf_model
+from tlt_megatron.runtime.collectives import barrier
+from tlt_megatron.runtime.timeline import merge_timelines
+from tlt_megatron.trainer.build import Run
+
+TABLE_COLUMNS = (
+    "step",
+    "critic/rewards/mean",
+    "eval/accuracy",
+    "response_length/mean",
+    "response_length/max",
+    "actor/grad_norm",
+    "actor/entropy",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/step",
+)
+
+
+def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
+    """Write everything and print where it is. A collective of all ranks, after the last step."""
+    trainer = run.trainer
+    if config.checkpoint.export_hf and trainer.step == config.run.num_steps:
+        weights = run.model.export_hf_weights()
+        if trainer.world.is_first:
+            save_hf_model(run_dir / "hf", weights, Path(config.model.path), dtype=run.dtype)
+        else:
+            _drain(weights)
+    trainer.phases.timeline.flush()
+    barrier(trainer.world)
+    if not trainer.world.is_first:
+        return
+    trainer.history.write_summary(run_dir / "summary.json")
+    if config.logging.trace:
+        merge_timelines(run_dir)
+    trainer.progress.close()
+    trainer.progress.print_table(_rows(run_dir / "metrics.jsonl"), TABLE_COLUMNS)
+    for name, value in trainer.history.summary().items():
+        trainer.progress.message(f"{name}: {value:.4g}" if value is not None else f"{name}: -")
+    trainer.progress.message(f"run folder: {run_dir.resolve()}")
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    """The metrics by step; what an evaluation wrote is merged into the row of its step."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _drain(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Take part in the collectives of an export whose result only rank 0 writes."""
+    for _ in tensors:
+        pass

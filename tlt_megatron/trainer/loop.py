@@ -1,0 +1,231 @@
+"""The RL loop. One step reads as the paper's figure; every box is a file of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_megatron.data.prompts import PromptSampler
+from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.runtime.collectives import agree_any, gather_objects
+from tlt_megatron.runtime.metrics import MetricsWriter
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.runtime.rng import rng_state, set_rng_state
+from tlt_megatron.runtime.stop import StopRequest
+from tlt_megatron.trainer.checkpoint import CheckpointManager
+from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.weight_sync import WeightSync
+from tlt_megatron.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """When to do what, in RL steps."""
+
+    num_steps: int
+    num_prompts: int  # per step
+    eval_interval: int  # 0: first and last only
+    checkpoint_interval: int  # 0: last only
+
+
+class RLTrainer:
+    """Runs the steps, evaluates, checkpoints, stops on request. Every method is a collective of all ranks."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        sampler: PromptSampler,
+        sampling: SamplingParams,
+        engine: RolloutEngine,
+        rollout_worker: RolloutWorker,
+        policy_trainer: PolicyTrainer,
+        weight_sync: WeightSync,
+        evaluator: Evaluator,
+        checkpoints: CheckpointManager,
+        phases: Phases,
+        progress: Progress,
+        metrics: MetricsWriter | None,
+        stop: StopRequest,
+        world: Group,
+    ) -> None:
+        self.settings = settings
+        self.sampler = sampler
+        self.sampling = sampling
+        self.engine = engine
+        self.rollout_worker = rollout_worker
+        self.policy_trainer = policy_trainer
+        self.weight_sync = weight_sync
+        self.evaluator = evaluator
+        self.checkpoints = checkpoints
+        self.phases = phases
+        self.progress = progress
+        self.metrics = metrics
+        self.stop = stop
+        self.world = world
+        self.step = 0  # RL steps done; also the version of the policy
+        self.history = RunHistory()
+
+    def train(self) -> None:
+        """From the current step to the last, or to a stop request; ends with a checkpoint either way."""
+        self.push_policy()
+        if self.step == 0:
+            self.evaluate()
+        while self.step < self.settings.num_steps and not agree_any(
+            self.stop.is_requested, self.world
+        ):
+            self.train_step()
+            if self._is_due(self.settings.eval_interval):
+                self.evaluate()
+            if self._is_due(self.settings.checkpoint_interval):
+                self.save_checkpoint()
+        if self.step == self.settings.num_steps and self.history.last_eval_step != self.step:
+            self.evaluate()
+        self.save_checkpoint()
+
+    def train_step(self) -> None:
+        """prompts -> rollouts -> rewards -> experiences -> update -> weights."""
+        started = time.perf_counter()
+        prompts = self.sampler.next_batch(self.settings.num_prompts)
+        collected = self.rollout_worker.collect(prompts, self.sampling, policy_version=self.step)
+        self.engine.sleep()
+        with self.phases("LOGPROB", "old_log_prob"):
+            inference = self.policy_trainer.infer_logprobs(collected.groups)
+        with self.phases("UPDATE", "update_actor"):
+            update = self.policy_trainer.update(inference)
+        self.engine.wake()
+        self.step += 1
+        self.push_policy()
+        self._report(collected.metrics | inference.metrics | update, started)
+
+    def push_policy(self) -> None:
+        """Give every engine the policy of this step."""
+        with self.phases("SYNC", "update_weights", version=self.step):
+            self.weight_sync.push_policy(self.step)
+
+    def evaluate(self) -> None:
+        """Held-out accuracy of the current policy, written beside the metrics of the step."""
+        with self.phases("EVAL", "testing"):
+            result = self.evaluator.evaluate(self.step)
+        self.phases.take_timings()
+        if result:
+            self.history.add_eval(self.step, result["eval/accuracy"])
+            self._write(result)
+            self.progress.message(
+                f"step {self.step}: held-out accuracy {result['eval/accuracy']:.3f}"
+            )
+
+    def save_checkpoint(self) -> None:
+        """Everything a resumed run needs to be the straight run."""
+        with self.phases("CHECKPOINT", "save_checkpoint"):
+            state = {
+                "step": self.step,
+                "sampler": self.sampler.state_dict(),
+                "rng": gather_objects(rng_state(), self.world),
+                "history": self.history.state_dict(),
+            }
+            self.checkpoints.save(self.step, state)
+
+    def restore(self, root: Path | None = None) -> bool:
+        """Continue from the newest checkpoint, of another run if `root` is given; False where there is none."""
+        state = self.checkpoints.load_latest(root)
+        if state is None:
+            return False
+        self.step = state["step"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.history.load_state_dict(state["history"])
+        if len(state["rng"]) == self.world.size:
+            set_rng_state(state["rng"][self.world.rank])
+        return True
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0 and self.step < self.settings.num_steps
+
+    def _report(self, metrics: dict[str, float], started: float) -> None:
+        timings = gather_objects(self.phases.take_timings(), self.world)
+        metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
+        metrics["timing_s/step"] = time.perf_counter() - started
+        metrics["perf/throughput"] = metrics.pop("rollout/num_tokens") / metrics["timing_s/step"]
+        metrics["training/policy_version"] = float(self.step)
+        self.history.add_step(metrics)
+        self._write(metrics)
+        self.progress.step(self.step, metrics)
+        self.phases.timeline.flush()
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(self.step, metrics)
+
+
+class RunHistory:
+    """What summary.json says of the whole run, resumed parts included."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self.generated_tokens = 0.0
+        self.generation_seconds = 0.0
+        self.evals: list[tuple[int, float]] = []
+        self.seconds_before = 0.0
+        self._started = time.perf_counter()
+
+    @property
+    def last_eval_step(self) -> int:
+        """-1 before the first."""
+        return self.evals[-1][0] if self.evals else -1
+
+    def add_step(self, metrics: dict[str, float]) -> None:
+        """Count one RL step."""
+        self.step_seconds.append(metrics["timing_s/step"])
+        self.generated_tokens += metrics["perf/rollout_tokens_per_s"] * metrics["timing_s/gen"]
+        self.generation_seconds += metrics["timing_s/gen"]
+
+    def add_eval(self, step: int, accuracy: float) -> None:
+        """Note one evaluation."""
+        self.evals.append((step, accuracy))
+
+    def summary(self) -> dict[str, float | int | None]:
+        """The machine-readable result of the run."""
+        return {
+            "eval_accuracy_first": self.evals[0][1] if self.evals else None,
+            "eval_accuracy_last": self.evals[-1][1] if self.evals else None,
+            "num_steps": len(self.step_seconds),
+            "step_time_s_median": statistics.median(self.step_seconds)
+            if self.step_seconds
+            else None,
+            "rollout_tokens_per_s": self.generated_tokens / self.generation_seconds
+            if self.generation_seconds
+            else None,
+            "seconds_total": self._seconds(),
+        }
+
+    def write_summary(self, path: Path) -> None:
+        """Write `summary` as JSON."""
+        path.write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+
+    def state_dict(self) -> dict[str, object]:
+        """For the checkpoint."""
+        return {
+            "step_seconds": self.step_seconds,
+            "generated_tokens": self.generated_tokens,
+            "generation_seconds": self.generation_seconds,
+            "evals": self.evals,
+            "seconds": self._seconds(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """From the checkpoint."""
+        self.step_seconds = list(state["step_seconds"])
+        self.generated_tokens = state["generated_tokens"]
+        self.generation_seconds = state["generation_seconds"]
+        self.evals = [(step, accuracy) for step, accuracy in state["evals"]]
+        self.seconds_before = state["seconds"]
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self._started

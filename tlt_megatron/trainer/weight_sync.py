@@ -1,0 +1,63 @@
+"""Moves weights from the trainer to the engine of the same rank, with a version and a checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.policy.interfaces import PolicyModel
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import Group
+
+
+class ChecksummedTensors:
+    """Named tensors on their way to an engine: cast to its dtype, summed up as they pass.
+
+    `checksum` is of everything that has passed, so it is whole once the iteration has ended.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+        self._total = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors:
+            tensor = tensor.detach().to(self._dtype)
+            self._total += checksum_tensor(name, tensor)
+            yield name, tensor
+
+    def checksum(self) -> int:
+        """Of all tensors that have passed."""
+        return self._total % CHECKSUM_MODULUS
+
+
+class WeightSync:
+    """Pushes the policy. Memory in flight is bounded by one layer: shards are gathered, handed over, dropped."""
+
+    def __init__(
+        self, model: PolicyModel, engine: RolloutEngine, *, dtype: torch.dtype, world: Group
+    ) -> None:
+        self.model = model
+        self.engine = engine
+        self.dtype = dtype
+        self.world = world
+
+    def push_policy(self, version: int) -> int:
+        """Give every engine the current policy as `version`; returns the checksum. A collective of all ranks.
+
+        RuntimeError names the ranks whose engine would hold something else.
+        """
+        stream = ChecksummedTensors(self.model.export_hf_weights(), self.dtype)
+        self.engine.load_weights(stream, version=version, checksum=stream.checksum)
+        checksums = gather_objects(stream.checksum(), self.world)
+        strays = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        if strays:
+            raise RuntimeError(
+                f"policy version {version}: ranks {strays} were sent other weights than rank 0"
+            )
+        return checksums[0]
