@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -19,6 +20,18 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader in which 1e-6 is a number, as everyone expects; plain YAML 1.1 reads it as a string."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that knows the same numbers, so that it quotes a string that looks like one."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+
+
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (None: all defaults), apply `a.b=v` overrides in order, check every key, type and value.
 
@@ -28,7 +41,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     if path is not None:
         if not Path(path).is_file():
             raise ValueError(f"config={str(path)!r}: no such file")
-        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_loader()) or {}
+        raw = _parse(Path(path).read_text(encoding="utf-8"), f"config={str(path)!r}") or {}
         if not isinstance(raw, dict):
             raise ValueError(
                 f"config={str(path)!r}: must hold a mapping of sections, not {_kind(raw)}"
@@ -40,18 +53,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal value."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
-def _loader() -> type[_Loader]:
-    import re
-
-    _Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
-    return _Loader
+def _parse(text: str, name: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -61,10 +70,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     *sections, last = key.split(".")
     node = raw
     for section in sections:
-        node = node.setdefault(section, {})
+        if node.get(section) is None:  # absent, or a section whose keys are all commented out
+            node[section] = {}
+        node = node[section]
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {section} is a value, not a section")
-    node[last] = yaml.load(text, Loader=_loader()) if text else ""
+    node[last] = _parse(text, f"override {override!r}") if text else ""
 
 
 def _build(section_type: type, raw: object, prefix: str) -> Any:

@@ -279,6 +279,9 @@ class LoggingSection:
     progress: str = (
         "auto"  # auto: live display on a terminal, lines elsewhere | live | lines | none
     )
+    rollouts: bool = (
+        False  # every response, tokens and reward: <run.dir>/rollouts/step_0000001.jsonl
+    )
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
 
     def __post_init__(self) -> None:

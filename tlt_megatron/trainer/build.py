@@ -32,6 +32,7 @@ from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.weight_sync import WeightSync
 from tlt_megatron.types import SamplingParams
@@ -123,6 +124,9 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
             phases=phases,
             progress=progress,
             metrics=None,
+            rollout_log=RolloutLog(run_dir / "rollouts", tokenizer.decode)
+            if config.logging.rollouts and world.is_first
+            else None,
             stop=StopRequest(),
             world=world,
         )

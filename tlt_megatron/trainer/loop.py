@@ -20,6 +20,7 @@ from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.trainer.checkpoint import CheckpointManager
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.weight_sync import WeightSync
 from tlt_megatron.types import SamplingParams
@@ -53,6 +54,7 @@ class RLTrainer:
         phases: Phases,
         progress: Progress,
         metrics: MetricsWriter | None,
+        rollout_log: RolloutLog | None,
         stop: StopRequest,
         world: Group,
     ) -> None:
@@ -67,7 +69,8 @@ class RLTrainer:
         self.checkpoints = checkpoints
         self.phases = phases
         self.progress = progress
-        self.metrics = metrics
+        self.metrics = metrics  # rank 0 only, as is rollout_log
+        self.rollout_log = rollout_log
         self.stop = stop
         self.world = world
         self.step = 0  # RL steps done; also the version of the policy
@@ -103,6 +106,8 @@ class RLTrainer:
         self.engine.wake()
         self.step += 1
         self.push_policy()
+        if self.rollout_log is not None:
+            self.rollout_log.write(self.step, collected.groups)
         self._report(collected.metrics | inference.metrics | update, started)
 
     def push_policy(self) -> None:

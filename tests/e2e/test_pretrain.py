@@ -1,0 +1,227 @@
+"""The program as users start it: torchrun, a config, a run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_task import REPO, launch, make_tiny_task, torchrun
+from tlt_megatron.models.hf_io import HfReader
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps at DP2 without a break."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    run(2, config, run_dir, "checkpoint.interval=1", "checkpoint.keep=0")
+    return run_dir
+
+
+def run(
+    num_ranks: int, config: Path, run_dir: Path, *arguments: str
+) -> subprocess.CompletedProcess:
+    done = launch(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return dict(HfReader(run_dir / "hf").items())
+
+
+def rollouts(run_dir: Path) -> list[dict]:
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def answers(run_dir: Path) -> list[tuple]:
+    return [
+        (r["prompt_id"], r["sample_index"], r["token_ids"], r["reward"]) for r in rollouts(run_dir)
+    ]
+
+
+def metric_rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_all_it_promises(straight: Path) -> None:
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["num_steps"] == 3
+    assert 0 <= summary["eval_accuracy_first"] <= 1
+    assert summary["rollout_tokens_per_s"] > 0
+    rows = metric_rows(straight)
+    assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2, 3]
+    assert all(
+        row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows if "actor/pg_loss" in row
+    )
+    assert len(answers(straight)) == 3 * 4 * 4
+    assert list((straight / "tensorboard").iterdir())
+    trace = json.loads((straight / "trace.json").read_text())["traceEvents"]
+    spans = {(event["pid"], event["name"]) for event in trace if event["ph"] == "X"}
+    for rank in (0, 1):
+        assert {
+            (rank, n) for n in ("DECODE", "REWARD", "WAIT", "LOGPROB", "UPDATE", "SYNC")
+        } <= spans
+    assert (straight / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_training_changed_the_weights_and_transformers_loads_them(
+    straight: Path, config: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = dict(HfReader(config.parent / "model").items())
+    after = weights(straight)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    model = AutoModelForCausalLM.from_pretrained(straight / "hf")
+    for name, tensor in model.state_dict().items():
+        if name in after:
+            assert torch.equal(tensor, after[name])
+    assert AutoTokenizer.from_pretrained(straight / "hf").eos_token == "<eos>"
+
+
+def test_killed_and_resumed_equals_straight_run_bitwise(
+    straight: Path, config: Path, tmp_path: Path
+) -> None:
+    """SIGKILL of everything as soon as the first checkpoint stands; then --resume auto."""
+    pointer = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    process = start(2, config, tmp_path, "checkpoint.interval=1", "checkpoint.keep=0")
+    wait_until(pointer.is_file, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done_before_kill = int(pointer.read_text())
+    done = run(
+        2, config, tmp_path, "--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=0"
+    )
+    assert done_before_kill < 3, "the kill came too late to test anything"
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    assert answers(tmp_path) == answers(straight)
+    steps = [row["step"] for row in metric_rows(tmp_path) if "actor/pg_loss" in row]
+    assert steps == [1, 2, 3], done.stdout
+
+
+def test_sigterm_saves_and_ends_with_success(config: Path, tmp_path: Path) -> None:
+    process = start(2, config, tmp_path, "run.num_steps=1000", "logging.tensorboard=false")
+    wait_until((tmp_path / "rollouts" / "step_0000002.jsonl").is_file, process)
+    for child in children_of(process.pid):
+        os.kill(child, signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    saved = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert 2 <= saved < 1000
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == saved
+
+
+def test_one_rank_rolls_out_what_two_ranks_do(straight: Path, config: Path, tmp_path: Path) -> None:
+    run(1, config, tmp_path, "run.num_steps=1", "data.eval=")
+    first = [
+        a
+        for a, r in zip(answers(straight), rollouts(straight), strict=True)
+        if r["policy_version"] == 0
+    ]
+    assert answers(tmp_path) == first
+
+
+@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_other_layouts_train_to_the_same_weights(
+    straight: Path, config: Path, tmp_path: Path, layout: str
+) -> None:
+    run(2, config, tmp_path, layout, "run.num_steps=3", "data.eval=")
+    for name, tensor in weights(straight).items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rollot.num_samples=2"], "unknown key; did you mean rollout"),
+        (["rollout.num_samples=two"], "rollout.num_samples='two': must be int"),
+        (
+            ["parallel.tensor=3"],
+            "parallel.tensor=3 x parallel.pipeline=1 = 3 does not divide the 1 ranks",
+        ),
+        (["rollout.top_p=1.5"], "rollout.top_p=1.5: must be in (0, 1]"),
+        (["model.path=/nowhere"], "model.path='/nowhere': must be a folder with config.json"),
+        (["--resume", "auto"], "run.dir='': must name the run folder"),
+    ],
+)
+def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
+    config: Path, arguments: list[str], message: str
+) -> None:
+    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config), *arguments]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_refusals_come_before_torch_is_imported(config: Path) -> None:
+    program = (
+        "import runpy, sys; sys.argv[1:] = ['--config', 'x.yaml']\n"
+        "try: runpy.run_path('launch/pretrain_rl.py', run_name='__main__')\n"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+    )
+    command = [torchrun(1)[0], "-c", program]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
+    )
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_printed_config_is_a_config(config: Path, tmp_path: Path) -> None:
+    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config), "--print-config"]
+    first = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
+    )
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(first.stdout)
+    command[3] = str(printed)
+    second = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
+    )
+    assert second.stdout == first.stdout
+    assert "num_samples: 4" in first.stdout
+
+
+def start(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        torchrun(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments),
+        cwd=REPO,
+        env=plain_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def wait_until(holds, process: subprocess.Popen, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def plain_environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}

@@ -1,0 +1,77 @@
+"""A complete run in a folder: random tiny model, character tokenizer, prompts, a reward that a random policy can earn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tiny_models import make_tiny_hf
+
+REPO = Path(__file__).resolve().parent.parent
+ALPHABET = "0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"  # 42 characters; with <pad> and <eos> 44, + 4 unused = 48
+
+REWARD = '''"""Share of the digits of a response that are below five, in steps of 1/4: neither always 0 nor always 1."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    digits = [c for c in solution_str if c.isdigit()]
+    return round(4 * sum(c < ground_truth for c in digits) / max(1, len(digits))) / 4
+'''
+
+
+def make_tiny_task(folder: Path, *, kind: str = "qwen2", num_layers: int = 2) -> Path:
+    """Write model/, train.jsonl, eval.jsonl, reward.py and config.yaml; returns the path of the config."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model = make_tiny_hf(
+        folder / "model", kind, vocab_size=48, num_layers=num_layers, eos_token_id=1, pad_token_id=0
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(model)
+    for name, count in (("train", 24), ("eval", 6)):
+        rows = [{"prompt": f"{name[0]}{i}=", "label": "5"} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    config = folder / "config.yaml"
+    config.write_text(f"""
+model: {{path: {model}}}
+data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, max_prompt_tokens: 16}}
+reward: {{function: "{folder}/reward.py:compute_score"}}
+rollout: {{num_prompts: 4, num_samples: 4, max_new_tokens: 24, max_batch_size: 8, dtype: float64}}
+optimizer: {{lr: 1.0e-3}}
+mcore: {{micro_batch_tokens: 128}}
+logging: {{rollouts: true, progress: lines}}
+run: {{num_steps: 3}}
+""")
+    return config
+
+
+def launch(
+    num_ranks: int, *arguments: str | Path, timeout_s: float = 300
+) -> subprocess.CompletedProcess:
+    """`torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`; output is captured as text."""
+    return subprocess.run(
+        torchrun(num_ranks, *arguments),
+        cwd=REPO,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
+    """The command line of `launch`."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(num_ranks), "launch/pretrain_rl.py"),
+        *map(str, arguments),
+    ]
