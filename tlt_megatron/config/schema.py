@@ -241,6 +241,64 @@ class McoreSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSection:
+    """The learned drafter and its training. One step trains on one packed batch per member."""
+
+    algorithm: str = "eagle"  # eagle | hass | eagle3
+    path: str = ""  # folder of a drafter in the EAGLE / EAGLE-3 layout; empty: starts from random weights
+    aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three target layers; empty: default
+    dtype: str = "float32"  # of training arithmetic: float32 | bfloat16; weights stay float32
+    unroll_steps: int = 0  # drafted steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
+    unroll_decay: float = 0.8  # weight of each further step, (0, 1]
+    feature_weight: float | None = None  # of smooth L1 against cross entropy's 1; None: 10, eagle3 0
+    batch_tokens: int = 4096  # packed rows of one batch, one longer sequence excepted
+    head_chunk_tokens: int = 512  # rows whose vocabulary-sized logits exist at once
+    lr: float = 1e-3  # constant after warm-up
+    warmup_steps: int = 20  # counted over the drafter's whole life, not per session
+    weight_decay: float = 0.0  # not on norms and biases
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # of the gradient norm; 0: off
+    seed: int = 0  # of random weights
+
+    def __post_init__(self) -> None:
+        _one_of("drafter.algorithm", self.algorithm, ("eagle", "hass", "eagle3"))
+        _one_of("drafter.dtype", self.dtype, ("float32", "bfloat16"))
+        is_eagle3 = self.algorithm == "eagle3"
+        _require(
+            not self.aux_layer_ids or (is_eagle3 and len(self.aux_layer_ids) == 3),
+            "drafter.aux_layer_ids",
+            self.aux_layer_ids,
+            "three layers with drafter.algorithm=eagle3, else empty",
+        )
+        _require(
+            self.unroll_steps >= 0 and (self.algorithm != "eagle" or self.unroll_steps <= 1),
+            "drafter.unroll_steps",
+            self.unroll_steps,
+            ">= 0, and at most 1 for eagle (hass is eagle with more)",
+        )
+        _require(0 < self.unroll_decay <= 1, "drafter.unroll_decay", self.unroll_decay, "in (0, 1]")
+        weight = self.feature_weight
+        _require(
+            weight is None or (weight >= 0 and not (is_eagle3 and weight > 0)),
+            "drafter.feature_weight",
+            weight,
+            ">= 0, and 0 for eagle3 (its output is not the target's feature)",
+        )
+        for name in ("batch_tokens", "head_chunk_tokens"):
+            _require(getattr(self, name) >= 1, f"drafter.{name}", getattr(self, name), ">= 1")
+        for name in ("lr", "eps"):
+            _require(getattr(self, name) > 0, f"drafter.{name}", getattr(self, name), "> 0")
+        for name in ("warmup_steps", "weight_decay", "clip_grad"):
+            _require(getattr(self, name) >= 0, f"drafter.{name}", getattr(self, name), ">= 0")
+        for name in ("beta1", "beta2"):
+            _require(
+                0 <= getattr(self, name) < 1, f"drafter.{name}", getattr(self, name), "in [0, 1)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
     """Written to <run.dir>/checkpoints in Megatron's layout."""
 

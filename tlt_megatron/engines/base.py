@@ -22,6 +22,7 @@ class EngineStats:
     seconds: float
     peak_kv_tokens: int  # most KV positions in use at once
     kv_capacity_tokens: int
+    num_recomputed_tokens: int = 0  # prefilled again for that reason, on top of num_prompt_tokens
 
 
 class RolloutEngine(Protocol):

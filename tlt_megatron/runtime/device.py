@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,14 @@ class Device:
         """Wait for the device; for clocks only, never on a hot path."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
+
+    def rng_state(self) -> Tensor | None:
+        """State of this GPU's default generator; None on the CPU, whose generator is torch's own."""
+        return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Restore what `rng_state` gave on a GPU."""
+        torch.cuda.set_rng_state(state, self.torch_device)
 
 
 def select_device(name: str) -> Device:

@@ -13,7 +13,7 @@ import torch
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
-from tlt_megatron.data.tokenizer import PromptTokenizer, load_tokenizer
+from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
@@ -147,10 +147,15 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
 
 def build_engine(config: RunConfig, device: Device) -> RolloutEngine:
     """The rollout engine of this rank. MemoryError-like refusals come before anything is allocated."""
-    return EmbeddedEngine(load_model_config(config.model.path), config.rollout, device)
+    return EmbeddedEngine(
+        load_model_config(config.model.path),
+        config.rollout,
+        device,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+    )
 
 
-def _train_sampling(config: RunConfig, tokenizer: PromptTokenizer) -> SamplingParams:
+def _train_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     return SamplingParams(
         num_samples=config.rollout.num_samples,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -163,12 +168,12 @@ def _train_sampling(config: RunConfig, tokenizer: PromptTokenizer) -> SamplingPa
 
 
 def _build_evaluator(
-    config: RunConfig, worker: RolloutWorker, tokenizer: PromptTokenizer
+    config: RunConfig, worker: RolloutWorker, tokenizer: Tokenizer
 ) -> Evaluator:
     prompts = []
     if config.data.eval:
         held_out = load_prompts(config.data.eval, tokenizer, config.data)
-        prompts = held_out.prompts(config.eval.num_prompts or None)
+        prompts = held_out.prompts(config.eval.num_prompts)
     params = SamplingParams(
         num_samples=config.eval.num_samples,
         max_new_tokens=config.rollout.max_new_tokens,

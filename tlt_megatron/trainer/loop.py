@@ -157,7 +157,7 @@ class RLTrainer:
         timings = gather_objects(self.phases.take_timings(), self.world)
         metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
         metrics["timing_s/step"] = time.perf_counter() - started
-        metrics["perf/throughput"] = metrics.pop("rollout/num_tokens") / metrics["timing_s/step"]
+        metrics["perf/throughput"] = metrics["rollout/num_tokens"] / metrics["timing_s/step"]
         metrics["training/policy_version"] = float(self.step)
         self.history.add_step(metrics)
         self._write(metrics)

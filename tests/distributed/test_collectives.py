@@ -1,0 +1,147 @@
+"""Collectives and groups on real gloo ranks: what each member gets, also in groups that are not the world."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tlt_megatron.runtime.collectives import (
+    agree_any,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    sum_metrics,
+)
+from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
+
+
+def world_group() -> Group:
+    return group_of(dist.group.WORLD)
+
+
+def own_group(*members: tuple[int, ...]) -> Group:
+    """The one of several groups that this rank is in; every rank makes all of them, in order."""
+    handles = [dist.new_group(list(ranks)) for ranks in members]
+    (index,) = (i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
+    return group_of(handles[index])
+
+
+def test_gather_gives_every_member_all_values_in_group_order() -> None:
+    def body() -> list[object]:
+        rank = dist.get_rank()
+        return gather_objects({"rank": rank, "text": "x" * (1 + rank * 1000)}, world_group())
+
+    expected = [{"rank": rank, "text": "x" * (1 + rank * 1000)} for rank in range(3)]
+    assert run_ranks(3, body) == [expected] * 3
+
+
+def test_gather_in_a_part_of_the_world_stays_there() -> None:
+    def body() -> list[int]:
+        return gather_objects(dist.get_rank() * 10, own_group((0, 2), (1, 3)))
+
+    assert run_ranks(4, body) == [[0, 20], [10, 30], [0, 20], [10, 30]]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_broadcast_source_is_a_rank_within_the_group(source: int) -> None:
+    def body() -> str:
+        return broadcast_object(f"from {dist.get_rank()}", own_group((0, 1), (2, 3)), source)
+
+    first, second = f"from {source}", f"from {2 + source}"
+    assert run_ranks(4, body) == [first, first, second, second]
+
+
+@pytest.mark.parametrize("yes", [(), (0,), (2,), (0, 1, 2)])
+def test_agree_any_is_the_same_answer_on_all(yes: tuple[int, ...]) -> None:
+    def body() -> bool:
+        return agree_any(dist.get_rank() in yes, world_group())
+
+    assert run_ranks(3, body) == [bool(yes)] * 3
+
+
+def test_agree_any_asks_only_the_members() -> None:
+    def body() -> bool:
+        return agree_any(dist.get_rank() == 3, own_group((0, 1), (2, 3)))
+
+    assert run_ranks(4, body) == [False, False, True, True]
+
+
+def test_sum_metrics_adds_key_by_key_whatever_the_order_of_keys() -> None:
+    def body() -> dict[str, float]:
+        rank = dist.get_rank()
+        metrics = {"a": 2.0**24 if rank == 0 else 1.0, "b": 10.0**rank}
+        if rank == 1:
+            metrics = dict(reversed(metrics.items()))
+        return sum_metrics(metrics, [world_group()])
+
+    # In float32 2**24 + 1 + 1 would still be 2**24.
+    assert run_ranks(3, body) == [{"a": 2.0**24 + 2, "b": 111.0}] * 3
+
+
+def test_sum_metrics_over_two_axes_equals_the_world() -> None:
+    def body() -> dict[str, float]:
+        rows = own_group((0, 1), (2, 3))
+        columns = own_group((0, 2), (1, 3))
+        return sum_metrics({"a": 10.0 ** dist.get_rank()}, [rows, columns])
+
+    assert run_ranks(4, body) == [{"a": 1111.0}] * 4
+
+
+def test_sum_metrics_shows_a_nan_of_any_rank_to_all() -> None:
+    def body() -> float:
+        return sum_metrics({"a": math.nan if dist.get_rank() == 1 else 1.0}, [world_group()])["a"]
+
+    assert all(math.isnan(value) for value in run_ranks(2, body))
+
+
+def test_sum_metrics_of_nothing_is_nothing() -> None:
+    assert run_ranks(2, lambda: sum_metrics({}, [world_group()])) == [{}, {}]
+
+
+def test_a_group_of_one_talks_to_nobody() -> None:
+    value = object()
+    assert gather_objects(value, SINGLE) == [value]
+    assert broadcast_object(value, SINGLE) is value
+    assert agree_any(True, SINGLE)
+    assert not agree_any(False, SINGLE)
+    assert sum_metrics({"a": 0.1}, [SINGLE, SINGLE]) == {"a": 0.1}
+    barrier(SINGLE)
+
+
+def test_group_knows_its_members_and_this_ranks_place() -> None:
+    def body() -> tuple[dict[str, object], bool, bool, bool]:
+        group = own_group((0,), (1, 3), (2,))
+        values = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+        has_handle = values.pop("handle") is not None
+        return values, group.is_first, group.is_last, has_handle
+
+    pair = {"size": 2, "global_ranks": (1, 3)}
+    assert run_ranks(4, body) == [
+        ({"rank": 0, "size": 1, "global_ranks": (0,)}, True, True, False),
+        ({"rank": 0, **pair}, True, False, True),
+        ({"rank": 0, "size": 1, "global_ranks": (2,)}, True, True, False),
+        ({"rank": 1, **pair}, False, True, True),
+    ]
+
+
+def test_nobody_passes_a_barrier_before_the_last_has_come(tmp_path: Path) -> None:
+    def body() -> int:
+        (tmp_path / str(dist.get_rank())).touch()
+        barrier(world_group())
+        return len(list(tmp_path.iterdir()))
+
+    assert run_ranks(4, body) == [4] * 4
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("the drafter is gone")
+
+    with pytest.raises(AssertionError, match=r"rank 1 failed:[\s\S]*the drafter is gone"):
+        run_ranks(2, body)

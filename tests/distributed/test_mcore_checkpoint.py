@@ -1,0 +1,248 @@
+"""Policy checkpoints: save + load = never saved, at the same layout bit for bit, at another to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, train
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import OptimizerSection
+
+ALL = (len(LENGTHS),)
+DP2 = Layout(world=2)
+TP2 = Layout(world=2, tensor=2)
+PP2 = Layout(world=2, pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def uneven_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied, and with sizes for which Megatron pads between the two buckets that a tied stage has."""
+    return make_tiny_hf(
+        tmp_path_factory.mktemp("models") / "llama",
+        "llama",
+        tied=True,
+        vocab_size=518,
+        hidden_size=48,
+        intermediate_size=84,
+    )
+
+
+def _save(
+    model_path: Path, layout: Layout, shares: tuple[int, ...], path: Path, settings: dict[str, Any]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Two steps, save, log-probs, two more steps."""
+    policy, groups = build_policy(model_path, layout, **settings)
+    train(policy, groups, (1, 2), shares)
+    policy.save(path)
+    logprobs = [value.logprobs for value in policy.infer_logprobs(make_batch(7), 1.0)]
+    return train(policy, groups, (3, 4), shares), logprobs
+
+
+def _load(
+    model_path: Path, layout: Layout, shares: tuple[int, ...], path: Path, settings: dict[str, Any]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    policy, groups = build_policy(model_path, layout, **settings)
+    policy.load(path)
+    logprobs = [value.logprobs for value in policy.infer_logprobs(make_batch(7), 1.0)]
+    return train(policy, groups, (3, 4), shares), logprobs
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares", "settings"),
+    [
+        (DP2, (3, 2), {}),
+        (Layout(world=4, tensor=2, pipeline=2), ALL, {}),
+        (DP2, (3, 2), {"dtype": "bfloat16"}),
+        (DP2, (3, 2), {"use_distributed_optimizer": False}),
+    ],
+    ids=["dp2", "tp2pp2", "bfloat16", "plain_optimizer"],
+)
+def test_save_then_load_equals_never_saved_bit_for_bit(
+    tmp_path: Path,
+    model_path: Path,
+    layout: Layout,
+    shares: tuple[int, ...],
+    settings: dict[str, Any],
+) -> None:
+    path = tmp_path / "checkpoint"
+    straight = run_ranks(layout.world, _save, model_path, layout, shares, path, settings)
+    resumed = run_ranks(layout.world, _load, model_path, layout, shares, path, settings)
+    for (expected, _), (result, _) in zip(straight, resumed, strict=True):
+        assert result["sums"] == expected["sums"]
+        assert result["stats"] == expected["stats"]
+        for name, weight in expected["weights"].items():
+            assert torch.equal(result["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TP2, PP2), (Layout(world=4, pipeline=2), TP2), (TP2, DP2)], ids=str
+)
+def test_a_checkpoint_loads_at_another_layout(
+    tmp_path: Path, uneven_path: Path, saved: Layout, loaded: Layout
+) -> None:
+    path = tmp_path / "checkpoint"
+    shares = [(3, 2) if lay.world > lay.tensor * lay.pipeline else ALL for lay in (saved, loaded)]
+    straight = run_ranks(saved.world, _save, uneven_path, saved, shares[0], path, {})
+    resumed = run_ranks(loaded.world, _load, uneven_path, loaded, shares[1], path, {})
+    expected, expected_logprobs = straight[0]
+    losses = [_total(straight, "loss", step) for step in (0, 1)]
+    for result, logprobs in resumed:
+        for mine, theirs in zip(logprobs, expected_logprobs, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+        for mine, theirs in zip(result["stats"], expected["stats"], strict=True):
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        for name, weight in expected["weights"].items():
+            assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert [_total(resumed, "loss", step) for step in (0, 1)] == pytest.approx(losses, rel=1e-5)
+
+
+def _total(results: list[tuple[dict[str, Any], Any]], name: str, step: int) -> float:
+    return sum({r["dp_rank"]: r["sums"][step][name] for r, _ in results}.values())
+
+
+def test_optimizer_state_survives_padding_between_buckets(
+    tmp_path: Path, uneven_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    straight = run_ranks(2, _save, uneven_path, PP2, ALL, path, {})
+    resumed = run_ranks(2, _load, uneven_path, PP2, ALL, path, {})
+    for name, weight in straight[0][0]["weights"].items():
+        assert torch.equal(resumed[0][0]["weights"][name], weight), name
+
+
+def test_a_policy_saved_before_its_first_step_loads(tmp_path: Path, model_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+
+    def save() -> dict[str, Any]:
+        policy, groups = build_policy(model_path, DP2)
+        policy.save(path)
+        return train(policy, groups, (3, 4), (3, 2))
+
+    straight = run_ranks(2, save)
+    resumed = run_ranks(2, _load, model_path, DP2, (3, 2), path, {})
+    assert resumed[0][0]["stats"] == straight[0]["stats"]
+
+
+def test_loading_into_a_trained_policy_forgets_its_training(
+    tmp_path: Path, model_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+
+    def run() -> tuple[dict[str, Any], dict[str, Any]]:
+        section = OptimizerSection(lr=1e-3, decay="linear", decay_steps=8)
+        policy, groups = build_policy(model_path, DP2, optimizer=section)
+        train(policy, groups, (1,), (3, 2))
+        policy.save(path)
+        first = train(policy, groups, (2, 3), (3, 2))
+        policy.load(path)
+        return first, train(policy, groups, (2, 3), (3, 2))
+
+    for first, second in run_ranks(2, run):
+        assert first["stats"] == second["stats"]
+        for name, weight in first["weights"].items():
+            assert torch.equal(second["weights"][name], weight), name
+
+
+def test_the_schedule_goes_on_with_the_settings_of_the_resumed_run(
+    tmp_path: Path, model_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    settings = {"decay": "linear", "decay_steps": 4, "weight_decay": 0.0}
+    before = {"optimizer": OptimizerSection(lr=1e-3, **settings)}
+    after = {"optimizer": OptimizerSection(lr=2e-3, **settings)}
+    straight = run_ranks(1, _save, model_path, Layout(world=1), ALL, path, before)
+    resumed = run_ranks(1, _load, model_path, Layout(world=1), ALL, path, after)
+    assert [s.lr for s in straight[0][0]["stats"]] == pytest.approx([5e-4, 2.5e-4])
+    assert [s.lr for s in resumed[0][0]["stats"]] == pytest.approx([1e-3, 5e-4])
+
+
+def test_random_states_are_restored_at_the_same_layout_only(
+    tmp_path: Path, model_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+
+    def draw() -> list[float]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():
+            tracked = torch.rand(1).item()
+        return [torch.rand(1).item(), tracked]
+
+    def save() -> list[float]:
+        policy, groups = build_policy(model_path, TP2)
+        torch.manual_seed(100 + groups.world.rank)
+        draw()
+        policy.save(path)
+        return draw()
+
+    def load(layout: Layout) -> list[float]:
+        policy, _ = build_policy(model_path, layout)
+        torch.manual_seed(5)
+        policy.load(path)
+        return draw()
+
+    drawn = run_ranks(2, save)
+    assert run_ranks(2, load, TP2) == drawn
+    torch.manual_seed(5)
+    assert run_ranks(2, load, PP2)[0][0] == torch.rand(1).item()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bfloat16"}, r"model\.dtype='float32'"),
+        ({"use_distributed_optimizer": False}, r"mcore\.use_distributed_optimizer=True"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_refused(
+    tmp_path: Path, model_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "checkpoint"
+
+    def save() -> None:
+        build_policy(model_path, Layout(world=1))[0].save(path)
+
+    def load() -> None:
+        policy, _ = build_policy(model_path, Layout(world=1), **settings)
+        with pytest.raises(ValueError, match=message):
+            policy.load(path)
+
+    run_ranks(1, save)
+    run_ranks(1, load)
+
+
+def test_a_used_folder_and_an_unfinished_checkpoint_are_refused(
+    tmp_path: Path, model_path: Path
+) -> None:
+    def run() -> None:
+        policy, _ = build_policy(model_path, DP2)
+        with pytest.raises(ValueError, match="no complete torch_dist checkpoint"):
+            policy.load(tmp_path)
+        policy.save(tmp_path / "checkpoint")
+        with pytest.raises(ValueError, match="must be an empty folder"):
+            policy.save(tmp_path / "checkpoint")
+
+    run_ranks(2, run)
+
+
+def test_a_checkpoint_is_written_by_one_file_per_saving_rank_and_complete(
+    tmp_path: Path, model_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+
+    def save() -> list[str]:
+        build_policy(model_path, TP2)[0].save(path)
+        return sorted(file.name for file in path.iterdir())
+
+    names = [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+    assert run_ranks(2, save) == [names, names]

@@ -1,0 +1,249 @@
+"""The Megatron policy trains the same at every layout, and says the same log-probs as transformers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore_policy import (
+    LENGTHS,
+    Layout,
+    build_policy,
+    export,
+    make_batch,
+    share_of,
+    tiny_loss,
+    train,
+)
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import OptimizerSection
+from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
+
+ALL = (len(LENGTHS),)
+ONE_RANK = Layout(world=1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("models") / "llama", "llama", tied=True)
+
+
+def _train(
+    path: Path, layout: Layout, shares: tuple[int, ...], mcore: dict[str, Any]
+) -> dict[str, Any]:
+    policy, groups = build_policy(path, layout, **mcore)
+    return train(policy, groups, (1, 2, 3), shares)
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_path: Path) -> dict[str, Any]:
+    return run_ranks(1, _train, model_path, ONE_RANK, ALL, {})[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank_tied(tied_path: Path) -> dict[str, Any]:
+    return run_ranks(1, _train, tied_path, ONE_RANK, ALL, {})[0]
+
+
+def _assert_trained_the_same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Losses, gradient norms and weights after three steps, on every rank, to 1e-5."""
+    for step, sums in enumerate(expected["sums"]):
+        by_dp_rank = {result["dp_rank"]: result["sums"][step] for result in results}
+        for name, value in sums.items():
+            total = sum(part[name] for part in by_dp_rank.values())
+            assert total == pytest.approx(value, rel=1e-5)
+    for result in results:
+        for mine, theirs in zip(result["stats"], expected["stats"], strict=True):
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+            assert not mine.is_skipped
+        assert result["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            assert (result["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        (Layout(world=2, tensor=2), ALL),
+        (Layout(world=2, pipeline=2), ALL),
+        (Layout(world=4, tensor=2, pipeline=2), ALL),
+        (Layout(world=2), (3, 2)),
+        (Layout(world=4, tensor=2), (1, 4)),
+        (Layout(world=2, tensor=2, sequence=True), ALL),
+        (Layout(world=4, tensor=2, pipeline=2, sequence=True), ALL),
+        (Layout(world=2), (5, 0)),
+        (Layout(world=4, pipeline=2), (0, 5)),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_three_steps_at_any_layout_equal_one_rank(
+    model_path: Path, one_rank: dict[str, Any], layout: Layout, shares: tuple[int, ...]
+) -> None:
+    results = run_ranks(layout.world, _train, model_path, layout, shares, {})
+    _assert_trained_the_same(results, one_rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        (Layout(world=4, tensor=2, pipeline=2), ALL),
+        (Layout(world=4, pipeline=2), (4, 1)),
+        (Layout(world=4, pipeline=2), (5, 0)),
+    ],
+)
+def test_three_steps_with_embeddings_shared_by_stages_equal_one_rank(
+    tied_path: Path, one_rank_tied: dict[str, Any], layout: Layout, shares: tuple[int, ...]
+) -> None:
+    results = run_ranks(layout.world, _train, tied_path, layout, shares, {})
+    _assert_trained_the_same(results, one_rank_tied)
+
+
+@pytest.mark.parametrize(
+    "mcore", [{"use_distributed_optimizer": False}, {"recompute": "full"}], ids=str
+)
+def test_three_steps_with_other_mcore_settings_equal_one_rank(
+    model_path: Path, one_rank: dict[str, Any], mcore: dict[str, Any]
+) -> None:
+    layout = Layout(world=4, pipeline=2)
+    results = run_ranks(4, _train, model_path, layout, (2, 3), mcore)
+    _assert_trained_the_same(results, one_rank)
+
+
+def test_two_runs_give_the_same_bits(model_path: Path) -> None:
+    layout = Layout(world=4, tensor=2)
+    first, second = (run_ranks(4, _train, model_path, layout, (3, 2), {})[0] for _ in range(2))
+    assert first["sums"] == second["sums"]
+    assert first["stats"] == second["stats"]
+    for name, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][name])
+
+
+def test_a_rank_without_micro_batches_reports_zeros_under_all_keys(model_path: Path) -> None:
+    results = run_ranks(2, _train, model_path, Layout(world=2), (5, 0), {})
+    assert results[1]["sums"][0] == {"loss": 0.0, "tokens": 0.0}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ONE_RANK,
+        Layout(world=2, tensor=2),
+        Layout(world=2, pipeline=2),
+        Layout(world=4, tensor=2, pipeline=2),
+        Layout(world=2, tensor=2, sequence=True),
+    ],
+)
+def test_logprobs_on_every_rank_equal_transformers(model_path: Path, layout: Layout) -> None:
+    def infer() -> list[list[TokenLogprobs]]:
+        policy, _ = build_policy(model_path, layout)
+        assert policy.infer_logprobs([], 1.0) == []
+        return [policy.infer_logprobs(make_batch(1), temperature) for temperature in (0.7, 1.0)]
+
+    results = run_ranks(layout.world, infer)
+    expected = [
+        [_hf_logprobs(model_path, micro_batch, temperature) for micro_batch in make_batch(1)]
+        for temperature in (0.7, 1.0)
+    ]
+    for by_temperature in results:
+        for mine, theirs in zip(by_temperature, expected, strict=True):
+            assert len(mine) == len(theirs)
+            for value, reference in zip(mine, theirs, strict=True):
+                for name in ("logprobs", "entropy", "policy_logprobs"):
+                    torch.testing.assert_close(
+                        getattr(value, name), getattr(reference, name), atol=1e-4, rtol=0
+                    )
+
+
+def _hf_logprobs(path: Path, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path).float().eval()
+    bounds = micro_batch.cu_seqlens.tolist()
+    with torch.no_grad():
+        parts = [
+            model(micro_batch.token_ids[None, start:end]).logits[0]
+            for start, end in itertools.pairwise(bounds)
+        ]
+    logits_PV = torch.cat(parts)
+    log_p_PV = torch.log_softmax(logits_PV / temperature, dim=-1)
+    labels_P1 = micro_batch.labels[:, None]
+    return TokenLogprobs(
+        logprobs=log_p_PV.gather(1, labels_P1)[:, 0],
+        entropy=-(log_p_PV.exp() * log_p_PV).sum(-1),
+        policy_logprobs=torch.log_softmax(logits_PV, dim=-1).gather(1, labels_P1)[:, 0],
+    )
+
+
+@pytest.mark.parametrize("use_distributed_optimizer", [True, False])
+def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(
+    model_path: Path, use_distributed_optimizer: bool
+) -> None:
+    layout = Layout(world=2)
+    section = OptimizerSection(lr=1e-3, warmup_steps=4)
+
+    def broken_loss(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossResult:
+        return LossResult(loss_sum=(logprobs.logprobs * float("inf")).sum(), count=1, metrics={})
+
+    def run(has_broken_step: bool) -> tuple[dict[str, Any], list[Any], bool]:
+        policy, groups = build_policy(
+            model_path,
+            layout,
+            optimizer=section,
+            use_distributed_optimizer=use_distributed_optimizer,
+        )
+        skipped, is_equal = [], True
+        train(policy, groups, (1,), (3, 2))
+        if has_broken_step:
+            before = export(policy)
+            share = share_of(make_batch(9), groups, (3, 2))
+            policy.forward_backward(share, 1.0, broken_loss if groups.dp.rank == 1 else tiny_loss)
+            skipped.append(policy.optimizer_step())
+            is_equal = all(torch.equal(before[n], w) for n, w in export(policy).items())
+        return train(policy, groups, (2,), (3, 2)), skipped, is_equal
+
+    expected, _, _ = run_ranks(2, run, False)[0]
+    for result, skipped, is_equal in run_ranks(2, run, True):
+        assert is_equal
+        assert skipped[0].is_skipped
+        assert result["stats"] == expected["stats"]  # the schedule did not move either
+        for name, weight in expected["weights"].items():
+            assert torch.equal(result["weights"][name], weight)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(Layout(world=4, tensor=2), "float32"), (Layout(world=2, pipeline=2), "bfloat16")],
+)
+def test_the_reference_is_the_initial_policy_and_leaves_no_trace(
+    tied_path: Path, layout: Layout, dtype: str
+) -> None:
+    def run() -> tuple[bool, bool, bool]:
+        policy, groups = build_policy(tied_path, layout, dtype=dtype, keep_reference=True)
+        shares = (3, 2) if groups.dp.size == 2 else ALL
+        share = share_of(make_batch(5), groups, shares)
+        initial = policy.infer_logprobs(share, 1.0)
+        train(policy, groups, (1, 2), shares)
+        before, trained = export(policy), policy.infer_logprobs(share, 1.0)
+        reference = policy.infer_logprobs(share, 1.0, reference=True)
+        again, after = policy.infer_logprobs(share, 1.0), export(policy)
+        is_initial = all(map(_has_same_bits, initial, reference))
+        is_changed = not any(map(_has_same_bits, trained, reference))
+        is_back = all(map(_has_same_bits, trained, again))
+        is_back = is_back and all(torch.equal(before[n], w) for n, w in after.items())
+        return is_initial, is_changed, is_back
+
+    assert run_ranks(layout.world, run) == [(True, True, True)] * layout.world
+
+
+def _has_same_bits(one: TokenLogprobs, other: TokenLogprobs) -> bool:
+    return torch.equal(one.logprobs, other.logprobs) and torch.equal(one.entropy, other.entropy)

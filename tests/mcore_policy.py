@@ -1,0 +1,157 @@
+"""What the tests of the Megatron policy share: tiny packed data, a loss, and a policy on any layout of forked ranks.
+
+Importing this imports megatron.core in the test process, so that forked ranks need not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tlt_megatron.config.schema import (
+    McoreSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+)
+from tlt_megatron.mcore import cpu
+from tlt_megatron.mcore.initialize import initialize_model_parallel
+from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
+from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
+
+cpu.install()
+for _name in ("dist_checkpointing", "models.gpt.gpt_layer_specs", "optimizer"):
+    importlib.import_module(f"megatron.core.{_name}")
+
+VOCAB_SIZE = 512
+OPTIMIZER = OptimizerSection(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout of ranks; data parallelism is what is left."""
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False
+
+    @property
+    def parallel(self) -> ParallelSection:
+        return ParallelSection(tensor=self.tensor, pipeline=self.pipeline, sequence=self.sequence)
+
+
+def build_policy(
+    model_path: Path,
+    layout: Layout,
+    *,
+    optimizer: OptimizerSection = OPTIMIZER,
+    dtype: str = "float32",
+    keep_reference: bool = False,
+    **mcore: Any,
+) -> tuple[McorePolicyModel, ProcessGroups]:
+    """On every forked rank of `layout`."""
+    world = Group(
+        handle=dist.group.WORLD,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        global_ranks=tuple(range(dist.get_world_size())),
+    )
+    groups = initialize_model_parallel(layout.parallel, world, seed=1)
+    policy = McorePolicyModel(
+        model_path=model_path,
+        model=ModelSection(path=str(model_path), dtype=dtype),
+        parallel=layout.parallel,
+        mcore=McoreSection(**mcore),
+        optimizer=optimizer,
+        groups=groups,
+        device=select_device("cpu"),
+        keep_reference=keep_reference,
+    )
+    return policy, groups
+
+
+def make_micro_batch(lengths: Sequence[int], seed: int) -> MicroBatch:
+    """Sequences of `lengths` random tokens; the first third of each (one token at least) is prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    token_ids = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    labels, loss_mask = token_ids.roll(-1), torch.ones(num_tokens)
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        labels[end - 1] = 0
+        loss_mask[start : start + max(1, (end - start) // 3) - 1] = 0
+        loss_mask[end - 1] = 0
+    return MicroBatch(
+        token_ids=token_ids,
+        labels=labels,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=bounds.to(torch.int32),
+        loss_mask=loss_mask,
+        loss_weights=loss_mask * torch.rand(num_tokens, generator=generator),
+        advantages=torch.randn(num_tokens, generator=generator),
+        old_logprobs=torch.zeros(num_tokens),
+        rollout_logprobs=torch.zeros(num_tokens),
+        loss_count=int(loss_mask.sum()),
+    )
+
+
+# Uneven: 5 micro-batches of 1 to 3 sequences, 5 to 22 tokens, odd totals among them.
+LENGTHS = ((7, 13), (5,), (9, 2, 11), (17,), (3, 8))
+
+
+def make_batch(seed: int) -> list[MicroBatch]:
+    """The micro-batches of one optimizer step over all ranks."""
+    return [make_micro_batch(lengths, 100 * seed + i) for i, lengths in enumerate(LENGTHS)]
+
+
+def share_of(batch: list[MicroBatch], groups: ProcessGroups, shares: Sequence[int]) -> list:
+    """This data-parallel rank's part, where rank i has shares[i] micro-batches."""
+    start = sum(shares[: groups.dp.rank])
+    return batch[start : start + shares[groups.dp.rank]]
+
+
+def tiny_loss(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossResult:
+    """Weighted policy gradient with a little entropy: every part of the log-probs gets a gradient."""
+    per_token = -logprobs.logprobs * micro_batch.advantages - 0.1 * logprobs.entropy
+    loss_sum = (per_token * micro_batch.loss_weights).sum()
+    return LossResult(
+        loss_sum=loss_sum,
+        count=micro_batch.loss_count,
+        metrics={
+            "loss": loss_sum.detach(),
+            "tokens": micro_batch.loss_mask.sum(),
+        },
+    )
+
+
+def train(
+    policy: McorePolicyModel,
+    groups: ProcessGroups,
+    seeds: Sequence[int],
+    shares: Sequence[int] = (len(LENGTHS),),
+) -> dict[str, Any]:
+    """One optimizer step per seed; metric sums over data-parallel ranks, stats, and the weights at the end."""
+    sums, stats = [], []
+    for seed in seeds:
+        share = share_of(make_batch(seed), groups, shares)
+        sums.append(policy.forward_backward(share, 0.8, tiny_loss))
+        stats.append(policy.optimizer_step())
+    return {
+        "sums": sums,
+        "stats": stats,
+        "weights": export(policy),
+        "dp_rank": groups.dp.rank,
+    }
+
+
+def export(policy: McorePolicyModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export_hf_weights()}

@@ -1,0 +1,68 @@
+"""Random Hugging Face models of a few hundred kilobytes, on disk as transformers writes them.
+
+Used by the tests of every engine and of the Megatron policy. Weights are scaled up and biases and norms are random,
+so that logits are far from flat and a wrong name, order or layout shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = ("llama", "qwen2", "qwen3")
+_THETA = {"llama": 500000.0, "qwen2": 1000000.0, "qwen3": 1000000.0}
+
+
+def make_tiny_hf(
+    path: Path,
+    kind: str,
+    *,
+    tied: bool = False,
+    vocab_size: int = 512,
+    num_layers: int = 4,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a random float32 model of `kind` (config.json + model.safetensors) to the folder `path` and return it.
+
+    The same arguments always give the same weights. `config` goes to the transformers config verbatim:
+    `make_tiny_hf(tmp_path / "m", "llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})`.
+    """
+    import transformers
+
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: must be one of {', '.join(KINDS)}")
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _THETA[kind]},
+    }
+    if kind == "qwen3":
+        settings["head_dim"] = 32  # not hidden_size / heads, as in the real family
+    settings |= config
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(getattr(transformers, f"{name}Config")(**settings)).float()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.ndim == 1:  # norms around 1, biases around 0
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                elif "lm_head" in parameter_name or "embed_tokens" in parameter_name:
+                    parameter.mul_(12.0)
+                else:
+                    parameter.mul_(4.0)
+    model.save_pretrained(path)
+    return path

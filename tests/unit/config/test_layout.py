@@ -1,0 +1,111 @@
+"""Runs that cannot start are refused before anything expensive, by key, value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.layout import check_layout
+from tlt_megatron.config.load import load_config
+
+SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "intermediate_size": 160,
+    "max_position_embeddings": 512,
+}
+
+
+def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int | None) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    kept = {name: value for name, value in (SIZES | sizes).items() if value is not None}
+    (model / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    train = tmp_path / "train.jsonl"
+    train.write_text("{}\n", encoding="utf-8")
+    base = [
+        f"model.path={model}",
+        f"data.train={train}",
+        "data.max_prompt_tokens=128",
+        "rollout.max_new_tokens=384",
+    ]
+    check_layout(load_config(None, [*base, *overrides.split()]), world_size)
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size",
+    [
+        ("", 1),
+        ("", 3),
+        ("parallel.tensor=2", 2),
+        ("parallel.tensor=4 parallel.pipeline=2", 16),
+        ("rollout.kv_cache_tokens=512", 1),
+    ],
+)
+def test_layouts_that_fit_are_allowed(tmp_path: Path, overrides: str, world_size: int) -> None:
+    check(tmp_path, overrides, world_size)
+
+
+def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
+    check(tmp_path, "parallel.tensor=8", 8, num_key_value_heads=None)
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, message",
+    [
+        (
+            "parallel.tensor=2 parallel.pipeline=2",
+            6,
+            r"parallel\.tensor=2 x parallel\.pipeline=2 = 4 does not divide the 6 ranks",
+        ),
+        ("parallel.tensor=4", 2, r"= 4 does not divide the 2 ranks"),
+        ("parallel.tensor=3", 3, r"parallel\.tensor=3 does not divide num_attention_heads=8"),
+        ("parallel.tensor=8", 8, r"parallel\.tensor=8 does not divide num_key_value_heads=4"),
+        ("parallel.pipeline=3", 3, r"parallel\.pipeline=3 does not divide num_hidden_layers=4"),
+        (
+            "rollout.max_new_tokens=385",
+            1,
+            r"data\.max_prompt_tokens=128 \+ rollout\.max_new_tokens=385 = 513 exceeds "
+            r"max_position_embeddings=512",
+        ),
+        (
+            "rollout.kv_cache_tokens=511",
+            1,
+            r"rollout\.kv_cache_tokens=511 cannot hold one full sequence of 512 tokens",
+        ),
+        ("model.path=absent", 1, r"model\.path='absent': must be a folder with config\.json"),
+        ("model.path=", 1, r"model\.path='': must be a folder with config\.json"),
+        ("data.train=absent.jsonl", 1, r"data\.train='absent\.jsonl': must be an existing"),
+        ("data.train=", 1, r"data\.train='': must be a \.jsonl or \.parquet file"),
+        ("data.eval=absent.parquet", 1, r"data\.eval='absent\.parquet': must be an existing"),
+    ],
+)
+def test_impossible_run_is_refused_by_name(
+    tmp_path: Path, overrides: str, world_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path, overrides, world_size)
+
+
+@pytest.mark.parametrize("name, value", [("vocab_size", 511), ("intermediate_size", 161)])
+def test_sizes_that_tensor_parallelism_cannot_cut_are_refused(
+    tmp_path: Path, name: str, value: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"parallel\.tensor=2 does not divide {name}={value}"):
+        check(tmp_path, "parallel.tensor=2", 2, **{name: value})
+
+
+def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "train.csv"
+    other.write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train\.csv': must be an existing \.jsonl or \.parquet"):
+        check(tmp_path, f"data.train={other}")
+
+
+def test_config_json_without_sizes_is_refused_naming_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json lacks num_hidden_layers, vocab_size"):
+        check(tmp_path, num_hidden_layers=None, vocab_size=None)

@@ -1,0 +1,173 @@
+"""YAML and overrides: what is read, what is refused and how the refusal reads, and that a dump reads back."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.load import dump_config, load_config
+from tlt_megatron.config.schema import ModelSection, RunConfig
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    assert load_config(None) == RunConfig()
+
+
+def test_file_sets_some_and_defaults_the_rest(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "run: {num_steps: 3}\nmodel:\n  path: a/b\n"))
+    assert (config.run.num_steps, config.model.path) == (3, "a/b")
+    assert config.rollout == RunConfig().rollout
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "run:\n", "run:\n  # num_steps: 3\n"])
+def test_empty_file_or_section_is_defaults(tmp_path: Path, text: str) -> None:
+    assert load_config(write(tmp_path, text)) == RunConfig()
+
+
+def test_override_fills_a_section_that_the_file_left_empty(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "run:\n"), ["run.num_steps=4"]).run.num_steps == 4
+
+
+def test_override_wins_over_file_and_the_last_one_over_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path, "run: {num_steps: 3, seed: 5}")
+    config = load_config(path, ["run.num_steps=7", "run.num_steps=9"])
+    assert (config.run.num_steps, config.run.seed) == (9, 5)
+
+
+@pytest.mark.parametrize(
+    "text, lr", [("1e-6", 1e-6), ("1.5e-6", 1.5e-6), ("1E-6", 1e-6), ("2", 2.0), ("0.25", 0.25)]
+)
+def test_floats_are_read_as_everyone_expects(tmp_path: Path, text: str, lr: float) -> None:
+    by_override = load_config(None, [f"optimizer.lr={text}"]).optimizer.lr
+    by_file = load_config(write(tmp_path, f"optimizer: {{lr: {text}}}")).optimizer.lr
+    assert by_override == by_file == lr
+    assert isinstance(by_override, float)
+
+
+def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
+    config = load_config(
+        None,
+        [
+            "model.path=some/folder with spaces",
+            "logging.wandb_project=a=b",
+            "reward.function=",
+            "data.shuffle=false",
+            "mcore.transformer.window_size=[128, 0]",
+            "mcore.transformer.a.b=1e-5",
+        ],
+    )
+    assert config.model.path == "some/folder with spaces"
+    assert config.logging.wandb_project == "a=b"
+    assert config.reward.function == ""
+    assert config.data.shuffle is False
+    assert config.mcore.transformer == {"window_size": [128, 0], "a": {"b": 1e-5}}
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("rollout.num_sample=4", r"rollout\.num_sample=4: unknown key; did you mean num_samples\?"),
+        ("rolout.num_samples=4", r"rolout=.*unknown key; did you mean rollout\?"),
+        ("run.num_steps=ten", r"run\.num_steps='ten': must be int, not str"),
+        ("run.num_steps=1.5", r"run\.num_steps=1\.5: must be int, not float"),
+        ("run.num_steps=true", r"run\.num_steps=True: must be int, not bool"),
+        ("run.num_steps=null", r"run\.num_steps=None: must be int, not NoneType"),
+        ("optimizer.lr=fast", r"optimizer\.lr='fast': must be float, not str"),
+        ("optimizer.lr=true", r"optimizer\.lr=True: must be float, not bool"),
+        ("data.shuffle=1", r"data\.shuffle=1: must be bool, not int"),
+        ("model.path=7", r"model\.path=7: must be str, not int"),
+        ("mcore.transformer=3", r"mcore\.transformer=3: must be dict, not int"),
+        ("rollout=4", r"rollout=4: must be a section of keys, not int"),
+        ("run.num_steps.x=1", r"run\.num_steps=\{'x': 1\}: must be int, not dict"),
+        ("run.num_steps", r"override 'run\.num_steps': must be section\.key=value"),
+        ("=3", r"override '=3': must be section\.key=value"),
+        ("model.path=[a", r"override 'model\.path=\[a': is not YAML"),
+    ],
+)
+def test_refused_override_names_key_value_and_what_is_allowed(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("runn: {}", r"runn=\{\}: unknown key; did you mean run\?"),
+        ("run: {steps: 1}", r"run\.steps=1: unknown key; did you mean num_steps\?"),
+        ("- a\n- b", r"config='.*run\.yaml': must hold a mapping of sections, not list"),
+        ("run: [1, 2]", r"run=\[1, 2\]: must be a section of keys, not list"),
+        ("run: {", r"config='.*run\.yaml': is not YAML"),
+        ("1: {}", r"1=\{\}: unknown key"),
+    ],
+)
+def test_refused_file_names_key_value_and_what_is_allowed(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.yaml': no such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_override_cannot_pass_through_a_value_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_steps is a value, not a section"):
+        load_config(write(tmp_path, "run: {num_steps: 3}"), ["run.num_steps.x=1"])
+
+
+def test_dump_of_defaults_reads_back_equal_and_shows_every_key(tmp_path: Path) -> None:
+    text = dump_config(RunConfig())
+    assert load_config(write(tmp_path, text)) == RunConfig()
+    for section in dataclasses.fields(RunConfig):
+        assert f"\n{section.name}:\n" in "\n" + text
+        for key in dataclasses.fields(getattr(RunConfig(), section.name)):
+            assert f"  {key.name}: " in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1e-6", "1e5", "12", "true", "null", "", "a: b", "# x", "é\n", "=", "[x", "2026-01-01"],
+)
+def test_dump_keeps_strings_that_look_like_something_else(tmp_path: Path, value: str) -> None:
+    config = RunConfig(model=ModelSection(path=value))
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_dump_of_a_changed_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [
+            "optimizer.lr=1e-6",
+            "optimizer.eps=1.25e-12",
+            "algorithm.kl_coef=0.001",
+            "parallel={tensor: 2, sequence: true}",
+            "mcore.transformer={window: [1, 2], nested: {a: 1e-5, b: null, c: '1e-5'}}",
+        ],
+    )
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_settings_are_read_and_checked_without_torch() -> None:
+    code = (
+        "import sys, tlt_megatron.config.load, tlt_megatron.config.layout\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'megatron', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert 'tlt_megatron.config.layout' in sys.modules"
+    )
+    root = Path(__file__).resolve().parents[3]
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,94 @@
+"""Ranges: each section refuses what is outside, naming the key, and takes what is on the edge."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_megatron.config.load import load_config
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ("model.dtype=float16", r"model\.dtype='float16': must be one of float32, bfloat16"),
+        ("parallel.tensor=0", r"parallel\.tensor=0: must be >= 1"),
+        ("parallel.pipeline=-1", r"parallel\.pipeline=-1: must be >= 1"),
+        ("parallel.sequence=true", r"parallel\.sequence=True: must be false where .*tensor is 1"),
+        ("data.max_prompt_tokens=0", r"data\.max_prompt_tokens=0: must be >= 1"),
+        ("reward.num_workers=0", r"reward\.num_workers=0: must be >= 1"),
+        ("reward.timeout_s=0", r"reward\.timeout_s=0\.0: must be > 0"),
+        ("reward.on_error=skip", r"reward\.on_error='skip': must be one of raise, zero"),
+        ("rollout.engine=vllm", r"rollout\.engine='vllm': must be one of "),
+        ("rollout.dtype=int8", r"rollout\.dtype='int8': must be one of float32, bfloat16, float64"),
+        ("rollout.num_prompts=0", r"rollout\.num_prompts=0: must be >= 1"),
+        ("rollout.num_samples=0", r"rollout\.num_samples=0: must be >= 1"),
+        ("rollout.max_new_tokens=0", r"rollout\.max_new_tokens=0: must be >= 1"),
+        ("rollout.max_batch_size=0", r"rollout\.max_batch_size=0: must be >= 1"),
+        ("rollout.prefill_chunk_tokens=0", r"rollout\.prefill_chunk_tokens=0: must be >= 1"),
+        ("rollout.temperature=0", r"rollout\.temperature=0\.0: must be in \(0, 10\]"),
+        ("rollout.temperature=11", r"rollout\.temperature=11\.0: must be in \(0, 10\]"),
+        ("rollout.top_p=0", r"rollout\.top_p=0\.0: must be in \(0, 1\]"),
+        ("rollout.top_p=1.01", r"rollout\.top_p=1\.01: must be in \(0, 1\]"),
+        ("rollout.top_k=-1", r"rollout\.top_k=-1: must be >= 0"),
+        ("rollout.kv_cache_tokens=-1", r"rollout\.kv_cache_tokens=-1: must be >= 0"),
+        ("algorithm.advantage=gae", r"algorithm\.advantage='gae': must be one of grpo, "),
+        ("algorithm.aggregation=mean", r"algorithm\.aggregation='mean': must be one of "),
+        ("algorithm.kl_placement=x", r"algorithm\.kl_placement='x': must be one of loss, reward"),
+        ("algorithm.kl_estimator=k4", r"algorithm\.kl_estimator='k4': must be one of k1, k2, k3"),
+        ("algorithm.clip_low=0", r"algorithm\.clip_low=0\.0: must be in \(0, 1\]"),
+        ("algorithm.clip_low=1.5", r"algorithm\.clip_low=1\.5: must be in \(0, 1\]"),
+        ("algorithm.clip_high=0", r"algorithm\.clip_high=0\.0: must be > 0"),
+        ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),
+        ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
+        ("algorithm.kl_coef=-1", r"algorithm\.kl_coef=-1\.0: must be >= 0"),
+        ("algorithm.num_minibatches=0", r"algorithm\.num_minibatches=0: must be >= 1"),
+        ("algorithm.num_epochs=0", r"algorithm\.num_epochs=0: must be >= 1"),
+        ("optimizer.lr=0", r"optimizer\.lr=0\.0: must be > 0"),
+        ("optimizer.lr=.nan", r"optimizer\.lr=nan: must be > 0"),
+        ("optimizer.min_lr=1", r"optimizer\.min_lr=1\.0: must be in \[0, lr=1e-06\]"),
+        ("optimizer.decay=exp", r"optimizer\.decay='exp': must be one of constant, linear, cosine"),
+        ("optimizer.decay=cosine", r"optimizer\.decay_steps=0: must be > warmup_steps=0"),
+        ("optimizer.warmup_steps=-1", r"optimizer\.warmup_steps=-1: must be >= 0"),
+        ("optimizer.weight_decay=-1", r"optimizer\.weight_decay=-1\.0: must be >= 0"),
+        ("optimizer.clip_grad=-1", r"optimizer\.clip_grad=-1\.0: must be >= 0"),
+        ("optimizer.beta1=1", r"optimizer\.beta1=1\.0: must be in \[0, 1\)"),
+        ("optimizer.beta2=-0.1", r"optimizer\.beta2=-0\.1: must be in \[0, 1\)"),
+        ("mcore.micro_batch_tokens=0", r"mcore\.micro_batch_tokens=0: must be >= 1"),
+        ("mcore.recompute=all", r"mcore\.recompute='all': must be one of none, selective, full"),
+        ("checkpoint.interval=-1", r"checkpoint\.interval=-1: must be >= 0"),
+        ("checkpoint.keep=-1", r"checkpoint\.keep=-1: must be >= 0"),
+        ("eval.interval=-1", r"eval\.interval=-1: must be >= 0"),
+        ("eval.num_prompts=-1", r"eval\.num_prompts=-1: must be >= 0"),
+        ("eval.num_samples=0", r"eval\.num_samples=0: must be >= 1"),
+        ("eval.temperature=10.5", r"eval\.temperature=10\.5: must be in \[0, 10\]"),
+        ("logging.progress=bar", r"logging\.progress='bar': must be one of auto, live, "),
+        ("run.num_steps=-1", r"run\.num_steps=-1: must be >= 0"),
+        ("run.device=tpu", r"run\.device='tpu': must be one of auto, cpu, cuda"),
+        ("run.group_timeout_s=0", r"run\.group_timeout_s=0\.0: must be > 0"),
+        (
+            "rollout.num_prompts=2 algorithm.num_minibatches=3",
+            r"algorithm\.num_minibatches=3: must be <= rollout\.num_prompts=2",
+        ),
+        ("rollout.num_samples=1", r"rollout\.num_samples=1: must be > 1 where .*'grpo'"),
+    ],
+)
+def test_out_of_range_is_refused_by_name(overrides: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(None, overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.tensor=2 parallel.sequence=true",
+        "rollout.temperature=10 rollout.top_p=1 rollout.top_k=0 rollout.kv_cache_tokens=0",
+        "algorithm.clip_low=1 algorithm.dual_clip=0 algorithm.tis_cap=1",
+        "optimizer.min_lr=1e-6 optimizer.beta1=0 optimizer.clip_grad=0",
+        "optimizer.decay=linear optimizer.warmup_steps=4 optimizer.decay_steps=5",
+        "checkpoint.interval=0 checkpoint.keep=0 run.num_steps=0 eval.temperature=0",
+        "rollout.num_prompts=2 algorithm.num_minibatches=2",
+        "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
+    ],
+)
+def test_the_edge_of_a_range_is_allowed(overrides: str) -> None:
+    load_config(None, overrides.split())

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tlt_megatron.data.prompts import PromptSampler, PromptSet
+from tlt_megatron.types import Prompt
+
+
+def make_set(num_prompts: int = 10, name: str = "train") -> PromptSet:
+    rows = tuple(
+        Prompt(prompt_id=f"{name}:{i}", draw_index=i, token_ids=(i,)) for i in range(num_prompts)
+    )
+    return PromptSet(path=f"{name}.jsonl", rows=rows, overlong=(), fingerprint=f"of-{name}")
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.prompt_id for prompt in prompts]
+
+
+def test_every_epoch_holds_each_prompt_once_whatever_the_batches() -> None:
+    sampler = PromptSampler(make_set(), shuffle=True, seed=0)
+    drawn = [prompt for size in (3, 4, 7, 1, 10, 25) for prompt in sampler.next_batch(size)]
+    assert len(drawn) == 50
+    for start in range(0, 50, 10):
+        assert len(set(ids(drawn[start : start + 10]))) == 10
+
+
+def test_draw_index_grows_by_one_over_batches_and_epochs() -> None:
+    sampler = PromptSampler(make_set(), shuffle=True, seed=0)
+    drawn = [prompt for size in (3, 25, 7) for prompt in sampler.next_batch(size)]
+    assert [prompt.draw_index for prompt in drawn] == list(range(35))
+    assert sampler.epoch == 3
+
+
+def test_batch_size_does_not_change_the_order() -> None:
+    one = PromptSampler(make_set(), shuffle=True, seed=4)
+    other = PromptSampler(make_set(), shuffle=True, seed=4)
+    assert one.next_batch(36) == [p for _ in range(12) for p in other.next_batch(3)]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = set()
+    for seed in range(3):
+        drawn = PromptSampler(make_set(), shuffle=True, seed=seed).next_batch(30)
+        orders |= {tuple(ids(drawn[start : start + 10])) for start in (0, 10, 20)}
+    assert len(orders) == 9  # false alarm: 36 pairs / 10!, one in 100,000
+
+
+def test_order_is_the_same_on_every_machine() -> None:
+    drawn = PromptSampler(make_set(), shuffle=True, seed=0).next_batch(10)
+    # by hand: random.Random("0/0"), ten values of random(), their places from the smallest on
+    assert [prompt.token_ids[0] for prompt in drawn] == [8, 9, 0, 3, 7, 4, 1, 5, 2, 6]
+
+
+def test_without_shuffle_prompts_come_in_file_order() -> None:
+    sampler = PromptSampler(make_set(), shuffle=False, seed=0)
+    assert [p.token_ids[0] for p in sampler.next_batch(23)] == [*range(10), *range(10), 0, 1, 2]
+
+
+@pytest.mark.parametrize("num_before", [0, 7, 10, 23])
+def test_resume_equals_straight_run(num_before: int) -> None:
+    straight = PromptSampler(make_set(), shuffle=True, seed=1)
+    if num_before:
+        straight.next_batch(num_before)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed = PromptSampler(make_set(), shuffle=True, seed=1)
+    resumed.load_state_dict(state)
+    assert resumed.next_batch(30) == straight.next_batch(30)
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_state_says_where_the_draws_stand() -> None:
+    sampler = PromptSampler(make_set(), shuffle=True, seed=1)
+    sampler.next_batch(23)
+    state = sampler.state_dict()
+    assert (state["epoch"], state["cursor"], state["draw_index"]) == (2, 3, 23)
+
+
+def test_loading_an_older_state_goes_back() -> None:
+    sampler = PromptSampler(make_set(), shuffle=True, seed=1)
+    state = sampler.state_dict()
+    first = sampler.next_batch(15)
+    sampler.load_state_dict(state)
+    assert sampler.next_batch(15) == first
+
+
+def test_state_of_another_data_set_is_refused_naming_both() -> None:
+    state = PromptSampler(make_set(name="old"), shuffle=True, seed=1).state_dict()
+    with pytest.raises(ValueError, match=r"old\.jsonl.*of-old.*new\.jsonl.*of-new"):
+        PromptSampler(make_set(name="new"), shuffle=True, seed=1).load_state_dict(state)
+
+
+def test_state_of_another_order_is_refused() -> None:
+    state = PromptSampler(make_set(), shuffle=True, seed=1).state_dict()
+    with pytest.raises(ValueError, match=r"data\.seed=2: .* data\.seed=1"):
+        PromptSampler(make_set(), shuffle=True, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"data\.shuffle=False: .* data\.shuffle=True"):
+        PromptSampler(make_set(), shuffle=False, seed=1).load_state_dict(state)
+
+
+def test_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_prompts=0: must be >= 1"):
+        PromptSampler(make_set(), shuffle=True, seed=0).next_batch(0)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.prompts import PromptSet, load_prompts
+from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
+
+USER = [{"role": "user", "content": "1+1?"}]
+SLIME = {"prompt": "1+1=", "label": "2", "metadata": {"source_name": "sums", "level": 3}}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": USER,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder)
+
+
+def write_rows(path: Path, rows: list[Mapping[str, object]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_slime_keys(tokenizer: Tokenizer, tmp_path: Path, suffix: str) -> None:
+    path = write_rows(tmp_path / f"train{suffix}", [SLIME, {**SLIME, "label": "02"}])
+    first, second = load_prompts(path, tokenizer, DataSection()).rows
+    assert first.token_ids == tokenizer.encode("1+1=")
+    assert (first.ground_truth, second.ground_truth) == ("2", "02")
+    assert first.extra_info == {"source_name": "sums", "level": 3}
+    assert first.data_source == "sums"
+    assert (first.prompt_id, second.prompt_id) == ("train:1", "train:2")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_verl_keys(tokenizer: Tokenizer, tmp_path: Path, suffix: str) -> None:
+    path = write_rows(tmp_path / f"train{suffix}", [VERL])
+    (prompt,) = load_prompts(path, tokenizer, DataSection()).rows
+    assert prompt.token_ids == tokenizer.encode(USER)
+    assert prompt.ground_truth == "2"
+    assert prompt.extra_info == {"index": 7, "split": "train"}
+    assert prompt.data_source == "openai/gsm8k"
+    assert prompt.prompt_id == "7"
+
+
+def test_parquet_messages_of_unlike_keys_equal_jsonl(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "name": "ann"}], "label": "1"},
+        {"prompt": [{"role": "user", "content": "b"}], "label": "2"},
+    ]
+    loaded = [
+        load_prompts(write_rows(tmp_path / f"t{suffix}", rows), tokenizer, DataSection())
+        for suffix in (".jsonl", ".parquet")
+    ]
+    assert loaded[0].rows == loaded[1].rows
+    assert loaded[0].fingerprint == loaded[1].fingerprint
+
+
+@pytest.mark.parametrize(
+    "label,text", [("x", "x"), (7, "7"), (0, "0"), (0.5, "0.5"), (True, "True"), ("", "")]
+)
+def test_label_of_any_scalar_becomes_text(
+    tokenizer: Tokenizer, tmp_path: Path, label: object, text: str
+) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [{"prompt": "a", "label": label}])
+    assert load_prompts(path, tokenizer, DataSection()).rows[0].ground_truth == text
+
+
+def test_own_keys(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    row = {"question": "a", "answer": {"final": 3}, "label": "not this"}
+    path = write_rows(tmp_path / "t.jsonl", [row])
+    section = DataSection(input_key="question", label_key="answer.final")
+    assert load_prompts(path, tokenizer, section).rows[0].ground_truth == "3"
+
+
+def test_ids_come_from_the_row_where_it_has_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    base = {"prompt": "a", "label": "1"}
+    rows = [
+        {**base, "id": "own", "metadata": {"id": "not this"}},
+        {**base, "metadata": {"id": 12}},
+        {**base, "extra_info": {"index": 0}},
+        base,
+    ]
+    prompts = load_prompts(write_rows(tmp_path / "t.jsonl", rows), tokenizer, DataSection())
+    assert [row.prompt_id for row in prompts.rows] == ["own", "12", "0", "t:4"]
+
+
+def test_blank_lines_are_passed_over_and_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('\n{"prompt": "a", "label": 1}\n\n{"prompt": "b", "label": 2}\n\n')
+    prompts = load_prompts(path, tokenizer, DataSection())
+    assert [row.prompt_id for row in prompts.rows] == ["t:2", "t:4"]
+
+
+def test_overlong_prompts_are_left_out_named_and_never_cut(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "x" * n, "label": n} for n in (4, 5, 6, 1)]
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(path, tokenizer, DataSection(max_prompt_tokens=4))
+    assert [len(row.token_ids) for row in prompts.rows] == [4, 1]
+    assert prompts.overlong == ("t:2", "t:3")
+    assert "2 of 4 prompts are longer than data.max_prompt_tokens=4" in caplog.text
+    assert "t:2, t:3" in caplog.text
+
+
+def test_eval_prompts_stand_in_file_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * n, "label": n} for n in (2, 9, 1, 3)]
+    prompts = load_prompts(
+        write_rows(tmp_path / "t.jsonl", rows), tokenizer, DataSection(max_prompt_tokens=4)
+    )
+    assert [p.ground_truth for p in prompts.prompts()] == ["2", "1", "3"]
+    assert [p.draw_index for p in prompts.prompts()] == [0, 1, 2]
+    assert prompts.prompts(2) == prompts.rows[:2]
+    assert prompts.prompts(100) == prompts.rows
+
+
+GOOD = '{"prompt": "a", "label": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("", "t.jsonl: holds no rows"),
+        (GOOD + '{"prompt": "a"\n', "t.jsonl row 2: must be one JSON object"),
+        (GOOD + "[1]\n", "row 2: is a list, must be an object"),
+        (GOOD + '{"label": 1}\n', r"row 2: prompt is missing, .*\(the row has label\)"),
+        (GOOD + '{"prompt": null, "label": 1}\n', "row 2: prompt is missing"),
+        (GOOD + '{"prompt": "a"}\n', r"row 2: label \(or reward_model.ground_truth\) is missing"),
+        (GOOD + '{"prompt": "a", "label": null}\n', "row 2: label .* is missing"),
+        (GOOD + '{"prompt": "a", "label": [1]}\n', r"row 2: label=\[1\] must be a string, number"),
+        (
+            GOOD + '{"prompt": "a", "reward_model": {"ground_truth": {}}}\n',
+            r"row 2: reward_model.ground_truth=\{\} must be a string",
+        ),
+        (GOOD + '{"prompt": 5, "label": 1}\n', "row 2: prompt=5 must be a string or a list"),
+        (GOOD + '{"prompt": [], "label": 1}\n', r"row 2: prompt=\[\] must be a string or a list"),
+        (GOOD + '{"prompt": "", "label": 1}\n', "row 2: prompt='' gives no tokens"),
+        (GOOD + '{"prompt": ["a"], "label": 1}\n', r"row 2: prompt\[0\]='a' must be a message"),
+        (
+            GOOD + '{"prompt": [{"role": "user"}], "label": 1}\n',
+            r"row 2: prompt\[0\]=.* must be a message with the strings role and content",
+        ),
+        (
+            GOOD + '{"prompt": [{"role": "judge", "content": ""}], "label": 1}\n',
+            "row 2: prompt cannot be encoded: .*no judges",
+        ),
+        (
+            GOOD + '{"prompt": "a", "label": 1, "metadata": "m"}\n',
+            "row 2: metadata='m' must be an object",
+        ),
+        (
+            GOOD + '{"prompt": "a", "label": 1, "extra_info": 3}\n',
+            "row 2: extra_info=3 must be an object",
+        ),
+        (
+            GOOD + '{"prompt": "a", "label": 1, "data_source": 3}\n',
+            "row 2: data_source=3 must be a string",
+        ),
+        (GOOD + '{"prompt": "a", "label": 1, "id": [1]}\n', r"row 2: id=\[1\] must be a string or"),
+        (
+            '{"prompt": "a", "label": 1, "id": 4}\n'
+            + GOOD
+            + '{"prompt": "b", "label": 1, "id": "4"}',
+            "row 3: id '4' stands in row 1 already",
+        ),
+        ('{"prompt": "%s", "label": 1}\n' % ("x" * 2000), "all 1 prompts are longer than data.max"),
+    ],
+)
+def test_unusable_rows_are_refused(
+    tokenizer: Tokenizer, tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_prompts(path, tokenizer, DataSection())
+    assert str(path) in str(caught.value)
+
+
+def test_missing_own_label_key_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(GOOD)
+    with pytest.raises(ValueError, match="row 1: answer is missing"):
+        load_prompts(path, tokenizer, DataSection(label_key="answer"))
+
+
+def test_messages_are_refused_where_the_template_is_switched_off(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [VERL])
+    with pytest.raises(ValueError, match=r"row 1: prompt is a list of messages, must be a string"):
+        load_prompts(path, tokenizer, DataSection(apply_chat_template=False))
+
+
+def test_messages_without_a_template_name_the_row(
+    plain_tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "t.jsonl", [VERL])
+    with pytest.raises(ValueError, match=r"t\.jsonl row 1: prompt .* no chat template"):
+        load_prompts(path, load_tokenizer(plain_tokenizer_folder), DataSection())
+
+
+def test_unreadable_files_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
+        load_prompts(tmp_path / "none.jsonl", tokenizer, DataSection())
+    with pytest.raises(ValueError, match=r"t\.csv: must be a \.jsonl or \.parquet file"):
+        load_prompts(tmp_path / "t.csv", tokenizer, DataSection())
+    (tmp_path / "t.parquet").write_text(GOOD)
+    with pytest.raises(ValueError, match=r"t\.parquet: is not a parquet file"):
+        load_prompts(tmp_path / "t.parquet", tokenizer, DataSection())
+    empty = pyarrow.schema([("prompt", pyarrow.string()), ("label", pyarrow.string())])
+    pyarrow.parquet.write_table(empty.empty_table(), tmp_path / "e.parquet")
+    with pytest.raises(ValueError, match=r"e\.parquet: holds no rows"):
+        load_prompts(tmp_path / "e.parquet", tokenizer, DataSection())
+
+
+def test_fingerprint_follows_content_not_place(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def fingerprint(folder: str, label: str) -> str:
+        (tmp_path / folder).mkdir()
+        path = write_rows(tmp_path / folder / "t.jsonl", [{"prompt": "a", "label": label}])
+        prompts: PromptSet = load_prompts(path, tokenizer, DataSection())
+        return prompts.fingerprint
+
+    assert fingerprint("here", "1") == fingerprint("there", "1") != fingerprint("changed", "2")

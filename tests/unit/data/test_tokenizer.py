@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.data.tokenizer import load_tokenizer
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
+
+
+def test_stop_tokens_are_eos_and_those_of_the_generation_config(tokenizer_folder: Path) -> None:
+    assert load_tokenizer(tokenizer_folder).stop_token_ids == (1, 2)
+
+
+def test_stop_tokens_without_generation_config(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).stop_token_ids == (1,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert load_tokenizer(folder).stop_token_ids == (1, 2)
+
+
+def test_generation_config_with_wrong_eos_is_refused(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ["<eos>"]}))
+    with pytest.raises(ValueError, match=r"eos_token_id=\['<eos>'\] must be an integer"):
+        load_tokenizer(folder)
+
+
+def test_string_prompt_is_encoded_as_it_stands(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    token_ids = tokenizer.encode("a b  c")
+    assert len(token_ids) == 6
+    assert tokenizer.decode(token_ids) == "a b  c"
+
+
+def test_messages_are_encoded_by_the_template_with_generation_prompt(
+    tokenizer_folder: Path,
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    text = "<|system|>be brief<eot><|user|>1+1?<eot><|assistant|>"
+    token_ids = tokenizer.encode(MESSAGES)
+    assert token_ids == tokenizer.encode(text)
+    assert token_ids[-1] == 5
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
+
+
+def test_decode_leaves_special_tokens_out(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    token_ids = [*tokenizer.encode("it is 2 ."), 2]
+    assert tokenizer.decode(token_ids) == "it is 2 ."
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "it is 2 .<eot>"
+
+
+def test_messages_without_a_template_are_refused(plain_tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(plain_tokenizer_folder)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match=r"no chat template.*string prompts") as caught:
+        tokenizer.encode(MESSAGES)
+    assert str(plain_tokenizer_folder) in str(caught.value)
+
+
+def test_messages_that_the_template_refuses(tokenizer_folder: Path) -> None:
+    with pytest.raises(ValueError, match="refuses it: no judges"):
+        load_tokenizer(tokenizer_folder).encode([{"role": "judge", "content": "x"}])
+
+
+def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path='.*nowhere': must be a folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"model\.path=.* tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "Evil"
+    config["auto_map"] = {"AutoTokenizer": [None, "evil.Evil"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_tokenizer(folder)
+    assert not (tmp_path / "was_here").exists()

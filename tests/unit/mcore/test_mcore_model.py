@@ -1,0 +1,168 @@
+"""Megatron's configuration of a policy, and the refusals of what it cannot express."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_megatron.config.schema import McoreSection, ParallelSection
+from tlt_megatron.mcore.model import (
+    has_transformer_engine,
+    rope_arguments,
+    transformer_config,
+)
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.runtime.device import Device, select_device
+
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=96,
+    hidden_size=32,
+    ffn_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=1e6),
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    has_qkv_bias=False,
+    has_qk_norm=True,
+)
+
+
+def _transformer(
+    section: McoreSection | None = None,
+    parallel: ParallelSection | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: Device | None = None,
+) -> Any:
+    return transformer_config(
+        CONFIG,
+        parallel=parallel or ParallelSection(),
+        section=section or McoreSection(),
+        dtype=dtype,
+        device=device or select_device("cpu"),
+    )
+
+
+def test_sizes_and_switches_come_from_the_model() -> None:
+    fields = _transformer()
+    assert (fields.num_layers, fields.hidden_size, fields.ffn_hidden_size) == (4, 32, 48)
+    assert (fields.num_attention_heads, fields.num_query_groups, fields.kv_channels) == (4, 2, 16)
+    assert fields.layernorm_epsilon == 1e-5
+    assert fields.qk_layernorm
+    assert not fields.add_qkv_bias
+    assert not fields.add_bias_linear
+
+
+def test_layout_and_dtype_come_from_the_sections() -> None:
+    parallel = ParallelSection(tensor=2, pipeline=2, sequence=True)
+    fields = _transformer(parallel=parallel, dtype=torch.bfloat16)
+    assert (fields.tensor_model_parallel_size, fields.pipeline_model_parallel_size) == (2, 2)
+    assert fields.sequence_parallel
+    assert fields.bf16
+    assert fields.params_dtype == fields.pipeline_dtype == torch.bfloat16
+
+
+def test_what_correctness_rests_on_is_set() -> None:
+    fields = _transformer()
+    assert fields.perform_initialization
+    assert fields.calculate_per_token_loss
+    assert fields.variable_seq_lengths
+
+
+@pytest.mark.parametrize(
+    ("recompute", "granularity", "method", "num_layers"),
+    [
+        ("none", None, None, None),
+        ("selective", "selective", None, None),
+        ("full", "full", "uniform", 1),
+    ],
+)
+def test_recompute_maps_to_megatrons_fields(
+    recompute: str, granularity: str | None, method: str | None, num_layers: int | None
+) -> None:
+    fields = _transformer(McoreSection(recompute=recompute))
+    assert fields.recompute_granularity == granularity
+    assert fields.recompute_method == method
+    assert fields.recompute_num_layers == num_layers
+
+
+def test_users_fields_win_over_ours() -> None:
+    section = McoreSection(
+        recompute="full", transformer={"recompute_num_layers": 2, "attention_dropout": 0.25}
+    )
+    fields = _transformer(section)
+    assert fields.recompute_num_layers == 2
+    assert fields.attention_dropout == 0.25
+
+
+def test_unknown_field_is_refused_naming_the_nearest() -> None:
+    section = McoreSection(transformer={"recompute_num_layer": 2})
+    with pytest.raises(
+        ValueError, match=r"recompute_num_layer=2: unknown .* mean recompute_num_layers\?"
+    ):
+        _transformer(section)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("tensor_model_parallel_size", 2, r"set parallel\.tensor"),
+        ("recompute_granularity", "full", r"set mcore\.recompute"),
+        ("perform_initialization", False, "gradient norms are wrong"),
+        ("context_parallel_size", 2, "not supported"),
+    ],
+)
+def test_field_that_another_setting_owns_is_refused(name: str, value: object, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"mcore\.transformer\.{name}=.*{hint}"):
+        _transformer(McoreSection(transformer={name: value}))
+
+
+def test_dtype_other_than_float32_and_bfloat16_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64: must be torch\.float32 or"):
+        _transformer(dtype=torch.float64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without CUDA")
+def test_device_that_megatron_would_not_use_is_refused() -> None:
+    device = Device(torch_device=torch.device("cuda"), backend="nccl")
+    with pytest.raises(ValueError, match=r"run\.device='cuda'"):
+        _transformer(device=device)
+    assert not has_transformer_engine()
+
+
+def test_rope_arguments_of_each_kind() -> None:
+    assert rope_arguments(RopeConfig(theta=5e5)) == {"rotary_base": 5e5}
+    linear = RopeConfig(theta=1e4, kind="linear", factor=4.0)
+    assert rope_arguments(linear) == {"rotary_base": 1e4, "seq_len_interpolation_factor": 4.0}
+    llama3 = RopeConfig(theta=5e5, kind="llama3", factor=32.0)
+    assert rope_arguments(llama3) == {
+        "rotary_base": 5e5,
+        "rope_scaling": True,
+        "rope_scaling_factor": 32.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("low_freq_factor", 2.0),
+        ("high_freq_factor", 8.0),
+        ("original_max_position_embeddings", 4096),
+    ],
+)
+def test_llama3_scaling_that_megatron_fixes_otherwise_is_refused(name: str, value: float) -> None:
+    rope = dataclasses.replace(RopeConfig(theta=5e5, kind="llama3", factor=8.0), **{name: value})
+    with pytest.raises(ValueError, match=rf"{name}={value} .* supports only"):
+        rope_arguments(rope)
+
+
+def test_unknown_rope_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="rope kind='yarn'"):
+        rope_arguments(RopeConfig(theta=1e4, kind="yarn"))

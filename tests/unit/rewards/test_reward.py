@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.rewards.reward import is_async, load_reward, read_score
+
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLE = REPOSITORY / "examples" / "custom_reward.py"
+SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
+
+
+def write_module(folder: Path, text: str, name: str = "rewards_of_mine.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_built_ins_load() -> None:
+    assert load_reward("exact")(
+        data_source="", solution_str="#### 7", ground_truth="7", extra_info=None
+    )
+    assert load_reward("math")(
+        data_source="", solution_str="$\\frac{14}{2}$", ground_truth="7", extra_info=None
+    )
+
+
+def test_function_of_a_file_may_hold_a_dataclass(tmp_path: Path) -> None:
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass(slots=True)\nclass Verdict:\n    score: float\n"
+        f"def grade{SIGNATURE}:\n    return Verdict(0.25).score\n"
+    )
+    function = load_reward(f"{write_module(tmp_path, text)}:grade")
+    assert function("", "", "", None) == 0.25
+    assert not is_async(function)
+
+
+def test_function_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_package").mkdir()
+    write_module(tmp_path / "my_package", f"def grade{SIGNATURE}:\n    return 0.5\n", "grading.py")
+    assert load_reward("my_package.grading:grade")("", "", "") == 0.5
+
+
+def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
+    text = (
+        f"async def later{SIGNATURE}:\n    return 1.0\n"
+        "class Judge:\n"
+        "    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):\n"
+        "        return 2.0\n"
+        "judge = Judge()\n"
+        "def anything(**row):\n    return 3.0\n"
+    )
+    path = write_module(tmp_path, text)
+    assert is_async(load_reward(f"{path}:later"))
+    assert is_async(load_reward(f"{path}:judge"))
+    assert not is_async(load_reward(f"{path}:anything"))
+
+
+@pytest.mark.parametrize(
+    "text,name,message",
+    [
+        ("x = 1\n", "grade", "has no function 'grade'"),
+        ("grade = 5\n", "grade", "int is not callable"),
+        ("def grade(a, b):\n    return 1\n", "grade", r"has parameters \(a, b\), must accept"),
+        (
+            "def grade(data_source, solution_str, ground_truth):\n    return 1\n",
+            "grade",
+            "must accept .*'extra_info'",
+        ),
+        (
+            "def grade(data_source, solution_str, ground_truth, extra_info, more):\n    return 1\n",
+            "grade",
+            "must accept .*'more'",
+        ),
+        ("def grade(:\n", "grade", "fails to load: SyntaxError"),
+        ("import no_such_package\n", "grade", "fails to load: .*no_such_package"),
+    ],
+)
+def test_files_that_cannot_serve_are_refused(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
+    spec = f"{write_module(tmp_path, text)}:{name}"
+    with pytest.raises(ValueError, match=message) as caught:
+        load_reward(spec)
+    assert f"reward.function={spec!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec,message",
+    [
+        ("maths", "must be math, exact, path/to/file.py:function or package.module:function"),
+        ("", "must be math"),
+        ("file.py:", "must be math"),
+        (":grade", "must be math"),
+        ("nowhere/file.py:grade", "no such file: .*nowhere/file.py"),
+        ("no.such.module:grade", "import no.such.module fails: .*No module named 'no'"),
+        ("json:no_such_function", "json has no function 'no_such_function'"),
+    ],
+)
+def test_specs_that_name_nothing_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_reward(spec)
+    assert repr(spec) in str(caught.value)
+
+
+@pytest.mark.parametrize("result", [1, 1.0, True, {"score": 1.0, "why": "right"}, {"score": 1}])
+def test_scores_that_are_read(result: object) -> None:
+    assert read_score(result) == 1.0
+
+
+@pytest.mark.parametrize(
+    "result", [None, "1.0", float("nan"), float("inf"), {}, {"score": None}, [1.0], {"reward": 1}]
+)
+def test_results_without_a_finite_score_are_refused(result: object) -> None:
+    with pytest.raises(ValueError, match="score"):
+        read_score(result)
+
+
+@pytest.mark.parametrize(
+    "response,reward",
+    [("<answer>4</answer>", 1.0), ("it is 4", 0.9), ("<answer>5</answer>", 0.0), ("no", 0.0)],
+)
+def test_example_of_a_custom_reward(response: str, reward: float) -> None:
+    result = load_reward(f"{EXAMPLE}:compute_score")("sums", response, "4")
+    assert read_score(result) == reward
+
+
+def test_async_example_of_a_custom_reward() -> None:
+    function = load_reward(f"{EXAMPLE}:compute_score_async")
+    assert asyncio.run(function("sums", "it is 4", "4")) == 1.0
+    assert asyncio.run(function("sums", "it is 5", "4")) == 0.0
+
+
+def test_workers_and_pool_import_no_torch() -> None:
+    program = (
+        "import sys, tlt_megatron.rewards.worker_main, tlt_megatron.rewards.workers\n"
+        "from tlt_megatron.rewards.reward import load_reward\nload_reward('math')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY).returncode == 0

@@ -1,0 +1,33 @@
+"""The device value: what is chosen, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlt_megatron.runtime.device import select_device
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:0", "CPU"])
+def test_unknown_device_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"run.device='{name}': must be one of auto, cpu, cuda"):
+        select_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal needs a machine without CUDA")
+def test_cuda_without_a_card_is_refused_and_auto_is_the_cpu() -> None:
+    with pytest.raises(ValueError, match=r"run\.device='cuda': torch sees no CUDA device"):
+        select_device("cuda")
+    assert select_device("auto") == select_device("cpu")
+
+
+def test_cpu_talks_gloo_and_has_memory_but_no_generator_of_its_own() -> None:
+    device = select_device("cpu")
+    assert (device.torch_device, device.backend, device.is_cuda) == (
+        torch.device("cpu"),
+        "gloo",
+        False,
+    )
+    assert device.free_bytes() > 0
+    assert device.rng_state() is None
+    device.synchronize()

@@ -1,0 +1,237 @@
+"""What the display says, on a terminal, in a file, and when the terminal goes away."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tlt_megatron.runtime.log import configure_logging
+from tlt_megatron.runtime.progress import Progress, pick_evenly
+
+METRICS = {
+    "critic/rewards/mean": 0.25,
+    "response_length/mean": 187.3,
+    "perf/throughput": 3412.0,
+    "timing_s/step": 30.0,
+    "actor/grad_norm": 0.5,
+}
+
+
+def make_console(*, terminal: bool, width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
+    console = make_console(terminal=False, width=20)
+    progress = Progress("auto", 5, enabled=True, console=console)
+    progress.phase("ROLLOUT")
+    progress.step(1, METRICS)
+    progress.message("step 1: held-out accuracy [0.5]")
+    progress.step(2, METRICS | {"eval/accuracy": 0.5})
+    progress.close()
+    assert text_of(console).splitlines() == [
+        "step 1/5 | reward 0.25 | length 187.3 | 3,412 tokens/s | 30 s/step | ETA 0:02:00",
+        "step 1: held-out accuracy [0.5]",
+        "step 2/5 | reward 0.25 | accuracy 0.5 | length 187.3 | 3,412 tokens/s | 30 s/step | ETA 0:01:30",
+    ]
+
+
+def test_auto_on_a_terminal_and_live_are_live_and_end_with_the_last_state() -> None:
+    for mode in ("auto", "live"):
+        console = make_console(terminal=True)
+        progress = Progress(mode, 4, enabled=True, console=console)
+        progress.phase("ROLLOUT")
+        progress.step(3, METRICS)
+        progress.close()
+        last_frame = text_of(console).split("\x1b[2K")[-1]
+        assert "step 3/4" in last_frame
+        assert "ETA 0:00:30" in last_frame
+        assert "reward 0.25  length 187.3  3,412 tokens/s  30 s/step" in last_frame
+        assert "ROLLOUT" not in last_frame
+        assert last_frame.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_live_names_the_phase_and_prints_messages_above_itself() -> None:
+    console = make_console(terminal=True)
+    progress = Progress("live", 4, enabled=True, console=console)
+    progress.phase("DRAFT-TRAIN")
+    progress.message("a message")
+    frame = text_of(console).partition("a message\n")[2]
+    progress.close()
+    assert "step 0/4" in frame
+    assert "no step has ended yet" in frame
+    assert "DRAFT-TRAIN 0:00:0" in frame
+
+
+def test_live_without_a_terminal_becomes_lines_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    console = make_console(terminal=False)
+    with caplog.at_level(logging.INFO):
+        progress = Progress("live", 5, enabled=True, console=console)
+    progress.step(1, METRICS)
+    assert text_of(console).startswith("step 1/5 | ")
+    assert "logging.progress='live' needs a terminal" in caplog.text
+
+
+def test_lines_on_a_terminal_stay_lines() -> None:
+    console = make_console(terminal=True)
+    Progress("lines", 5, enabled=True, console=console).step(1, METRICS)
+    assert text_of(console).count("\n") == 1
+    assert "\x1b" not in text_of(console)
+
+
+def test_log_lines_and_prints_stand_whole_above_the_live_display(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    console = make_console(terminal=True)
+    try:
+        configure_logging(0, None)  # before the display, as the launcher does
+        progress = Progress("live", 4, enabled=True, console=console)
+        logging.getLogger("tlt_megatron.x").info("from the log")
+        print("from a print")
+        progress.close()
+        logging.getLogger("tlt_megatron.x").info("after the display")
+    finally:
+        for handler in [h for h in root.handlers if h not in before]:
+            root.removeHandler(handler)
+        root.setLevel(level)
+    shown = text_of(console)
+    assert "rank 0 INFO tlt_megatron.x: from the log\n" in shown
+    assert "from a print\n" in shown
+    assert sys.stderr.getvalue().endswith("tlt_megatron.x: after the display\n")
+    assert "from the log" not in sys.stderr.getvalue()
+
+
+def test_a_resumed_run_counts_from_where_it_is() -> None:
+    console = make_console(terminal=False)
+    progress = Progress("lines", 12, first_step=10, enabled=True, console=console)
+    progress.step(11, METRICS)
+    assert text_of(console).startswith("step 11/12 | ")
+    assert text_of(console).endswith("ETA 0:00:30\n")
+
+
+@pytest.mark.parametrize("mode, enabled", [("live", False), ("lines", False), ("none", True)])
+def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
+    console = make_console(terminal=True)
+    progress = Progress(mode, 4, enabled=enabled, console=console)
+    progress.phase("ROLLOUT")
+    progress.step(1, METRICS)
+    progress.message("text")
+    progress.print_table([{"step": 1, **METRICS}])
+    progress.close()
+    assert text_of(console) == ""
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"logging\.progress='bar': must be one of auto, live"):
+        Progress("bar", 4, enabled=False)
+
+
+def test_table_shows_the_columns_that_some_row_has() -> None:
+    console = make_console(terminal=False)
+    progress = Progress("lines", 4, enabled=True, console=console)
+    progress.print_table(
+        [
+            {"step": 0, "eval/accuracy": 0.125},
+            {"step": 1, **METRICS, "eval/accuracy": None},
+            {"step": 2, **METRICS, "critic/rewards/mean": float("nan")},
+        ],
+        ("step", "eval/accuracy", "critic/rewards/mean", "actor/grad_norm", "actor/entropy"),
+    )
+    header, _, *rows = [line.split() for line in text_of(console).splitlines()[2:] if line.strip()]
+    assert header == ["step", "eval", "acc", "reward", "grad", "norm"]
+    assert rows == [["0", "0.125", "-", "-"], ["1", "-", "0.25", "0.5"], ["2", "-", "nan", "0.5"]]
+
+
+def test_table_of_a_long_run_shows_first_last_and_what_lies_between() -> None:
+    console = make_console(terminal=False)
+    progress = Progress("lines", 100, enabled=True, console=console)
+    progress.print_table([{"step": step} for step in range(1, 101)], max_rows=4)
+    lines = [line.strip() for line in text_of(console).splitlines() if line.strip()]
+    assert lines[0] == "steps (4 of 100 rows)"
+    assert lines[-4:] == ["1", "34", "67", "100"]
+
+
+@pytest.mark.parametrize("width", [20, 36, 38, 45])
+def test_narrow_terminal_wraps_headers_never_cuts_numbers(width: int) -> None:
+    console = make_console(terminal=True, width=width)
+    progress = Progress("lines", 1, enabled=True, console=console)
+    progress.print_table([{"step": 1, **METRICS}])
+    row = text_of(console).rstrip().splitlines()[-1].split()
+    assert row == ["1", "0.25", "187.3", "3,412", "30"]
+
+
+def test_table_of_no_rows_does_not_fail() -> None:
+    Progress("lines", 0, enabled=True, console=make_console(terminal=False)).print_table([])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 19, 20, 21, 39, 41, 1000])
+def test_picked_rows_are_distinct_in_order_and_hold_both_ends(num_rows: int) -> None:
+    picked = pick_evenly(num_rows, 20)
+    assert len(picked) == min(num_rows, 20)
+    assert picked == sorted(set(picked))
+    assert picked[:1] == ([0] if num_rows else [])
+    assert picked[-1:] == ([num_rows - 1] if num_rows else [])
+    gaps = {second - first for first, second in pairwise(picked)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+class BrokenTerminal(io.StringIO):
+    """Takes `num_writes` writes, then the terminal is gone."""
+
+    def __init__(self, num_writes: int, error: Exception) -> None:
+        super().__init__()
+        self.num_writes = num_writes
+        self.error = error
+
+    def write(self, text: str) -> int:
+        self.num_writes -= 1
+        if self.num_writes < 0:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("mode", ["live", "lines"])
+@pytest.mark.parametrize("num_writes", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(5, "Input/output error"),
+        UnicodeEncodeError("ascii", "é", 0, 1, "ordinal not in range(128)"),
+        ValueError("I/O operation on closed file"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_terminal_that_goes_away_ends_the_display_not_the_run(
+    mode: str, num_writes: int, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = BrokenTerminal(num_writes, error)
+    console = Console(file=file, force_terminal=mode == "live", width=80, color_system=None)
+    stdout, stderr = sys.stdout, sys.stderr
+    with caplog.at_level(logging.WARNING):
+        progress = Progress(mode, 4, enabled=True, console=console)
+        for step in range(1, 5):
+            progress.phase("ROLLOUT")
+            progress.message(f"step {step}")
+            progress.step(step, METRICS)
+        progress.close()
+        progress.print_table([{"step": 1, **METRICS}])
+    ended = [r for r in caplog.records if "the display ended, the run goes on" in r.getMessage()]
+    assert len(ended) == 1
+    assert (sys.stdout, sys.stderr) == (stdout, stderr)

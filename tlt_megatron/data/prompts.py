@@ -1,0 +1,201 @@
+"""The prompts of a run: read and checked once, then drawn in an order that depends on the seed alone.
+
+Called by the trainer's composition root. Every rank loads the same set and draws the same prompts; a resume
+continues the draws where they stood. Rows come in slime's keys (prompt, label, metadata) or in verl's
+(data_source, prompt, reward_model.ground_truth, extra_info).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.rows import read_rows
+from tlt_megatron.data.tokenizer import Message, Tokenizer
+from tlt_megatron.types import Prompt
+
+log = logging.getLogger(__name__)
+
+_MAX_NAMED = 10  # overlong prompts that the warning names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The usable prompts of a file, in its order; `draw_index` is the place in this order."""
+
+    path: str
+    rows: tuple[Prompt, ...]
+    overlong: tuple[str, ...]  # prompt_ids left out: more than max_prompt_tokens
+    fingerprint: str  # of ids, tokens and ground truths
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def prompts(self, limit: int = 0) -> tuple[Prompt, ...]:
+        """The first `limit` prompts, 0 for all: what an evaluation answers."""
+        return self.rows[:limit] if limit else self.rows
+
+
+class PromptSampler:
+    """Draws prompts without end. Each epoch is a permutation of the set that depends on (seed, epoch) alone.
+
+    A batch may cross from one epoch into the next, so it can hold a prompt twice, with two `draw_index`es.
+    """
+
+    def __init__(self, prompt_set: PromptSet, *, shuffle: bool, seed: int) -> None:
+        self._prompt_set = prompt_set
+        self._shuffle = shuffle
+        self._seed = seed
+        self._draw_index = 0
+        self._epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next draw, from 0."""
+        return self._draw_index // len(self._prompt_set)
+
+    def next_batch(self, num_prompts: int) -> list[Prompt]:
+        """The next draws, each with its `draw_index`, which grows by one from draw to draw."""
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts={num_prompts}: must be >= 1")
+        return [self._draw() for _ in range(num_prompts)]
+
+    def state_dict(self) -> dict[str, int | bool | str]:
+        """Where the draws stand, as JSON-able values."""
+        epoch, cursor = divmod(self._draw_index, len(self._prompt_set))
+        return {
+            "epoch": epoch,
+            "cursor": cursor,
+            "draw_index": self._draw_index,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "path": self._prompt_set.path,
+            "fingerprint": self._prompt_set.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
+        """Continue where `state` stood. ValueError where it belongs to another data set, seed or order."""
+        if state["fingerprint"] != self._prompt_set.fingerprint:
+            raise ValueError(
+                f"the state belongs to the data set {state['path']} (fingerprint {state['fingerprint']}), "
+                f"this run has {self._prompt_set.path} (fingerprint {self._prompt_set.fingerprint}): "
+                "rows, tokenizer and data.max_prompt_tokens must be the same"
+            )
+        for name, value in (("shuffle", self._shuffle), ("seed", self._seed)):
+            if state[name] != value:
+                raise ValueError(
+                    f"data.{name}={value}: the state was written with data.{name}={state[name]}"
+                )
+        self._draw_index = int(state["draw_index"])
+
+    def _draw(self) -> Prompt:
+        epoch, cursor = divmod(self._draw_index, len(self._prompt_set))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._permutation(epoch)
+        prompt = dataclasses.replace(
+            self._prompt_set.rows[self._order[cursor]], draw_index=self._draw_index
+        )
+        self._draw_index += 1
+        return prompt
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompt_set)))
+        if self._shuffle:
+            # Python promises that `random()` repeats for a seed in every version; shuffle() it does not
+            generator = random.Random(f"{self._seed}/{epoch}")
+            keys = [generator.random() for _ in order]
+            order.sort(key=keys.__getitem__)
+        return order
+
+
+def load_prompts(path: str | Path, tokenizer: Tokenizer, section: DataSection) -> PromptSet:
+    """Read, check and tokenize all rows of a .jsonl or .parquet file.
+
+    Prompts over `section.max_prompt_tokens` are left out and reported, never cut. ValueError names file, row (from
+    1) and key of what cannot be used, and what is allowed.
+    """
+    rows: list[Prompt] = []
+    overlong: list[str] = []
+    seen: dict[str, int] = {}  # prompt_id -> row
+    for row in read_rows(Path(path), section):
+        if row.prompt_id in seen:
+            raise ValueError(
+                f"{path} row {row.number}: id {row.prompt_id!r} stands in row {seen[row.prompt_id]} "
+                "already; ids (id, metadata.id, extra_info.index) must differ"
+            )
+        seen[row.prompt_id] = row.number
+        token_ids = _encode(path, row.number, tokenizer, section, row.prompt)
+        if len(token_ids) > section.max_prompt_tokens:
+            overlong.append(row.prompt_id)
+            continue
+        rows.append(
+            Prompt(
+                prompt_id=row.prompt_id,
+                draw_index=len(rows),
+                token_ids=token_ids,
+                data_source=row.data_source,
+                ground_truth=row.ground_truth,
+                extra_info=row.extra_info,
+            )
+        )
+    if not seen:
+        raise ValueError(f"{path}: holds no rows, must hold at least one")
+    _report_overlong(path, section, overlong, len(seen))
+    return PromptSet(
+        path=str(path), rows=tuple(rows), overlong=tuple(overlong), fingerprint=_fingerprint(rows)
+    )
+
+
+def _encode(
+    path: str | Path,
+    number: int,
+    tokenizer: Tokenizer,
+    section: DataSection,
+    prompt: str | list[Message],
+) -> tuple[int, ...]:
+    where = f"{path} row {number}: {section.input_key}"
+    if not isinstance(prompt, str) and not section.apply_chat_template:
+        raise ValueError(
+            f"{where} is a list of messages, must be a string where data.apply_chat_template=false"
+        )
+    try:
+        token_ids = tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be encoded: {error}") from error
+    if not token_ids:
+        raise ValueError(f"{where}={prompt!r} gives no tokens, must give at least one")
+    return token_ids
+
+
+def _report_overlong(
+    path: str | Path, section: DataSection, overlong: list[str], num_rows: int
+) -> None:
+    if len(overlong) == num_rows:
+        raise ValueError(
+            f"{path}: all {num_rows} prompts are longer than "
+            f"data.max_prompt_tokens={section.max_prompt_tokens}"
+        )
+    if overlong:
+        names = ", ".join(overlong[:_MAX_NAMED]) + (", ..." if len(overlong) > _MAX_NAMED else "")
+        log.warning(
+            "%s: %d of %d prompts are longer than data.max_prompt_tokens=%d and left out: %s",
+            *(path, len(overlong), num_rows, section.max_prompt_tokens, names),
+        )
+
+
+def _fingerprint(rows: list[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(
+            repr((row.prompt_id, row.token_ids, row.data_source, row.ground_truth)).encode(
+                "utf-8", "surrogatepass"
+            )
+        )
+    return digest.hexdigest()[:16]

@@ -1,0 +1,181 @@
+"""Rows of a prompt file, in one form: reads .jsonl and .parquet, understands slime's and verl's keys, checks types.
+
+Called by `prompts.load_prompts`. An error names the file, the row (from 1; in .jsonl it is the line), the key and
+what is allowed there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.tokenizer import Message
+
+_BATCH_ROWS = 1024
+_VERL_LABEL = "reward_model.ground_truth"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row, checked but not tokenized."""
+
+    number: int
+    prompt_id: str
+    prompt: str | list[Message]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, object]
+
+
+class _RowError(ValueError):
+    """What is wrong with a row; the file and the number are added where they are known."""
+
+
+def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
+    """All rows in file order. ValueError at the first that cannot be used."""
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: must be a .jsonl or .parquet file")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    for number, raw in readers[path.suffix](path):
+        try:
+            yield _read_row(raw, number, path.stem, section)
+        except _RowError as error:
+            raise ValueError(f"{path} row {number}: {error}") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                raw = json.loads(line)
+            except ValueError as error:  # bad JSON or bad UTF-8
+                raise ValueError(
+                    f"{path} row {number}: must be one JSON object: {error}"
+                ) from error
+            yield number, raw
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: is not a parquet file: {error}") from error
+    with file:
+        number = 0
+        # no threads: their pool would be left behind in ranks that are forked later
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
+            for raw in batch.to_pylist():
+                number += 1
+                yield number, raw
+
+
+def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
+    if not isinstance(raw, dict):
+        raise _RowError(f"is a {_kind(raw)}, must be an object with keys")
+    extra_info = {**_mapping(raw, "extra_info"), **_mapping(raw, "metadata")}
+    return Row(
+        number=number,
+        prompt_id=_prompt_id(raw) or f"{stem}:{number}",
+        prompt=_prompt(raw, section.input_key),
+        data_source=_data_source(raw),
+        ground_truth=_label(raw, section.label_key),
+        extra_info=extra_info,
+    )
+
+
+def _prompt(raw: dict[str, object], key: str) -> str | list[Message]:
+    value = _look_up(raw, key)
+    if value is None:
+        raise _RowError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise _RowError(f"{key}={value!r} must be a string or a list of messages")
+    messages: list[Message] = []
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or not (
+            isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        ):
+            raise _RowError(
+                f"{key}[{index}]={message!r} must be a message with the strings role and content"
+            )
+        # parquet gives every message the keys of all, with null where there is none
+        messages.append({name: part for name, part in message.items() if part is not None})
+    return messages
+
+
+def _label(raw: dict[str, object], key: str) -> str:
+    value: object = None
+    for name in (key,) if key else ("label", _VERL_LABEL):
+        value = _look_up(raw, name)
+        if value is not None:
+            key = name
+            break
+    else:
+        wanted = key or f"label (or {_VERL_LABEL})"
+        raise _RowError(f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)})")
+    if not isinstance(value, str | int | float | Decimal):
+        raise _RowError(f"{key}={value!r} must be a string, number or boolean")
+    return str(value)
+
+
+def _data_source(raw: dict[str, object]) -> str:
+    value = raw.get("data_source")
+    if value is None:
+        value = _look_up(raw, "metadata.source_name")
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _RowError(f"data_source={value!r} must be a string")
+    return value
+
+
+def _prompt_id(raw: dict[str, object]) -> str:
+    for key in ("id", "metadata.id", "extra_info.index"):
+        value = _look_up(raw, key)
+        if value is None or value == "":
+            continue
+        if not isinstance(value, str | int):
+            raise _RowError(f"{key}={value!r} must be a string or an integer")
+        return str(value)
+    return ""
+
+
+def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _RowError(f"{key}={value!r} must be an object with keys")
+    return value
+
+
+def _look_up(raw: dict[str, object], key: str) -> object:
+    """The value of a key as it stands, else along its dots; None where there is none."""
+    if key in raw:
+        return raw[key]
+    value: object = raw
+    for part in key.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(part)
+    return value
+
+
+def _keys(raw: dict[str, object]) -> str:
+    return f"the row has {', '.join(map(str, raw)) or 'no keys'}"
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

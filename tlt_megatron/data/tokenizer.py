@@ -1,0 +1,99 @@
+"""The policy's tokenizer: a Hugging Face one from the model's own folder, with the tokens that end a response.
+
+Called by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring (decode). No special token
+is added to a string prompt: a text that needs a BOS token holds it already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, object]
+
+
+class Tokenizer:
+    """Encodes prompts, decodes responses. `stop_token_ids` is sorted; `hf` is the tokenizer of transformers."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], path: Path):
+        self.hf = hf
+        self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
+        self._path = path
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether lists of messages can be encoded."""
+        return bool(self.hf.chat_template)
+
+    def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a text as it stands, or of chat messages up to where the assistant begins to speak.
+
+        ValueError where messages meet a tokenizer without a chat template, or a template that refuses them.
+        """
+        if isinstance(prompt, str):
+            return tuple(self.hf.encode(prompt, add_special_tokens=False))
+        if not self.has_chat_template:
+            raise ValueError(
+                f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
+                "give string prompts, or put chat_template.jinja into the folder"
+            )
+        from jinja2 import TemplateError  # transformers needs jinja2 for templates only
+
+        messages = [dict(message) for message in prompt]
+        try:
+            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
+        return tuple(self.hf.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a response, without stop and other special tokens unless asked for."""
+        return self.hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load from a local model folder. Code that the folder may hold is never run.
+
+    The stop tokens are the tokenizer's eos token and those of generation_config.json. ValueError names a folder
+    that is missing or holds no tokenizer.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model.path={str(path)!r}: must be a folder with a tokenizer")
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path={str(path)!r}: its tokenizer cannot be loaded: {error}"
+        ) from error
+    stop_token_ids = _generation_eos(folder)
+    if hf.eos_token_id is not None:
+        stop_token_ids.append(hf.eos_token_id)
+    if not stop_token_ids:
+        log.warning("%s names no eos token: every response runs to max_new_tokens", folder)
+    return Tokenizer(hf, stop_token_ids, folder)
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return []
+    eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    if eos is None:
+        return []
+    token_ids = eos if isinstance(eos, list) else [eos]
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise ValueError(f"{file}: eos_token_id={eos!r} must be an integer or a list of integers")
+    return token_ids

@@ -1,0 +1,160 @@
+"""What a drafter is trained for: EAGLE, HASS and EAGLE-3 as three settings of one unrolled pass.
+
+Called by `trainer.py`. The one thing to know: at unroll step k the drafter is fed what the engine would feed it k tokens
+after the last verified one, its own output, while the tokens stay those of the sequence. EAGLE is one step with a feature
+loss, HASS several steps on own features that are treated as data, EAGLE-3 several steps through which gradients flow, on
+the distribution alone.
+Sources: EAGLE (arXiv 2401.15077, section 3.2), HASS (arXiv 2408.15766, section 3.2: harmonized context alignment), EAGLE-3
+(arXiv 2503.01840, section 3.1: training-time test).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.attention import UnrolledAttention
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.models.draft_model import DraftModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """loss = sum over steps of decay^k * (soft cross entropy + feature_weight * smooth L1)."""
+
+    num_steps: int
+    feature_weight: float
+    decay: float
+    has_detached_steps: bool  # own features are data, not a path for gradients
+
+
+def make_objective(section: DrafterSection) -> Objective:
+    """The objective that `section.algorithm` names."""
+    default_steps = {"eagle": 1, "hass": 3, "eagle3": 5}[section.algorithm]
+    default_weight = 0.0 if section.algorithm == "eagle3" else 10.0  # the papers' 1.0 : 0.1
+    weight = section.feature_weight
+    return Objective(
+        num_steps=section.unroll_steps or default_steps,
+        feature_weight=default_weight if weight is None else weight,
+        decay=section.unroll_decay,
+        has_detached_steps=section.algorithm == "hass",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLoss:
+    """A loss as an exact fraction, and sums by unroll step that are fractions over `counts_K`."""
+
+    loss_sum: Tensor  # scalar float32, differentiable
+    count: int  # trained rows; the gradient applied is that of loss_sum / count, both summed over ranks
+    counts_K: Tensor  # rows that have a prediction at this step
+    agreed_K: Tensor  # of which the most likely token is the target's
+    accepted_K: Tensor  # summed overlap of both distributions, sum_v min(p, q): the chance that one drafted token
+    # is accepted at temperature 1 (rejection sampling reaches it, shared noise stays little below)
+
+
+def draft_loss(
+    model: DraftModel, batch: DraftBatch, objective: Objective, *, head_chunk_tokens: int
+) -> DraftLoss:
+    """Unroll the drafter over the batch. Logits exist for `head_chunk_tokens` rows at a time."""
+    outputs_PD, head_inputs_PD = _unroll(model, batch, objective)
+    targets_M = batch.loss_mask.nonzero().squeeze(-1)  # rows whose next token is predicted
+    steps_K = torch.arange(objective.num_steps, device=targets_M.device)
+    # The prediction of row s at step k was drafted from row s - k, if that is in the sequence.
+    is_drafted_KM = batch.position_ids[targets_M] >= steps_K.unsqueeze(1)
+    sources_KM = (targets_M - steps_K.unsqueeze(1)).clamp(min=0)
+    weights_KM = is_drafted_KM.float() * (objective.decay**steps_K).unsqueeze(1)
+    head_KMD = torch.stack(
+        [x.index_select(0, rows) for x, rows in zip(head_inputs_PD, sources_KM, strict=True)]
+    )
+    target_MD = batch.target_hidden.index_select(0, targets_M)
+    loss_sum, agreed_K, accepted_K = _HeadLoss.apply(
+        head_KMD, target_MD, model.lm_head_VD, weights_KM, head_chunk_tokens
+    )
+    if objective.feature_weight > 0:
+        for output_PD, rows, weights_M in zip(outputs_PD, sources_KM, weights_KM, strict=True):
+            predicted_MD = output_PD.index_select(0, rows).float()
+            distance_MD = F.smooth_l1_loss(predicted_MD, target_MD.float(), reduction="none")
+            distance = (distance_MD.mean(dim=-1) * weights_M).sum()
+            loss_sum = loss_sum + objective.feature_weight * distance
+    return DraftLoss(
+        loss_sum=loss_sum,
+        count=targets_M.numel(),
+        counts_K=is_drafted_KM.sum(dim=1).float(),
+        agreed_K=agreed_K,
+        accepted_K=accepted_K,
+    )
+
+
+def _unroll(
+    model: DraftModel, batch: DraftBatch, objective: Objective
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs [P, D] and head inputs [P, D] of every step; row t at step k predicts the token t + 2 + k.
+
+    A row whose sequence has ended by then holds numbers that no one reads: rows read their own and earlier ones alone.
+    """
+    longest = max(batch.lengths)
+    model.rotary.reserve(longest + objective.num_steps)
+    attention = UnrolledAttention(batch.lengths)
+    hidden_PD = model.fuse(batch.features)
+    outputs, head_inputs = [], []
+    for step in range(objective.num_steps):
+        # The token fed at step k is the one that step k-1 predicted, of the sequence itself.
+        token_ids_P = batch.token_ids if step == 0 else batch.labels.roll(1 - step)
+        output_PD, head_PD = model(token_ids_P, hidden_PD, batch.position_ids + step, attention)
+        outputs.append(output_PD)
+        head_inputs.append(head_PD)
+        hidden_PD = output_PD.detach() if objective.has_detached_steps else output_PD
+    return outputs, head_inputs
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Weighted soft cross entropy through the frozen head, without ever holding all logits.
+
+    The head takes no gradient, so the gradient of the inputs is finished in the forward pass, chunk by chunk, and the
+    target's distribution of a row is computed once for all steps.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head_KMD: Tensor,
+        target_MD: Tensor,
+        lm_head_VD: Tensor,
+        weights_KM: Tensor,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_steps, num_rows, _ = head_KMD.shape
+        accumulate = torch.float64 if head_KMD.dtype == torch.float64 else torch.float32
+        totals = torch.zeros(3, num_steps, dtype=accumulate, device=head_KMD.device)
+        grad_KMD = torch.empty_like(head_KMD)
+        for start in range(0, num_rows, chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            p_CV = F.linear(target_MD[rows].to(lm_head_VD.dtype), lm_head_VD).to(accumulate)
+            p_CV = p_CV.softmax(dim=-1)
+            best_C = p_CV.argmax(dim=-1)
+            for step in range(num_steps):
+                weights_C = weights_KM[step, rows].to(accumulate)
+                is_drafted_C = (weights_C > 0).to(accumulate)
+                logits_CV = F.linear(head_KMD[step, rows].to(lm_head_VD.dtype), lm_head_VD)
+                logq_CV = logits_CV.to(accumulate).log_softmax(dim=-1)
+                totals[0, step] -= (p_CV * logq_CV).sum(dim=-1) @ weights_C
+                totals[1, step] += (logq_CV.argmax(dim=-1) == best_C).to(accumulate) @ is_drafted_C
+                q_CV = logq_CV.exp_()
+                totals[2, step] += torch.minimum(p_CV, q_CV).sum(dim=-1) @ is_drafted_C
+                grad_CV = q_CV.sub_(p_CV).mul_(weights_C.unsqueeze(-1)).to(lm_head_VD.dtype)
+                grad_KMD[step, rows] = (grad_CV @ lm_head_VD).to(grad_KMD.dtype)
+        ctx.save_for_backward(grad_KMD)
+        loss_sum, agreed_K, accepted_K = totals[0].sum(), totals[1], totals[2]
+        ctx.mark_non_differentiable(agreed_K, accepted_K)
+        return loss_sum, agreed_K, accepted_K
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad_KMD,) = ctx.saved_tensors
+        return grad_KMD * grad.to(grad_KMD.dtype), None, None, None, None

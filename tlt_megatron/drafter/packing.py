@@ -1,0 +1,124 @@
+"""From sequences that the target has seen to packed training batches: no padding, nobody sees a neighbour.
+
+Called by the data buffer and the warm-up tool. The one thing to know is the shift: row t of a sequence pairs the token
+x_{t+1} with the target's h_t, and is trained towards the token x_{t+2} and the target's own next state h_{t+1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MIN_TOKENS = 3  # fewer make no row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSequence:
+    """A prompt with its response, and what the target computed on them.
+
+    The state at the last token is never used (what follows it is not part of the sequence), so it may be missing.
+    """
+
+    token_ids: Tensor  # [T] int64
+    features: Tensor  # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
+    final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features` is it
+    loss_start: int = 0  # index of the first token whose prediction is trained, usually the response's first
+
+    def __post_init__(self) -> None:
+        num_tokens = self.token_ids.numel()
+        for name in ("features", "final_hidden"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[0] not in (num_tokens, num_tokens - 1):
+                raise ValueError(
+                    f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens: must be {num_tokens} or {num_tokens - 1}"
+                )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the sequence fills in a batch."""
+        return max(0, self.token_ids.numel() - _MIN_TOKENS + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch:
+    """Rows of several sequences, one after the other. All tensors on one device.
+
+    Tokens [a b c d] with states h_0..h_2 give token_ids [b c], labels [c d], features [h_0 h_1],
+    target_hidden [h_1 h_2], position_ids [0 1].
+    """
+
+    token_ids: Tensor  # [P] int64, x_{t+1}
+    labels: Tensor  # [P] int64, x_{t+2}
+    position_ids: Tensor  # [P] int64, t
+    features: Tensor  # [P, D or 3D], h_t
+    target_hidden: Tensor  # [P, D], h_{t+1} after the target's final norm
+    loss_mask: Tensor  # [P] bool, whether the prediction of `labels` is trained
+    lengths: tuple[int, ...]  # rows of each sequence
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return self.token_ids.numel()
+
+    def to(self, device: torch.device) -> DraftBatch:
+        """The batch on another device."""
+        names = ("token_ids", "labels", "position_ids", "features", "target_hidden", "loss_mask")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return DraftBatch(lengths=self.lengths, **moved)
+
+
+def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
+    """One batch of all `sequences`, each with at least one row, in their order."""
+    short = [s.token_ids.numel() for s in sequences if s.num_rows < 1]
+    if short or not sequences:
+        raise ValueError(
+            f"sequences of {short} tokens: a batch needs sequences of at least {_MIN_TOKENS}"
+        )
+    lengths = tuple(sequence.num_rows for sequence in sequences)
+    hidden = [s.features if s.final_hidden is None else s.final_hidden for s in sequences]
+    rows = list(zip(sequences, hidden, lengths, strict=True))
+    device = sequences[0].features.device
+    positions = [torch.arange(length) for length in lengths]
+    masks = [
+        position + 2 >= sequence.loss_start
+        for position, sequence in zip(positions, sequences, strict=True)
+    ]
+    return DraftBatch(
+        token_ids=torch.cat([s.token_ids[1 : n + 1] for s, _, n in rows]).to(device),
+        labels=torch.cat([s.token_ids[2 : n + 2] for s, _, n in rows]).to(device),
+        position_ids=torch.cat(positions).to(device),
+        features=torch.cat([s.features[:n] for s, _, n in rows]),
+        target_hidden=torch.cat([h[1 : n + 1] for _, h, n in rows]),
+        loss_mask=torch.cat(masks).to(device),
+        lengths=lengths,
+    )
+
+
+def plan_batches(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Which sequences share a batch of at most `max_rows` rows: first fit, longest first. Indices into `lengths`.
+
+    A longer sequence stands alone (it cannot be cut: its end attends to its start); one without rows is left out.
+    """
+    plans: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length < 1:
+            continue
+        place = next((i for i, free in enumerate(room) if free >= length), None)
+        if place is None:
+            plans.append([])
+            room.append(max_rows)
+            place = len(plans) - 1
+        plans[place].append(index)
+        room[place] -= length
+    return plans
+
+
+def pack_sequences(sequences: Sequence[DraftSequence], max_rows: int) -> list[DraftBatch]:
+    """Batches of at most `max_rows` rows, see `plan_batches`."""
+    plans = plan_batches([sequence.num_rows for sequence in sequences], max_rows)
+    return [pack_batch([sequences[index] for index in plan]) for plan in plans]

@@ -1,0 +1,159 @@
+"""Optimizer steps of the drafter on a given group; the group may change between steps, the drafter's life goes on.
+
+Called by the warm-up tool (one rank) and by spot sessions (whoever is idle). The one thing to know: a step makes exactly one
+collective, a sum over a flat buffer of gradients, loss sums, counts and the caller's flags. So whatever the members must
+agree on (a stop, a newer plan) travels with the gradients, and all of them act on it after the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.loss import draft_loss, make_objective
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.runtime.process_groups import SINGLE, Group
+
+log = logging.getLogger(__name__)
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterStats:
+    """What one step did, over all members; the same on each."""
+
+    loss: float  # per trained row, all unroll steps weighted; nan without any row
+    num_tokens: int  # trained rows
+    agreement: tuple[float, ...]  # by unroll step: how often the most likely token is the target's
+    accept_probability: tuple[float, ...]  # by unroll step: mean overlap with the target's distribution
+    flags: tuple[float, ...]  # summed over members
+    grad_norm: float  # before clipping
+    lr: float
+    is_skipped: bool  # nothing was changed: a gradient was not finite, or no member had a trained row
+    num_updates: int  # of the drafter's life
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify pass that a chain as long as the unroll would give, bonus token included."""
+        total, alive = 1.0, 1.0
+        for probability in self.accept_probability:
+            alive *= probability
+            total += alive
+        return total
+
+
+class DrafterTrainer:
+    """AdamW over the drafter's own parameters. Every member of the group must make the same calls of `step`."""
+
+    def __init__(self, model: DraftModel, section: DrafterSection, group: Group = SINGLE) -> None:
+        is_eagle3 = section.algorithm == "eagle3"
+        if is_eagle3 != model.config.is_eagle3:
+            raise ValueError(
+                f"drafter.algorithm={section.algorithm!r} cannot train a drafter of architecture"
+                f" {model.config.architecture!r}: must be {'eagle3' if model.config.is_eagle3 else 'eagle or hass'}"
+            )
+        self.model = model
+        self.group = group
+        self.num_updates = 0
+        self.num_skipped = 0
+        self._section = section
+        self._objective = make_objective(section)
+        self._parameters = dict(model.named_parameters())
+        decayed = [p for p in self._parameters.values() if p.ndim > 1]
+        plain = [p for p in self._parameters.values() if p.ndim <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": section.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            fused=True,
+        )
+        self._num_weights = sum(p.numel() for p in self._parameters.values())
+        self._flat = next(model.parameters()).new_zeros(0)
+
+    def step(self, batch: DraftBatch | None, flags: Sequence[float] = ()) -> DrafterStats:
+        """Train on this member's batch, or lend a hand without one. All members give equally many `flags`.
+
+        The gradient is that of the summed loss of all members over their summed rows, so it does not depend on how
+        the data were dealt out. With `batch` None everywhere only the flags are exchanged.
+        """
+        num_steps = self._objective.num_steps
+        sums = self._backward(batch, num_extra=2 + 3 * num_steps + len(flags))
+        sums[2 + 3 * num_steps :] = sums.new_tensor(flags)
+        if self.group.size > 1:
+            # The method, not torch.distributed's function, which wants the group registered in the world.
+            work = self.group.handle.allreduce([self._flat])  # type: ignore[union-attr]
+            work.wait()
+        # One transfer from the device for all that the host must know.
+        gradients = self._flat[: self._num_weights]
+        norm = gradients.norm().unsqueeze(0)
+        loss_sum, count, *rest, norm_sum = torch.cat((sums, norm)).tolist()
+        counts, agreed, accepted = (rest[i * num_steps : (i + 1) * num_steps] for i in range(3))
+        grad_norm = norm_sum / count if count else math.nan
+        lr = self._section.lr * min(1.0, (self.num_updates + 1) / max(1, self._section.warmup_steps))
+        is_skipped = not math.isfinite(grad_norm)
+        if not is_skipped:
+            self._update(count, grad_norm, lr)
+        elif count:
+            self.num_skipped += 1
+            log.warning("drafter step skipped: gradient norm %s (%d so far)", grad_norm, self.num_skipped)
+        return DrafterStats(
+            loss=loss_sum / count if count else math.nan,
+            num_tokens=round(count),
+            agreement=tuple(a / c if c else math.nan for a, c in zip(agreed, counts, strict=True)),
+            accept_probability=tuple(
+                a / c if c else math.nan for a, c in zip(accepted, counts, strict=True)
+            ),
+            flags=tuple(rest[3 * num_steps :]),
+            grad_norm=grad_norm,
+            lr=lr,
+            is_skipped=is_skipped,
+            num_updates=self.num_updates,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batch: DraftBatch) -> DraftLossSums:
+        """Sums over one batch, of this rank alone, without an update."""
+
+    def _backward(self, batch: DraftBatch | None, num_extra: int) -> Tensor:
+        """Fill the flat buffer with this member's gradients; the view of what follows them, sums filled in."""
+        size = self._num_weights + num_extra
+        if self._flat.numel() != size:
+            self._flat = self._flat.new_zeros(size)
+            offset = 0
+            for parameter in self._parameters.values():
+                grad = self._flat[offset : offset + parameter.numel()]
+                parameter.grad = grad.view_as(parameter)
+                offset += parameter.numel()
+        self._flat.zero_()
+        sums = self._flat[self._num_weights :]
+        if batch is None:
+            return sums
+        device_type = self._flat.device.type
+        is_bfloat16 = self._section.dtype == "bfloat16"
+        with torch.autocast(device_type, torch.bfloat16, enabled=is_bfloat16):
+            loss = draft_loss(
+                self.model,
+                batch,
+                self._objective,
+                head_chunk_tokens=self._section.head_chunk_tokens,
+            )
+        if loss.count:
+            loss.loss_sum.backward()
+        sums[0] = loss.loss_sum.detach()
+        sums[1] = loss.count
+        num_steps = self._objective.num_steps
+        sums[2 : 2 + 3 * num_steps] = torch.cat((loss.counts_K, loss.agreed_K, loss.accepted_K))
+        return sums

@@ -1,0 +1,1 @@
+"""Rollout engines behind the protocol in `base.py`; one engine per rollout replica."""

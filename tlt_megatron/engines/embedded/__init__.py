@@ -1,0 +1,1 @@
+"""The default rollout engine: pure torch, continuous batching, prompts shared among siblings."""

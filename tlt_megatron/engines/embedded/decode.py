@@ -1,0 +1,303 @@
+"""The running batch: one token for every sequence per pass, with its state in tensors.
+
+Driven by the engine's loop: `add`, then in turn `sample`, `remove`, `grow`, `forward`. What to know: this is the hot
+loop. A pass costs a fixed number of torch calls and one read back to Python (which rows ended); Python runs over rows
+only when rows come, leave or need a page. Row b of every tensor is `requests[b]`; leaving rows are filled by the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.models.attention import LaneAttention, PagedAttention
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.speculation.sampling import NoiseAhead, sample
+from tlt_megatron.types import SamplingParams
+
+# Rows of the state matrix. The last four grow by one in every pass.
+_SEED, _LAST, _POSITION, _COUNT, _OUT, _SLOT = range(6)
+_GROWING = slice(_POSITION, _SLOT + 1)
+# Lanes are read at the length of the longest, pages at their own: lanes are taken when they cost at most this much more.
+_LANE_WASTE = 1.25
+_LANE_FREE_POSITIONS = 512  # what merging pages costs, in positions of attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A row whose response is complete."""
+
+    row: int
+    request: Request
+    token_ids_T: Tensor  # int64, on the CPU, as are the others
+    logprobs_T: Tensor  # float32
+    policy_logprobs_T: Tensor  # float32
+
+
+class DecodeBatch:
+    """Sequences that decode together. Rows wait at the point where their last hidden state is known."""
+
+    def __init__(
+        self, model: Transformer, cache: KvCache, params: SamplingParams, *, max_batch_size: int,
+        max_new_tokens: int,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._cache = cache
+        self._params = params
+        self._max_new_tokens = max_new_tokens
+        device = model.device
+        self.requests: list[Request] = []
+        self.num_passes = 0
+        self._state = torch.zeros(6, max_batch_size, dtype=torch.int64, device=device)
+        self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._tokens_B = torch.empty(0, dtype=torch.int64, device=device)
+        self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+        num_outputs = max_batch_size * max_new_tokens
+        self._out_tokens = torch.zeros(num_outputs, dtype=torch.int64, device=device)
+        self._out_logprobs = torch.zeros(num_outputs, device=device)
+        self._out_policy_logprobs = torch.zeros(num_outputs, device=device)
+        self._columns: dict[Request, int] = {}  # which part of the outputs each request writes
+        self._free_columns = list(range(max_batch_size))
+        self._noise = NoiseAhead(model.config.vocab_size)
+        self._paged = PagedAttention(cache)
+        self._lanes: LaneAttention | None = None
+        self._longest = 0
+        self._next_due = 0
+        self._is_changed = True
+
+    # ---- rows come and go
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append admitted requests, at their first token or after the tokens saved at preemption."""
+        start = len(self.requests)
+        rows: list[list[int]] = []
+        hidden = [self._hidden_BD]
+        for request in requests:
+            column = self._free_columns.pop()
+            self._columns[request] = column
+            out = column * self._max_new_tokens
+            count = request.num_saved
+            if request.saved is not None:
+                outputs = self._out_tokens, self._out_logprobs, self._out_policy_logprobs
+                for output, saved in zip(outputs, request.saved, strict=True):
+                    output[out : out + count] = saved
+            last_hidden_D = request.last_hidden_D if count else request.state.last_hidden_D
+            assert last_hidden_D is not None
+            hidden.append(last_hidden_D.unsqueeze(0))
+            position = request.state.num_tokens + count
+            rows.append([request.seed, request.max_new_tokens - 1, position, count, out + count, 0])
+            room = len(request.kv.pages) * self._cache.page_size - count
+            request.due = self.num_passes + room
+        self.requests.extend(requests)
+        end = len(self.requests)
+        self._state[:, start:end] = torch.tensor(rows, dtype=torch.int64).t()
+        self._hidden_BD = torch.cat(hidden)
+        self._set_changed()
+
+    def remove(self, rows: Sequence[int]) -> None:
+        """Take rows out between `sample` and `forward`; their pages must be free already."""
+        if not rows:
+            return
+        kept = list(range(len(self.requests)))
+        for row in sorted(rows, reverse=True):
+            self._free_columns.append(self._columns.pop(self.requests[row]))
+            last = kept.pop()
+            if row < len(kept):
+                kept[row] = last
+        if self._lanes is not None:
+            self._move_lanes(kept)
+        index = torch.tensor(kept, dtype=torch.int64, device=self._model.device)
+        self._state[:, : len(kept)] = self._state.index_select(1, index)
+        self._tokens_B = self._tokens_B.index_select(0, index)
+        self._hidden_BD = self._hidden_BD[
+            : len(kept)
+        ]  # consumed by `sample`; replaced by `forward`
+        self.requests = [self.requests[row] for row in kept]
+        self._set_changed()
+
+    def _set_changed(self) -> None:
+        self._is_changed = True
+        self._next_due = min((request.due for request in self.requests), default=0)
+        self._noise.start()
+
+    def _outputs(self, row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        start = self._columns[self.requests[row]] * self._max_new_tokens
+        part = slice(start, start + count)
+        outputs = self._out_tokens, self._out_logprobs, self._out_policy_logprobs
+        tokens, logprobs, policy_logprobs = (output[part].cpu().clone() for output in outputs)
+        return tokens, logprobs, policy_logprobs
+
+    # ---- one pass
+
+    def sample(self) -> list[Ended]:
+        """Draw the next token of every row and record it; returns the rows that ended, for `remove`."""
+        size = len(self.requests)
+        state, params = self._state, self._params
+        count_B = state[_COUNT, :size]
+        sampled = sample(
+            self._model.logits(self._hidden_BD),
+            state[_SEED, :size],
+            count_B,
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            noise_ahead=self._noise,
+        )
+        self._tokens_B = sampled.token_ids_B
+        out_B = state[_OUT, :size]
+        self._out_tokens.index_copy_(0, out_B, sampled.token_ids_B)
+        self._out_logprobs.index_copy_(0, out_B, sampled.logprobs_B)
+        self._out_policy_logprobs.index_copy_(0, out_B, sampled.policy_logprobs_B)
+        has_ended_B = count_B >= state[_LAST, :size]
+        if params.stop_token_ids:
+            has_ended_B |= (sampled.token_ids_B.unsqueeze(1) == self._stop_ids).any(dim=1)
+        flags = has_ended_B.tolist()
+        if True not in flags:
+            return []
+        counts = count_B.tolist()
+        ended = []
+        for row in [row for row, flag in enumerate(flags) if flag]:
+            tokens, logprobs, policy_logprobs = self._outputs(row, counts[row] + 1)
+            ended.append(
+                Ended(
+                    row=row,
+                    request=self.requests[row],
+                    token_ids_T=tokens,
+                    logprobs_T=logprobs,
+                    policy_logprobs_T=policy_logprobs,
+                )
+            )
+        return ended
+
+    def grow(self, scheduler: Scheduler) -> None:
+        """Find a page for every row whose next token starts one; rows preempted for it leave with their tokens saved."""
+        if self.num_passes < self._next_due:
+            return
+        preempted: set[Request] = set()
+        due = [request for request in self.requests if request.due == self.num_passes]
+        for request in sorted(due, key=lambda request: request.order):
+            if request in preempted:
+                continue
+            if self._lanes is None:
+                preempted.update(scheduler.grow(request))
+            else:
+                lane = self.requests.index(request) * self._lanes.lane_pages
+                pages = request.kv.pages
+                self._cache.take_response_page(pages, at=lane + len(pages))
+            request.due += self._cache.page_size
+        rows = [row for row, request in enumerate(self.requests) if request in preempted]
+        if rows:
+            counts = self._state[_COUNT].tolist()
+            for row in rows:
+                self.requests[row].saved = self._outputs(row, counts[row] + 1)
+            self.remove(rows)
+        self._set_grown()
+
+    def _set_grown(self) -> None:
+        self._next_due = min((request.due for request in self.requests), default=0)
+        self._is_changed = self._is_changed or self._lanes is None
+
+    def forward(self, *, may_use_lanes: bool) -> None:
+        """Run the sampled tokens through the model. Lanes only when no request can join any more."""
+        size = len(self.requests)
+        state = self._state
+        if self._is_changed:
+            self._plan(may_use_lanes)
+        slots_B = state[_SLOT, :size]
+        self._longest += 1
+        if self._lanes is not None:
+            attention: LaneAttention | PagedAttention = self._lanes
+            self._lanes.begin_step(slots_B, self._longest)
+        else:
+            attention = self._paged
+            self._paged.begin_step(slots_B)
+        self._hidden_BD = self._model.forward(self._tokens_B, state[_POSITION, :size], attention)
+        state[_GROWING, :size].add_(1)
+        self.num_passes += 1
+
+    # ---- where the KV lies
+
+    def _plan(self, may_use_lanes: bool) -> None:
+        positions = self._state[_POSITION, : len(self.requests)].tolist()
+        self._longest = max(positions)
+        self._is_changed = False
+        if self._lanes is None and may_use_lanes:
+            self._choose_lanes(positions)
+        page_size = self._cache.page_size
+        if self._lanes is not None:
+            lane = self._lanes.lane_pages * page_size
+            slots = [row * lane + position for row, position in enumerate(positions)]
+        else:
+            self._cache.compact()
+            self._paged.rebuild([request.kv for request in self.requests])
+            slots = [
+                request.kv.pages[-1] * page_size + (position - request.state.num_tokens) % page_size
+                for request, position in zip(self.requests, positions, strict=True)
+            ]
+        self._state[_SLOT, : len(slots)] = torch.tensor(slots, dtype=torch.int64)
+
+    def _choose_lanes(self, positions: list[int]) -> None:
+        """Move every sequence into a lane of its full length, if all fit and padding to the longest costs little."""
+        cache, requests = self._cache, self.requests
+        lane_pages = max(
+            cache.pages_for(request.state.num_tokens + request.max_new_tokens)
+            for request in requests
+        )
+        if lane_pages * len(requests) > cache.num_pages:
+            return
+        prompts = {id(request.state): request.state for request in requests}
+        num_pages = sum(len(request.kv.pages) for request in requests)
+        num_pages += sum(len(state.kv.pages) for state in prompts.values())
+        limit = _LANE_WASTE * num_pages * cache.page_size + _LANE_FREE_POSITIONS
+        if len(requests) * max(positions) > limit:
+            return
+        sources, targets = [], []
+        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            num_prompt = request.state.num_tokens
+            sources.append(cache.slots(request.state.kv.pages, 0, num_prompt))
+            sources.append(cache.slots(request.kv.pages, 0, position - num_prompt))
+            start = row * lane_pages * cache.page_size
+            targets.append(torch.arange(start, start + position, device=self._model.device))
+        for pages in [r.kv.pages for r in requests] + [s.kv.pages for s in prompts.values()]:
+            cache.free(pages)
+        self._lanes = LaneAttention(cache, lane_pages)
+        for row, position in enumerate(positions):
+            self._fill_lane(row, requests[row], position)
+        target_S = torch.cat(targets)
+        cache.relocate(torch.cat(sources), target_S)
+        cache.bias_T[: len(requests) * lane_pages * cache.page_size].fill_(-torch.inf)
+        cache.mark_written(target_S)
+        self._next_due = min(request.due for request in requests)
+
+    def _fill_lane(self, row: int, request: Request, position: int) -> None:
+        """Take the pages of lane `row` that hold `position` tokens and the next."""
+        assert self._lanes is not None
+        cache = self._cache
+        request.kv.prompt = None
+        first = row * self._lanes.lane_pages
+        for page in range(first, first + cache.pages_for(position + 1)):
+            cache.take_response_page(request.kv.pages, at=page)
+        request.due = self.num_passes + len(request.kv.pages) * cache.page_size - position
+
+    def _move_lanes(self, kept: list[int]) -> None:
+        """After rows left: move the lane of each row that changes its place."""
+        assert self._lanes is not None
+        cache, lane = self._cache, self._lanes.lane_pages * self._cache.page_size
+        moves = [(row, old) for row, old in enumerate(kept) if row != old]
+        if not moves:
+            return
+        positions = self._state[_POSITION].tolist()
+        for row, old in moves:
+            request, position = self.requests[old], positions[old]
+            source_S = torch.arange(old * lane, old * lane + position, device=cache.device)
+            target_S = source_S + (row - old) * lane
+            cache.free(request.kv.pages)
+            cache.bias_T[row * lane : (row + 1) * lane].fill_(-torch.inf)
+            self._fill_lane(row, request, position)
+            cache.relocate(source_S, target_S)
+            cache.mark_written(target_S)

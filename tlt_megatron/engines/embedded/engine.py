@@ -1,0 +1,348 @@
+"""The embedded rollout engine: satisfies `engines.base.RolloutEngine` in pure torch.
+
+Made by the trainer (one per rollout replica), called by the rollout worker and the weight sync. What to know: memory is
+planned from sizes alone before anything is allocated, and a step of its loop is prefill, sample, decode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Scheduler, make_requests
+from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.hf_io import checksum_tensor
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
+
+PAGE_TOKENS = 64  # positions of one KV page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that an engine will take, known before it takes them."""
+
+    weights_bytes: int
+    kv_bytes: int
+    kv_tokens: int  # positions that kv_bytes hold
+    activations_bytes: (
+        int  # estimate: the larger of a prefill pass and a decode pass with its logits
+    )
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.activations_bytes
+
+
+def plan_memory(
+    model: ModelConfig, section: RolloutSection, *, max_prompt_tokens: int = 1024
+) -> MemoryPlan:
+    """What `EmbeddedEngine` will allocate.
+
+    With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
+    `max_prompt_tokens`, with one group that is only partly in.
+    """
+    item = getattr(torch, section.dtype).itemsize
+    d, f, v = model.hidden_size, model.ffn_size, model.vocab_size
+    num_fused = model.num_heads + 2 * model.num_kv_heads
+    layer = d * (num_fused + model.num_heads) * model.head_dim + 3 * d * f + 2 * d
+    layer += num_fused * model.head_dim * (model.has_qkv_bias + model.has_qk_norm)
+    weights = layer * model.num_layers + d + v * d * (1 if model.tie_word_embeddings else 2)
+
+    pages_each = -(-section.max_new_tokens // PAGE_TOKENS)
+    prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
+    num_groups = -(-section.max_batch_size // section.num_samples) + 1
+    num_pages = section.max_batch_size * pages_each + num_groups * prompt_pages
+    if section.kv_cache_tokens:
+        num_pages = section.kv_cache_tokens // PAGE_TOKENS
+        if num_pages < 2:
+            raise ValueError(
+                f"rollout.kv_cache_tokens={section.kv_cache_tokens}: must be 0 or at least {2 * PAGE_TOKENS}"
+                f" (a page of {PAGE_TOKENS} for a prompt and one for its response)"
+            )
+    kv_tokens = num_pages * PAGE_TOKENS
+    kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * model.num_layers + 1)
+
+    per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
+    prefill = section.prefill_chunk_tokens * per_token * item
+    decode = section.max_batch_size * (per_token * item + v * (item + 4 * 8))
+    outputs = section.max_batch_size * section.max_new_tokens * 16
+    return MemoryPlan(
+        weights_bytes=weights * item,
+        kv_bytes=kv * item,
+        kv_tokens=kv_tokens,
+        activations_bytes=max(prefill, decode) + outputs,
+    )
+
+
+class EmbeddedEngine:
+    """See `engines.base.RolloutEngine`. Weights are allocated by the first `load_weights`, KV by the first `generate`."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        section: RolloutSection,
+        device: Device,
+        *,
+        max_prompt_tokens: int = 1024,
+    ) -> None:
+        self._config = model_config
+        self._section = section
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, section.dtype)
+        self._plan = plan_memory(model_config, section, max_prompt_tokens=max_prompt_tokens)
+        self._model: Transformer | None = None
+        self._cache: KvCache | None = None
+        self._version: int | None = None
+        self._stats = EngineStats(
+            num_prompt_tokens=0,
+            num_generated_tokens=0,
+            num_decode_passes=0,
+            num_preemptions=0,
+            seconds=0.0,
+            peak_kv_tokens=0,
+            kv_capacity_tokens=self._plan.kv_tokens,
+        )
+        self._is_asleep = self._is_closed = False
+
+    def memory_plan(self) -> MemoryPlan:
+        """What this engine takes when awake; nothing is allocated for the answer."""
+        return self._plan
+
+    # ---- weights and lifetime
+
+    @torch.inference_mode()
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
+    ) -> None:
+        """See `RolloutEngine`. The sender sums its tensors as cast to the engine's dtype."""
+        self._require_awake()
+        self._version = None
+        if self._model is None:
+            self._model = Transformer(self._config, self._dtype, self._device.torch_device)
+        missing = set(self._model.hf_names())
+        for name, tensor in tensors:
+            self._model.load_hf(name, tensor)
+            missing.discard(name)
+        if missing:
+            raise RuntimeError(
+                f"weights of policy_version={version} lack {len(missing)} tensors, {min(missing)} among them"
+            )
+        held = sum(checksum_tensor(n, t) for n, t in self._model.named_hf_tensors()) % (1 << 63)
+        if held != (expected := checksum()):
+            raise RuntimeError(
+                f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
+            )
+        self._version = version
+
+    def sleep(self) -> None:
+        """Free the KV; on a GPU also move the weights to the host."""
+        self._require_open()
+        self._cache = None
+        if self._model is not None and self._device.is_cuda:
+            self._model.to(torch.device("cpu"))
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._require_open()
+        if self._model is not None and self._device.is_cuda:
+            self._model.to(self._device.torch_device)
+        self._is_asleep = False
+
+    def stats(self) -> EngineStats:
+        """Counters of the last `generate`."""
+        return self._stats
+
+    def close(self) -> None:
+        """Free everything."""
+        self._model = self._cache = self._version = None
+        self._is_closed = True
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+
+    def _require_awake(self) -> None:
+        self._require_open()
+        if self._is_asleep:
+            raise RuntimeError("the engine is asleep: call wake() first")
+
+    # ---- generation
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        policy_version: int,
+        on_finish: Callable[[Rollout], None] | None = None,
+        max_new_tokens: Sequence[Sequence[int]] | None = None,
+    ) -> list[RolloutGroup]:
+        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` limits single requests below params' limit."""
+        self._require_awake()
+        if self._model is None or self._version != policy_version:
+            raise RuntimeError(
+                f"policy_version={policy_version} is asked for, the engine holds {self._version}"
+            )
+        started = time.perf_counter()
+        cache = self._ready_cache(prompts, params)
+        requests = make_requests(prompts, params, max_new_tokens)
+        scheduler = Scheduler(
+            requests,
+            cache,
+            max_batch_size=self._section.max_batch_size,
+            prefill_chunk_tokens=self._section.prefill_chunk_tokens,
+        )
+        batch = DecodeBatch(
+            self._model,
+            cache,
+            params,
+            max_batch_size=min(self._section.max_batch_size, len(requests)),
+            max_new_tokens=params.max_new_tokens,
+        )
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        num_new = num_again = 0
+        while not scheduler.is_done:
+            chunks, admitted = scheduler.plan_prefill()
+            if chunks:
+                new, again = self._prefill(self._model, cache, chunks)
+                num_new, num_again = num_new + new, num_again + again
+            if admitted:
+                batch.add(admitted)
+            if not batch.requests:
+                continue  # the first prompt takes several passes
+            ended = batch.sample()
+            for end in ended:
+                scheduler.finish(end.request)
+                rollout = self._make_rollout(end, params, policy_version)
+                rollouts[end.request.order] = rollout
+                if on_finish is not None:
+                    on_finish(rollout)
+            batch.remove([end.row for end in ended])
+            batch.grow(scheduler)
+            if batch.requests:
+                batch.forward(may_use_lanes=not scheduler.has_waiting)
+        self._stats = EngineStats(
+            num_prompt_tokens=num_new,
+            num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
+            num_decode_passes=batch.num_passes,
+            seconds=time.perf_counter() - started,
+            peak_kv_tokens=cache.peak_pages * PAGE_TOKENS,
+            kv_capacity_tokens=self._plan.kv_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_recomputed_tokens=num_again,
+        )
+        return _group(prompts, params.num_samples, rollouts)
+
+    def _ready_cache(self, prompts: Sequence[Prompt], params: SamplingParams) -> KvCache:
+        """Check that every request fits alone, then allocate (the first time) and empty the KV."""
+        num_pages = self._plan.kv_tokens // PAGE_TOKENS
+        longest = 0
+        for prompt in prompts:
+            num_tokens = len(prompt.token_ids)
+            longest = max(longest, num_tokens)
+            if num_tokens == 0:
+                raise ValueError(f"prompt {prompt.prompt_id!r} is empty")
+            needed = -(-num_tokens // PAGE_TOKENS) + -(-params.max_new_tokens // PAGE_TOKENS)
+            if needed > num_pages:
+                raise ValueError(
+                    f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={params.max_new_tokens}"
+                    f" needs {needed} KV pages of {PAGE_TOKENS}: the engine has {num_pages}"
+                    f" (rollout.kv_cache_tokens={self._section.kv_cache_tokens})"
+                )
+        assert self._model is not None
+        self._model.rotary.reserve(longest + params.max_new_tokens)
+        if self._cache is None:
+            self._cache = KvCache(
+                self._config,
+                num_pages=num_pages,
+                page_size=PAGE_TOKENS,
+                dtype=self._dtype,
+                device=self._device.torch_device,
+            )
+        self._cache.reset()
+        return self._cache
+
+    @staticmethod
+    def _prefill(
+        model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]
+    ) -> tuple[int, int]:
+        """One packed pass; keeps the hidden state after each prompt or response that it completes.
+
+        Returns how many of its tokens were new, and how many computed again.
+        """
+        token_ids, position_ids, segments = [], [], []
+        num_again = 0
+        for chunk in chunks:
+            state, request = chunk.state, chunk.request
+            if request is None:
+                tokens = torch.tensor(state.prompt.token_ids[chunk.start : chunk.end])
+                first = 0
+                context = cache.slots(state.kv.pages, 0, chunk.end)
+                num_again += max(min(chunk.end, state.num_ever_computed) - chunk.start, 0)
+                state.num_ever_computed = max(state.num_ever_computed, chunk.end)
+            else:
+                assert request.saved is not None
+                tokens = request.saved[0][chunk.start : chunk.end]
+                first = state.num_tokens
+                own = cache.slots(request.kv.pages, 0, chunk.end)
+                context = torch.cat((cache.slots(state.kv.pages, 0, first), own))
+                num_again += chunk.end - chunk.start
+            token_ids.append(tokens)
+            position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
+            new = context[first + chunk.start :]
+            segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
+        hidden_PD = model.forward(
+            torch.cat(token_ids).to(cache.device),
+            torch.cat(position_ids).to(cache.device),
+            PrefillAttention(cache, segments),
+        )
+        num_tokens = 0
+        for chunk in chunks:
+            num_tokens += chunk.end - chunk.start
+            last_hidden_D = hidden_PD[num_tokens - 1].clone()
+            if chunk.request is not None:
+                chunk.request.last_hidden_D = last_hidden_D
+            else:
+                chunk.state.last_hidden_D = last_hidden_D
+        return num_tokens - num_again, num_again
+
+    @staticmethod
+    def _make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
+        prompt = end.request.state.prompt
+        has_stopped = int(end.token_ids_T[-1]) in params.stop_token_ids
+        return Rollout(
+            prompt_id=prompt.prompt_id,
+            draw_index=prompt.draw_index,
+            sample_index=end.request.sample_index,
+            prompt_ids=prompt.token_ids,
+            token_ids=end.token_ids_T,
+            logprobs=end.logprobs_T,
+            policy_logprobs=end.policy_logprobs_T,
+            finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
+            policy_version=policy_version,
+        )
+
+
+def _group(
+    prompts: Sequence[Prompt], num_samples: int, rollouts: Sequence[Rollout | None]
+) -> list[RolloutGroup]:
+    groups = []
+    for number, prompt in enumerate(prompts):
+        siblings = rollouts[number * num_samples : (number + 1) * num_samples]
+        assert None not in siblings
+        groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(siblings)))
+    return groups

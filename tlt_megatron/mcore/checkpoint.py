@@ -1,0 +1,187 @@
+"""Policy checkpoints in Megatron's torch_dist format: save at one tensor x pipeline x data layout, load at another.
+
+Called by policy_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index), `common.pt` (plain
+values) and `metadata.json`. Writing is synchronous and in this process: Megatron's own writer forks workers, which
+costs seconds, and hangs where psutil is missing.
+
+What is unpickled on load: `common.pt` and the tensors go through torch.load with weights_only, so are limited to plain
+values, tensors and the few classes that Megatron allows. Without a limit, inside torch.distributed.checkpoint:
+`.metadata`, and the byte entries that only Transformer Engine's layers write. So load only checkpoints you trust.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt_megatron.mcore.optimizer import PolicyOptimizer
+from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from tlt_megatron.runtime.collectives import barrier
+from tlt_megatron.runtime.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+    from megatron.core.models.gpt import GPTModel
+
+
+def save_checkpoint(
+    path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
+) -> None:
+    """Write weights, optimizer, schedule and random states to `path`, a new or empty folder that all ranks see.
+
+    A collective of all ranks; when it returns on one, everything is on disk (fsynced). ValueError where the folder
+    holds something.
+    """
+    from megatron.core import dist_checkpointing
+
+    if groups.world.is_first:
+        path.mkdir(parents=True, exist_ok=True)
+    barrier(groups.world)
+    if any(path.iterdir()):
+        raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
+    barrier(groups.world)  # nobody writes before everybody has looked
+    state = _sharded_state(model, optimizer, groups, is_loading=False)
+    state["rng"] = _sharded_rng_states(groups)
+    dist_checkpointing.save(state, str(path), sharded_strategy=_synchronous_strategy())
+    if groups.world.is_first:
+        for name in ("common.pt", "metadata.json", "."):
+            _fsync(path / name)
+    barrier(groups.world)
+
+
+def load_checkpoint(
+    path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
+) -> None:
+    """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout, on all ranks.
+
+    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored.
+    Random states are restored at an equal layout and kept otherwise. ValueError where the checkpoint was written
+    with another model dtype or kind of optimizer, or is none.
+    """
+    from megatron.core import dist_checkpointing
+
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    for name, value in _identity(model, optimizer).items():
+        if common["identity"][name] != value:
+            raise ValueError(
+                f"checkpoint {path} was written with {name}={common['identity'][name]!r}: "
+                f"must equal this run's {value!r}"
+            )
+    state = _sharded_state(model, optimizer, groups, is_loading=True)
+    is_same_layout = common["layout"] == state["layout"]
+    if is_same_layout:
+        state["rng"] = _sharded_rng_states(groups)
+    loaded = dist_checkpointing.load(state, str(path))
+    model.load_state_dict(loaded["model"])
+    load_optimizer_state(optimizer.megatron, loaded["optimizer"])
+    optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
+    optimizer.scheduler.load_state_dict(loaded["lr_schedule"])
+    optimizer.zero_grad()
+    if is_same_layout:
+        _restore_rng_states(loaded["rng"])
+
+
+def _sharded_state(
+    model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups, *, is_loading: bool
+) -> dict[str, Any]:
+    """All but the random states, as Megatron's sharded tensors: data to save, or a template to load into."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model_state = model.sharded_state_dict(metadata=metadata)
+    return {
+        "model": model_state,
+        "optimizer": sharded_optimizer_state(
+            optimizer.megatron, model_state, metadata, is_loading=is_loading
+        ),
+        "lr_schedule": optimizer.scheduler.state_dict(),
+        "identity": _identity(model, optimizer),
+        "layout": {
+            "tensor": groups.tp.size,
+            "pipeline": groups.pp.size,
+            "data": groups.dp.size,
+            "device": next(model.parameters()).device.type,
+        },
+    }
+
+
+def _identity(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, str | bool]:
+    """What a checkpoint cannot be converted across."""
+    return {
+        "model.dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "mcore.use_distributed_optimizer": optimizer.megatron.config.use_distributed_optimizer,
+    }
+
+
+def _synchronous_strategy() -> SaveShardedStrategy:
+    """Megatron's torch_dist format through torch's own synchronous writer, one file per rank, no worker processes."""
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import save as save_shards
+
+    class SynchronousStrategy(SaveShardedStrategy):
+        can_handle_sharded_objects = True
+
+        def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+            shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, keep_only_main_replica=True
+            )
+            save_shards(
+                torch_dist.mcore_to_pyt_state_dict(shards),
+                storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
+                planner=torch_dist.MCoreSavePlanner(flatten_state_dict=False),
+            )
+
+    return SynchronousStrategy("torch_dist", 1)
+
+
+def _sharded_rng_states(groups: ProcessGroups) -> dict[str, Any]:
+    """Every random state of this rank as row `rank` of a [world, bytes] tensor."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    row = (0, groups.world.rank, groups.world.size)
+    return {
+        name: ShardedTensor.from_rank_offsets(f"rng.{name}", state[None].clone(), row)
+        for name, state in _rng_states()
+    }
+
+
+def _rng_states() -> Iterator[tuple[str, Tensor]]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    yield "cpu", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "cuda", torch.cuda.get_rng_state()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        yield f"tracker.{name}", state
+
+
+def _restore_rng_states(loaded: dict[str, Tensor]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {name: row[0] for name, row in loaded.items()}
+    torch.set_rng_state(states.pop("cpu"))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states.pop("cuda"))
+    get_cuda_rng_tracker().set_states(
+        {name.removeprefix("tracker."): state for name, state in states.items()}
+    )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""Lets megatron.core run on a host without CUDA, over gloo. Called by everything here before it imports megatron.
+
+Megatron names CUDA literally in some hundred places. An import hook rewrites those literals in the sources of
+`megatron.core.*` as they are imported, so nothing is patched at run time and nothing costs time per call. The rewrites
+are the table below; a test pins how often each matches in the supported version, so that another version is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType, ModuleType
+
+import torch
+
+# (pattern, replacement), applied in this order. Replacements hold no quotes of their own: some stand in f-strings.
+REWRITES: tuple[tuple[str, str], ...] = (
+    (r"f(['\"])cuda:\{torch\.cuda\.current_device\(\)\}\1", r"\1cpu\1"),
+    (r"torch\.cuda\.current_device\(\)", "torch.get_default_device()"),
+    (r"device=(['\"])cuda\1", r"device=\1cpu\1"),
+    (r"init_data\((['\"])cuda\1\)", r"init_data(\1cpu\1)"),
+    (r"torch\.cuda\.synchronize\(\)", "None"),
+    (r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
+    (r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'", r"'torch.\1Tensor'"),
+    (r"\.cuda\(\)", ".cpu()"),
+    (r"^enable_jit_fuser\(\)$", "disable_jit_fuser()"),  # torch.compile: half a minute, no gain
+)
+_COMPILED = tuple((re.compile(pattern, re.MULTILINE), text) for pattern, text in REWRITES)
+_RNG_MODULE = "megatron.core.tensor_parallel.random"
+
+
+def install() -> None:
+    """Make later imports of megatron.core run on the CPU; nothing where CUDA is available. Idempotent.
+
+    RuntimeError where megatron.core was imported before.
+    """
+    if torch.cuda.is_available() or any(isinstance(f, _Finder) for f in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError(
+            "megatron.core was imported before tlt_megatron.mcore.cpu.install(); without CUDA it must come first"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def rewrite(source: str) -> tuple[str, tuple[int, ...]]:
+    """`source` with every rewrite applied, and how often each matched, in the order of `REWRITES`."""
+    counts = []
+    for pattern, replacement in _COMPILED:
+        source, count = pattern.subn(replacement, source)
+        counts.append(count)
+    return source, tuple(counts)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds megatron.core's modules as usual and loads them through `_Loader`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the rewritten source; neither reads nor writes bytecode files."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        source, _ = rewrite(self.get_source(fullname))
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == _RNG_MODULE:
+            _use_cpu_generator(module)
+
+
+def _use_cpu_generator(random: ModuleType) -> None:
+    """Point Megatron's random states at the CPU's default generator, which stands in for the GPU's."""
+
+    class CpuRngStatesTracker(random.CudaRNGStatesTracker):
+        """Named random states; `fork` swaps one in for the length of a block."""
+
+        def add(self, name: str, seed: int) -> None:
+            if name in self.states_ or seed in self.seeds_:
+                raise ValueError(f"rng state {name!r} with seed={seed}: name or seed is in use")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise ValueError(
+                    f"rng state {name!r} was not added; there are {sorted(self.states_)}"
+                )
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    def get_state(
+        device: object = None, clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    random.CudaRNGStatesTracker = CpuRngStatesTracker
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state

@@ -1,0 +1,94 @@
+"""Megatron shards -> full Hugging Face tensors, on every rank: the source of weight sync and of HF checkpoints.
+
+One layer at a time: the stage that owns it packs the rank's shards into one flat buffer, sends it down the pipeline
+group (each rank receives 1/tp of a layer), and the tensor-parallel group gathers the parts. Two collectives a layer,
+memory bounded by a layer or the embedding, whichever is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlt_megatron.mcore.weight_map import (
+    EMBEDDING_ROW,
+    FINAL_NORM_ROW,
+    Row,
+    find_parameter,
+    layer_rows,
+    lm_head_row,
+    merge,
+    shard_shape,
+    stage_layers,
+)
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def iter_hf_weights(
+    model: GPTModel, config: ModelConfig, groups: ProcessGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the policy under its Hugging Face name, in the order of the layers, on the model's device.
+
+    A collective at every step: all ranks must run it to its end. The tensors are copies, in the model's dtype. A tied
+    output layer is not exported.
+    """
+    parameters = dict(model.named_parameters())
+    first = next(iter(parameters.values()))
+    for stage, rows in _blocks(model, config, groups):
+        shapes = [shard_shape(row, config, groups.tp.size) for row in rows]
+        sizes = [shape.numel() for shape in map(torch.Size, shapes)]
+        if stage == groups.pp.rank:
+            flat = _pack(rows, parameters, first.dtype)
+            assert flat.numel() == sum(sizes), (rows[0].mcore_names, flat.numel(), sizes)
+        else:
+            flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        shards = [rank.split(sizes) for rank in _share(flat, stage, groups)]
+        for number, row in enumerate(rows):
+            parts = [rank[number].view(shapes[number]) for rank in shards]
+            yield from zip(row.hf_names, merge(row, parts, config), strict=True)
+
+
+def _blocks(
+    model: GPTModel, config: ModelConfig, groups: ProcessGroups
+) -> Iterator[tuple[int, list[Row]]]:
+    """(owning pipeline stage, its rows) of what is exported together, in order; the same on every rank."""
+    yield 0, [EMBEDDING_ROW]
+    for stage, layers in enumerate(gather_objects(stage_layers(model), groups.pp)):
+        for local_index, layer in enumerate(layers):
+            yield stage, layer_rows(config, local_index, layer)
+    last = groups.pp.size - 1
+    yield last, [FINAL_NORM_ROW]
+    if not config.tie_word_embeddings:
+        yield last, [lm_head_row(config)]
+
+
+def _pack(rows: list[Row], parameters: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The rows' parameters, one after the other, in a buffer of its own."""
+    parts = []
+    for row in rows:
+        parameter = find_parameter(row, parameters)
+        assert parameter is not None, row.mcore_names
+        assert parameter.dtype == dtype, (row.mcore_names, parameter.dtype, dtype)
+        parts.append(parameter.detach().reshape(-1))
+    return torch.cat(parts)
+
+
+def _share(flat: Tensor, stage: int, groups: ProcessGroups) -> list[Tensor]:
+    """`flat` of every tensor-parallel rank of `stage`, in order, on every rank. Buffers are contiguous: gloo reads
+    others wrongly without an error."""
+    if groups.pp.size > 1:
+        dist.broadcast(flat, src=groups.pp.global_ranks[stage], group=groups.pp.handle)
+    if groups.tp.size == 1:
+        return [flat]
+    gathered = flat.new_empty(groups.tp.size * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=groups.tp.handle)
+    return list(gathered.chunk(groups.tp.size))

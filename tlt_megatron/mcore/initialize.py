@@ -1,0 +1,70 @@
+"""Cuts the world into Megatron's tensor-, pipeline- and data-parallel groups and hands them out as values.
+
+Called once, by the composition root, after torch.distributed is up. Megatron keeps its groups as module state too; that
+is its own affair, nothing outside `mcore` reads it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from tlt_megatron.config.schema import ParallelSection
+from tlt_megatron.mcore import cpu
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups, group_of
+
+
+def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int) -> ProcessGroups:
+    """Form the groups and seed Megatron's random states; every rank of the world must call it.
+
+    The groups wait as long as the world does, rounded up to a minute. ValueError where the layout does not divide the
+    world, RuntimeError where groups exist already.
+    """
+    ranks = parallel.tensor * parallel.pipeline
+    if world.size % ranks:
+        raise ValueError(
+            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} = {ranks} "
+            f"does not divide the {world.size} ranks"
+        )
+    cpu.install()
+    _ignore_import_warnings()
+    from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError(
+            "Megatron's groups exist already; call destroy_model_parallel() before forming others"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=max(1, math.ceil(_world_timeout().total_seconds() / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ProcessGroups(
+        world=world,
+        tp=group_of(parallel_state.get_tensor_model_parallel_group()),
+        pp=group_of(parallel_state.get_pipeline_model_parallel_group()),
+        dp=group_of(parallel_state.get_data_parallel_group()),
+    )
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups, so that others can be formed. They are freed with the world."""
+    cpu.install()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def _ignore_import_warnings() -> None:
+    """Megatron says once per module and rank that Apex is absent, which nothing here needs."""
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+
+
+def _world_timeout() -> datetime.timedelta:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return backend.options._timeout

@@ -1,0 +1,130 @@
+"""Log-probabilities and entropy of labels from logits whose vocabulary is cut over the tensor-parallel ranks.
+
+Called by the pipeline schedule on the last stage, forward-only and in training. No full-vocabulary tensor is ever
+built: the ranks exchange one maximum and a few sums per token. The only large tensors are the logits and, in the
+backward pass, their gradient; everything in float32 happens in blocks of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.types import TokenLogprobs
+
+_BLOCK_ELEMENTS = 1 << 24  # of logits in float32 at once: 64 MiB
+
+
+def vocab_parallel_logprobs(
+    logits_PV: Tensor, labels_P: Tensor, temperature: float, tp: Group
+) -> TokenLogprobs:
+    """What the policy says of `labels_P`, given this rank's shard of the vocabulary dim of the logits.
+
+    Every member of `tp` must call it and gets the same result, differentiable in the logits. Labels are ids of the
+    whole vocabulary; where a label means nothing (the end of a sequence), any valid id will do.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: must be > 0 for log-probabilities")
+    logprobs_P, entropy_P, policy_logprobs_P = _VocabParallelLogprobs.apply(
+        logits_PV, labels_P, temperature, tp
+    )
+    return TokenLogprobs(
+        logprobs=logprobs_P,
+        entropy=entropy_P,
+        policy_logprobs=logprobs_P if temperature == 1 else policy_logprobs_P,
+    )
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z) and entropy h:
+
+    d log p(label) / d z_v = [v = label] - p_v,    d h / d z_v = -p_v (log p_v + h)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        logits_PV: Tensor,
+        labels_P: Tensor,
+        temperature: float,
+        tp: Group,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        shard_size = logits_PV.size(-1)
+        local_P = labels_P - tp.rank * shard_size
+        is_mine_P = (local_P >= 0) & (local_P < shard_size)
+        local_P = local_P.clamp(0, shard_size - 1)
+
+        max_P = logits_PV.amax(dim=-1).float()
+        _reduce(max_P, dist.ReduceOp.MAX, tp)
+        # rows: the label's logit, sum e^z, sum z e^z, sum e^logit; logits are relative to the maximum
+        sums_4P = torch.empty(4, labels_P.numel(), device=logits_PV.device)
+        sums_4P[0] = logits_PV.gather(-1, local_P.unsqueeze(-1)).squeeze(-1).float() - max_P
+        sums_4P[0] *= is_mine_P
+        for rows in _row_blocks(logits_PV):
+            z_PV = logits_PV[rows].float() - max_P[rows, None]
+            if temperature != 1:
+                sums_4P[3, rows] = z_PV.exp().sum(dim=-1)
+                z_PV /= temperature
+            exp_PV = z_PV.exp()
+            sums_4P[1, rows] = exp_PV.sum(dim=-1)
+            sums_4P[2, rows] = exp_PV.mul_(z_PV).sum(dim=-1)
+        if temperature == 1:
+            sums_4P[3] = sums_4P[1]
+        _reduce(sums_4P, dist.ReduceOp.SUM, tp)
+
+        label_P, sum_P, weighted_P, policy_sum_P = sums_4P
+        log_sum_P, policy_log_sum_P = sum_P.log(), policy_sum_P.log()
+        entropy_P = log_sum_P - weighted_P / sum_P
+        ctx.temperature = temperature
+        ctx.save_for_backward(
+            logits_PV, local_P, is_mine_P, max_P, log_sum_P, policy_log_sum_P, entropy_P
+        )
+        return label_P / temperature - log_sum_P, entropy_P, label_P - policy_log_sum_P
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx,
+        grad_logprobs_P: Tensor | None,
+        grad_entropy_P: Tensor | None,
+        grad_policy_P: Tensor | None,
+    ) -> tuple[Tensor | None, None, None, None]:
+        logits_PV, local_P, is_mine_P, max_P, log_sum_P, policy_log_sum_P, entropy_P = (
+            ctx.saved_tensors
+        )
+        temperature = ctx.temperature
+        zero_P = torch.zeros_like(max_P)
+        by_label_P = zero_P if grad_logprobs_P is None else grad_logprobs_P.float() / temperature
+        by_entropy_P = zero_P if grad_entropy_P is None else grad_entropy_P.float() / temperature
+        by_policy_P = zero_P if grad_policy_P is None else grad_policy_P.float()
+        at_label_P = (by_label_P + by_policy_P) * is_mine_P
+
+        grad_PV = torch.empty_like(logits_PV)
+        for rows in _row_blocks(logits_PV):
+            z_PV = logits_PV[rows].float() - max_P[rows, None]
+            block_PV = torch.zeros_like(z_PV)
+            if grad_policy_P is not None:
+                block_PV -= (z_PV - policy_log_sum_P[rows, None]).exp_() * by_policy_P[rows, None]
+            log_p_PV = z_PV.div_(temperature).sub_(log_sum_P[rows, None])
+            factor_PV = by_label_P[rows, None] + by_entropy_P[rows, None] * (
+                log_p_PV + entropy_P[rows, None]
+            )
+            block_PV -= log_p_PV.exp_().mul_(factor_PV)
+            block_PV.scatter_add_(1, local_P[rows, None], at_label_P[rows, None])
+            grad_PV[rows] = block_PV
+        return grad_PV, None, None, None
+
+
+def _row_blocks(logits_PV: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK_ELEMENTS // logits_PV.size(-1))
+    for start in range(0, logits_PV.size(0), rows):
+        yield slice(start, start + rows)
+
+
+def _reduce(tensor: Tensor, op: dist.ReduceOp, tp: Group) -> None:
+    if tp.size > 1:
+        dist.all_reduce(tensor, op=op, group=tp.handle)

@@ -1,0 +1,241 @@
+"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel, and the TransformerConfig it stands on.
+
+Called by `policy_model.py` once the groups exist. Weights are random until `weight_map.load_hf_weights` fills them.
+With CUDA and Transformer Engine the layers are Transformer Engine's; otherwise Megatron's local ones with our
+attention and norm. Both have the same parameters under names that `weight_map` knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tlt_megatron.config.schema import McoreSection, ParallelSection
+from tlt_megatron.mcore import cpu
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.runtime.device import Device
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+# Fields that other settings own, or on whose value the correctness of this package rests -> what to do instead.
+_RESERVED_FIELDS = {
+    "tensor_model_parallel_size": "set parallel.tensor",
+    "pipeline_model_parallel_size": "set parallel.pipeline",
+    "sequence_parallel": "set parallel.sequence",
+    "params_dtype": "set model.dtype",
+    "pipeline_dtype": "set model.dtype",
+    "bf16": "set model.dtype",
+    "fp16": "set model.dtype=bfloat16",
+    "recompute_granularity": "set mcore.recompute",
+    "perform_initialization": "without it Megatron leaves out the marks of tensor-parallel parameters, and gradient norms are wrong",
+    "calculate_per_token_loss": "the loss is always summed over tokens and divided by their count",
+    "variable_seq_lengths": "micro-batches are packed, so their lengths always vary",
+    "context_parallel_size": "context parallelism is not supported",
+    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
+}
+_LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def has_transformer_engine() -> bool:
+    """Whether layers will be Transformer Engine's: it is installed and there is a GPU for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    parallel: ParallelSection,
+    section: McoreSection,
+    dtype: torch.dtype,
+    device: Device,
+) -> GPTModel:
+    """The layers of this rank's pipeline stage, with embedding on the first and output layer on the last.
+
+    Needs `initialize_model_parallel`; every rank must call it. The output is this rank's shard of the vocabulary,
+    [B, T, V / tp]. ValueError for a setting or a model that Megatron cannot represent.
+    """
+    transformer = transformer_config(
+        config, parallel=parallel, section=section, dtype=dtype, device=device
+    )
+    rope = rope_arguments(config.rope)
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    model = GPTModel(
+        transformer,
+        _block_spec(transformer),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="rope",
+        **rope,
+    )
+    return model.to(device.torch_device)
+
+
+def transformer_config(
+    config: ModelConfig,
+    *,
+    parallel: ParallelSection,
+    section: McoreSection,
+    dtype: torch.dtype,
+    device: Device,
+) -> TransformerConfig:
+    """Megatron's configuration of `config`, with `section.transformer` laid over ours word for word.
+
+    ValueError for a field that does not exist (naming the nearest that does) or that another setting owns.
+    """
+    if device.is_cuda != torch.cuda.is_available():
+        raise ValueError(
+            f"run.device={device.torch_device.type!r}: Megatron uses the GPU wherever torch sees one; "
+            "hide it with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    cpu.install()
+    from megatron.core.transformer import TransformerConfig
+
+    known = [field.name for field in dataclasses.fields(TransformerConfig)]
+    for name, value in section.transformer.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"mcore.transformer.{name}={value!r}: unknown field of Megatron's TransformerConfig; did you mean {near}?"
+            )
+        if name in _RESERVED_FIELDS:
+            raise ValueError(
+                f"mcore.transformer.{name}={value!r}: not allowed here; {_RESERVED_FIELDS[name]}"
+            )
+    fields = (
+        _architecture_fields(config)
+        | _layout_fields(parallel, dtype)
+        | _recompute_fields(section.recompute)
+        | _kernel_fields(device)
+        | section.transformer
+    )
+    return TransformerConfig(**fields)
+
+
+def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads": config.num_heads,
+        "num_query_groups": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": config.has_qkv_bias,
+        "qk_layernorm": config.has_qk_norm,
+        "rotary_interleaved": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _layout_fields(parallel: ParallelSection, dtype: torch.dtype) -> dict[str, Any]:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"model.dtype={dtype}: must be torch.float32 or torch.bfloat16")
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "sequence_parallel": parallel.sequence,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": True,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, dense models too
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _recompute_fields(recompute: str) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":  # the attention of each layer
+        return {"recompute_granularity": "selective"}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+def _kernel_fields(device: Device) -> dict[str, Any]:
+    return {
+        "bias_activation_fusion": device.is_cuda,
+        "bias_dropout_fusion": device.is_cuda,
+        "apply_rope_fusion": has_transformer_engine(),
+        "masked_softmax_fusion": False,  # needs Megatron's CUDA extensions; so does the next
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
+    """GPTModel's rotary arguments for `rope`. ValueError for a llama3 scaling that Megatron cannot express."""
+    arguments: dict[str, Any] = {"rotary_base": rope.theta}
+    if rope.kind == "linear":
+        arguments["seq_len_interpolation_factor"] = rope.factor
+    elif rope.kind == "llama3":
+        for name, fixed in _LLAMA3_ROPE.items():
+            if getattr(rope, name) != fixed:
+                raise ValueError(
+                    f"rope {name}={getattr(rope, name)} of a llama3 scaling: Megatron supports only {fixed}"
+                )
+        arguments |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
+    elif rope.kind != "default":
+        raise ValueError(f"rope kind={rope.kind!r}: must be one of default, linear, llama3")
+    return arguments
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this stage and the norm behind the last one."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    if has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        norm: type = TENorm
+    else:
+        from tlt_megatron.mcore.attention import SdpaCoreAttention
+        from tlt_megatron.mcore.norm import RMSNorm
+
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        norm = RMSNorm
+        layer.submodules.input_layernorm = norm
+        layer.submodules.pre_mlp_layernorm = norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = SdpaCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = norm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+    )

@@ -1,0 +1,141 @@
+"""Gradient reduction, clipping, Adam and the learning-rate schedule of the policy, all Megatron's.
+
+Used by policy_model.py. The gradient is the derivative of an exact fraction (types.LossResult): Megatron sums it over
+micro-batches and data-parallel ranks and divides once by the summed count ("per-token loss"). A step with a
+non-finite gradient norm changes nothing, on any rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tlt_megatron.config.schema import McoreSection, OptimizerSection
+from tlt_megatron.types import OptimizerStats
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDataParallel:
+    """Megatron's DistributedDataParallel around this rank's stage, set up for a loss that is a fraction.
+
+    Gradients are kept and reduced in float32, after the last backward pass. A collective of all ranks.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model)
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            # No overlap: a data-parallel rank without micro-batches has no backward pass to start the reduction.
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=section.use_distributed_optimizer,
+            check_for_nan_in_grad=False,  # PolicyOptimizer.step looks at the norm instead of raising
+            average_in_collective=False,
+        ),
+        module=model,
+    )
+
+
+class PolicyOptimizer:
+    """Adam over the parameters of `model`, its schedule, and the decision to skip.
+
+    `megatron` and `scheduler` are the Megatron objects, for checkpoint.py.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, section: OptimizerSection, dtype: torch.dtype
+    ) -> None:
+        from megatron.core.optimizer import (
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_standard_config_overrides,
+        )
+
+        self._model = model
+        self._clip_grad = section.clip_grad
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=section.lr,
+            min_lr=section.min_lr,
+            weight_decay=section.weight_decay,
+            adam_beta1=section.beta1,
+            adam_beta2=section.beta2,
+            adam_eps=section.eps,
+            clip_grad=section.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+        )
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+            config, [model], config_overrides=get_standard_config_overrides(config)
+        )
+        self.scheduler: OptimizerParamScheduler = _make_scheduler(self.megatron, section)
+        self.zero_grad()
+
+    def step(self) -> OptimizerStats:
+        """Clip, step, advance the schedule, zero the gradients. A collective of all ranks.
+
+        A non-finite norm leaves weights, optimizer and schedule as they are; every rank sees the same norm.
+        """
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+        lr = get_canonical_lr_for_logging(self.megatron.param_groups)
+        is_overflow = self.megatron.prepare_grads()
+        assert not is_overflow  # there is no loss scaling in float32 and bfloat16
+        grad_norm = float(self.megatron.get_grad_norm())
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            if self._clip_grad > 0:
+                for part in self.megatron.chained_optimizers:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, grad_norm)
+            self.megatron.step_with_ready_grads()
+            self.scheduler.step(1)
+        self.zero_grad()
+        return OptimizerStats(grad_norm=grad_norm, lr=float(lr), is_skipped=not is_finite)
+
+    def zero_grad(self) -> None:
+        """Zero the gradient buffers."""
+        self._model.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+
+def _make_scheduler(
+    optimizer: ChainedOptimizer, section: OptimizerSection
+) -> OptimizerParamScheduler:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    warmup_steps = section.warmup_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        # Update k (from 0) of the warmup gets lr * (k + 1) / (warmup_steps + 1): none is spent on a rate of zero.
+        init_lr=section.lr / (warmup_steps + 1),
+        max_lr=section.lr,
+        min_lr=section.min_lr,
+        lr_warmup_steps=warmup_steps,
+        # Where the rate is constant Megatron only asks that this exceeds the warmup.
+        lr_decay_steps=section.decay_steps if section.decay != "constant" else warmup_steps + 1,
+        lr_decay_style=section.decay,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        # A resumed run keeps its own settings; only the position in the schedule comes from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,135 @@
+"""The policy on Megatron-core: satisfies policy.interfaces.PolicyModel. Built by trainer/build.py, one per rank.
+
+It owns this rank's pipeline stage (in float32, or in bfloat16 with float32 master weights), its optimizer and, where
+asked for, a host copy of the initial weights as the reference policy. Every method is a collective of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import (
+    McoreSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+)
+from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
+from tlt_megatron.mcore.export import iter_hf_weights
+from tlt_megatron.mcore.model import build_model
+from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
+from tlt_megatron.mcore.schedule import run_forward, run_forward_backward
+from tlt_megatron.mcore.weight_map import load_hf_weights
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.types import LossFunction, MicroBatch, OptimizerStats, TokenLogprobs
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class McorePolicyModel:
+    """A trainable policy over this rank's shard, with the weights of the Hugging Face folder `model_path`.
+
+    `initialize_model_parallel` must have made `groups` with the same `parallel`. `keep_reference` holds the initial
+    weights of this rank's shard in host memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        model: ModelSection,
+        parallel: ParallelSection,
+        mcore: McoreSection,
+        optimizer: OptimizerSection,
+        groups: ProcessGroups,
+        device: Device,
+        keep_reference: bool,
+    ) -> None:
+        from megatron.core.transformer.module import Float16Module
+
+        dtype = _DTYPES[model.dtype]
+        self._groups = groups
+        self._config = load_model_config(model_path)
+        self._stage = build_model(
+            self._config, parallel=parallel, section=mcore, dtype=dtype, device=device
+        )
+        load_hf_weights(self._stage, self._config, HfReader(model_path), groups)
+        wrapped = self._stage
+        if dtype != torch.float32:
+            wrapped = Float16Module(self._stage.config, self._stage)
+        self._model = wrap_data_parallel(wrapped, mcore)
+        self._optimizer = PolicyOptimizer(self._model, optimizer, dtype)
+        self._reference: dict[str, Tensor] | None = None
+        if keep_reference:
+            self._reference = {
+                name: parameter.detach().to("cpu", copy=True)
+                for name, parameter in self._stage.named_parameters()
+            }
+        self._has_gradients = False
+
+    def infer_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, reference: bool = False
+    ) -> list[TokenLogprobs]:
+        """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
+
+        ValueError for `reference` without `keep_reference`.
+        """
+        if not reference:
+            return run_forward(self._model, micro_batches, temperature, self._groups)
+        if self._reference is None:
+            raise ValueError("reference=True: the policy was built with keep_reference=False")
+        self._exchange_weights(self._reference)
+        try:
+            return run_forward(self._model, micro_batches, temperature, self._groups)
+        finally:
+            self._exchange_weights(self._reference)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction
+    ) -> dict[str, float]:
+        """Accumulate gradients of all micro-batches; returns the metric sums of this data-parallel rank's
+        micro-batches, on every pipeline stage, with zeros for metrics that only other data-parallel ranks have.
+
+        Must be followed by `optimizer_step`: RuntimeError for a second call before it, as gradients of all ranks
+        are summed and divided by the count here.
+        """
+        if self._has_gradients:
+            raise RuntimeError("forward_backward was called twice without optimizer_step")
+        self._has_gradients = True
+        return run_forward_backward(self._model, micro_batches, temperature, loss_fn, self._groups)
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Clip, step the optimizer and the learning-rate schedule, zero the gradients; nothing but the latter where
+        the gradient is not finite."""
+        if not self._has_gradients:
+            raise RuntimeError("optimizer_step was called without forward_backward before it")
+        self._has_gradients = False
+        return self._optimizer.step()
+
+    def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
+        return iter_hf_weights(self._stage, self._config, self._groups)
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer, schedule into the empty folder `path` (torch_dist, resharding on load)."""
+        save_checkpoint(path, self._stage, self._optimizer, self._groups)
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, at this or another TP x PP x DP. The reference stays the initial weights."""
+        load_checkpoint(path, self._stage, self._optimizer, self._groups)
+        self._has_gradients = False
+
+    @torch.no_grad()
+    def _exchange_weights(self, host: dict[str, Tensor]) -> None:
+        """Swap the weights with those in `host`, in place; twice is the identity, bit for bit."""
+        for name, parameter in self._stage.named_parameters():
+            current = parameter.clone()
+            parameter.copy_(host[name])
+            host[name].copy_(current)

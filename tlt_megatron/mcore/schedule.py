@@ -1,0 +1,213 @@
+"""Packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
+
+Called by policy_model.py. One micro-batch is one packed sequence of P tokens (thd, batch axis 1); P differs from one
+to the next, so the model must be built with variable_seq_lengths. The one thing to know: under sequence parallelism
+P is padded to a multiple of tp here, as one more packed sequence, and cut again before any label is looked at.
+Shapes: B sequences, P packed tokens, V vocabulary (shard of V where tp > 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
+from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.types import LossFunction, MicroBatch, TokenLogprobs
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+ForwardStep = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable[..., object]]]
+
+
+def run_forward(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], temperature: float, groups: ProcessGroups
+) -> list[TokenLogprobs]:
+    """Forward only, without gradients; the results, on the CPU, on every tensor- and pipeline-parallel peer.
+
+    All peers must call this with the same micro-batches; data-parallel ranks need not call it together.
+    """
+    if not micro_batches:
+        return []
+    device = next(model.parameters()).device
+
+    def keep(micro_batch: MicroBatch, logits_1PV: Tensor, *, non_loss_data: bool) -> TokenLogprobs:
+        assert non_loss_data  # Megatron's word for "keep the value, it is no loss"
+        return _label_logprobs(micro_batch, logits_1PV, temperature, groups)
+
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            kept = _run_schedule(
+                model, micro_batches, _forward_step(model, groups, keep), is_forward_only=True
+            )
+    finally:
+        model.train(was_training)
+    return _share_over_stages(kept, micro_batches, temperature, groups, device)
+
+
+def run_forward_backward(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    temperature: float,
+    loss_fn: LossFunction,
+    groups: ProcessGroups,
+) -> dict[str, float]:
+    """Accumulate and reduce the gradients of all data-parallel ranks, divided by the sum of all counts.
+
+    `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric sums of this
+    data-parallel rank, on every pipeline stage, under the keys of all data-parallel ranks: a rank without
+    micro-batches holds zeros. Every rank of the model must call this, with an empty list too.
+    """
+    device = next(model.parameters()).device
+    totals: dict[str, Tensor] = {}
+
+    def reduce(micro_batch: MicroBatch, logits_1PV: Tensor) -> tuple[Tensor, Tensor, None]:
+        logprobs = _label_logprobs(micro_batch, logits_1PV, temperature, groups)
+        loss = loss_fn(logprobs, micro_batch)
+        if loss.loss_sum.dtype != torch.float32 or loss.loss_sum.ndim != 0:
+            raise ValueError(
+                f"loss_sum is {loss.loss_sum.dtype} of shape {tuple(loss.loss_sum.shape)}: must be a float32 scalar"
+            )
+        for name, value in loss.metrics.items():
+            totals[name] = totals.get(name, 0.0) + value.detach().double()
+        return loss.loss_sum, torch.tensor(loss.count, dtype=torch.int32, device=device), None
+
+    if micro_batches:
+        _run_schedule(
+            model, micro_batches, _forward_step(model, groups, reduce), is_forward_only=False
+        )
+    else:
+        _reduce_zero_gradients(model, device)
+    return _share_metrics(totals, groups)
+
+
+def _run_schedule(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    forward_step: ForwardStep,
+    *,
+    is_forward_only: bool,
+) -> list[TokenLogprobs]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=[model],
+        num_microbatches=len(micro_batches),
+        seq_length=0,  # not read: every stage announces the shape that it sends
+        micro_batch_size=1,
+        forward_only=is_forward_only,
+        collect_non_loss_data=is_forward_only,
+    )
+
+
+def _forward_step(
+    model: nn.Module, groups: ProcessGroups, finish: Callable[..., object]
+) -> ForwardStep:
+    """Megatron's forward_step_func: the model on the next micro-batch, and what to do with the logits on the last stage."""
+    from megatron.core.utils import get_model_config
+
+    device = next(model.parameters()).device
+    multiple = groups.tp.size if get_model_config(model).sequence_parallel else 1
+
+    def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
+        micro_batch = next(feed)
+        token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, multiple, device)
+        output = model(token_ids_1P, position_ids_1P, None, packed_seq_params=packing)
+        return output, partial(finish, _to_device(micro_batch, device))
+
+    return step
+
+
+def _model_inputs(
+    micro_batch: MicroBatch, multiple: int, device: torch.device
+) -> tuple[Tensor, Tensor, PackedSeqParams]:
+    """Token ids [1, P], position ids [1, P] and sequence bounds, with P padded to a multiple of `multiple`."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    token_ids_P, position_ids_P = micro_batch.token_ids, micro_batch.position_ids
+    cu_seqlens = micro_batch.cu_seqlens
+    num_padding = -micro_batch.num_tokens % multiple
+    if num_padding:
+        # A sequence of its own: real tokens cannot see it, and every kernel finds all tokens covered.
+        token_ids_P = torch.cat([token_ids_P, token_ids_P.new_zeros(num_padding)])
+        position_ids_P = torch.cat(
+            [position_ids_P, torch.arange(num_padding, device=position_ids_P.device)]
+        )
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + num_padding])
+    longest = int(cu_seqlens.diff().max())
+    cu_seqlens = cu_seqlens.to(device, torch.int32)
+    packing = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return token_ids_P[None].to(device), position_ids_P[None].to(device), packing
+
+
+def _to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    fields = ((f.name, getattr(micro_batch, f.name)) for f in dataclasses.fields(micro_batch))
+    moved = {name: value.to(device) for name, value in fields if isinstance(value, Tensor)}
+    return dataclasses.replace(micro_batch, **moved)
+
+
+def _label_logprobs(
+    micro_batch: MicroBatch, logits_1PV: Tensor, temperature: float, groups: ProcessGroups
+) -> TokenLogprobs:
+    logits_PV = logits_1PV[0, : micro_batch.num_tokens]
+    return vocab_parallel_logprobs(logits_PV, micro_batch.labels, temperature, groups.tp)
+
+
+def _share_over_stages(
+    kept: list[TokenLogprobs],
+    micro_batches: Sequence[MicroBatch],
+    temperature: float,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> list[TokenLogprobs]:
+    """What the last stage kept, on every stage, in one broadcast."""
+    names = ["logprobs", "entropy"] + (["policy_logprobs"] if temperature != 1.0 else [])
+    sizes = [micro_batch.num_tokens for micro_batch in micro_batches]
+    if groups.pp.is_last:
+        rows = [torch.cat([getattr(value, name) for value in kept]) for name in names]
+        table = torch.stack(rows).float()
+    else:
+        table = torch.empty(len(names), sum(sizes), device=device)
+    if groups.pp.size > 1:
+        dist.broadcast(table, src=groups.pp.global_ranks[-1], group=groups.pp.handle)
+    results = []
+    for columns in table.cpu().split(sizes, dim=1):
+        values = {name: column.clone() for name, column in zip(names, columns, strict=True)}
+        values.setdefault("policy_logprobs", values["logprobs"])
+        results.append(TokenLogprobs(**values))
+    return results
+
+
+def _reduce_zero_gradients(model: nn.Module, device: torch.device) -> None:
+    """The collectives that the schedule ends with, for a rank that has nothing to run but peers that wait for it."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads([model], torch.zeros([], dtype=torch.int32, device=device))
+
+
+def _share_metrics(totals: dict[str, Tensor], groups: ProcessGroups) -> dict[str, float]:
+    names = sorted(totals)
+    values = torch.stack([totals[name] for name in names]).tolist() if names else []
+    sums = broadcast_object(
+        dict(zip(names, values, strict=True)), groups.pp, source=groups.pp.size - 1
+    )
+    all_names = sorted(set().union(*gather_objects(tuple(sums), groups.dp)))
+    return {name: sums.get(name, 0.0) for name in all_names}

@@ -1,0 +1,200 @@
+"""How the packed tokens of a pass see each other through the KV cache: prefill, decoding over pages, decoding in lanes.
+
+Each class satisfies `transformer.Attention`; the engine makes them and gives them to `Transformer.forward`. What to
+know: `PagedAttention` is for the bulk (many sequences of unequal length, shared prompts), `LaneAttention` for the tail
+(few sequences, each contiguous, one kernel call and no merging); both give the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.models.kv_cache import KvCache, SequenceKv
+from tlt_megatron.models.layers import attend_with_lse, merge_attention
+
+_LANE_SLICE = 32  # lanes are read up to the longest sequence, rounded up to this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSegment:
+    """Consecutive tokens of one sequence in a prefill pass."""
+
+    new_slots_C: Tensor  # where their keys and values go
+    context_slots_S: Tensor  # all positions up to and including them, in order
+
+
+class PrefillAttention:
+    """Causal attention of several packed segments, each over its own sequence, whatever part is cached already."""
+
+    def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
+        self._cache = cache
+        self._segments = segments
+        self._slots_P = torch.cat([segment.new_slots_C for segment in segments])
+        self._masks: list[Tensor | None] = []
+        for segment in segments:
+            num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
+            mask = None
+            if num_new < num_all:  # else plainly causal
+                visible = torch.ones(num_new, num_all, dtype=torch.bool, device=cache.device)
+                mask = visible.tril(num_all - num_new)
+            self._masks.append(mask)
+        cache.mark_written(self._slots_P)
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        cache = self._cache
+        cache.write(layer, self._slots_P, kv_PKH)
+        num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
+        outputs = []
+        start = 0
+        for segment, mask in zip(self._segments, self._masks, strict=True):
+            end = start + segment.new_slots_C.numel()
+            kv_KSH = cache.layers[layer].index_select(1, segment.context_slots_S).unsqueeze(0)
+            out = F.scaled_dot_product_attention(
+                query_PNH[start:end].transpose(0, 1).unsqueeze(0),
+                kv_KSH[:, :num_kv_heads],
+                kv_KSH[:, num_kv_heads:],
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=num_heads != num_kv_heads,
+            )
+            outputs.append(out.squeeze(0).transpose(0, 1).reshape(end - start, -1))
+            start = end
+        return torch.cat(outputs)
+
+
+class PagedAttention:
+    """One query per sequence over pages: every page is one row of a batched kernel, parts are merged by their lse.
+
+    A response page is read by its sequence, a prompt page by all siblings at once, so a shared prompt is also read from
+    memory once. `rebuild` after pages or sequences changed; `begin_step` before each pass.
+    """
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self._paged = [
+            layer.view(layer.shape[0], cache.num_pages, cache.page_size, -1).transpose(0, 1)
+            for layer in cache.layers
+        ]
+
+    def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
+        """Plan for these sequences, in batch order. Each has at least one page of its own."""
+        cache = self._cache
+        device = cache.device
+        end, start = cache.response_end, cache.prompt_start
+        owner = [0] * end  # a hole is computed for row 0 and never read
+        readers: list[list[int]] = [[] for _ in range(cache.num_pages - start)]
+        for row, sequence in enumerate(sequences):
+            for page in sequence.pages:
+                owner[page] = row
+            assert sequence.prompt is not None
+            for page in sequence.prompt.pages:
+                readers[page - start].append(row)
+        num_siblings = max(map(len, readers), default=0) or 1
+        # Parts are numbered: response pages, then (prompt page, sibling), then one empty part to pad with.
+        empty = end + len(readers) * num_siblings
+        parts = [list(sequence.pages) for sequence in sequences]
+        for index, rows in enumerate(readers):
+            first = end + index * num_siblings
+            for sibling, row in enumerate(rows):
+                parts[row].append(first + sibling)
+            rows.extend([0] * (num_siblings - len(rows)))
+        num_parts = max(map(len, parts))
+        for row_parts in parts:
+            row_parts.extend([empty] * (num_parts - len(row_parts)))
+        self._table_BM = torch.tensor(parts, device=device)
+        self._owner_P = torch.tensor(owner, device=device)
+        self._readers_XG = torch.tensor(readers, device=device) if readers else None
+        num_kv_heads = cache.num_kv_heads
+        pages = slice(0, end), slice(start, None)
+        self._response_kv = [
+            (p[pages[0], :num_kv_heads], p[pages[0], num_kv_heads:]) for p in self._paged
+        ]
+        self._prompt_kv = [
+            (p[pages[1], :num_kv_heads], p[pages[1], num_kv_heads:]) for p in self._paged
+        ]
+        bias = cache.bias_T.view(cache.num_pages, 1, 1, cache.page_size)
+        self._response_bias, self._prompt_bias = bias[pages[0]], bias[pages[1]]
+
+    def begin_step(self, slots_B: Tensor) -> None:
+        """The slots that this pass writes, one for each sequence."""
+        self._slots_B = slots_B
+        self._cache.mark_written(slots_B)
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        cache = self._cache
+        cache.write(layer, self._slots_B, kv_PKH)
+        num_rows, num_heads, head_dim = query_PNH.shape
+        num_kv_heads = cache.num_kv_heads
+        repeat = num_heads // num_kv_heads
+        query_BKRH = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
+        key, value = self._response_kv[layer]
+        out, lse = attend_with_lse(
+            query_BKRH.index_select(0, self._owner_P), key, value, self._response_bias
+        )
+        outs = [out, out.new_zeros(1, num_kv_heads, repeat, head_dim)]
+        lses = [lse, lse.new_full((1, num_kv_heads, repeat), -torch.inf)]
+        if self._readers_XG is not None:
+            num_pages, num_siblings = self._readers_XG.shape
+            query = query_BKRH.index_select(0, self._readers_XG.view(-1))
+            query = query.view(num_pages, num_siblings, num_kv_heads, repeat, head_dim)
+            query = query.transpose(1, 2).reshape(num_pages, num_kv_heads, -1, head_dim)
+            key, value = self._prompt_kv[layer]
+            out, lse = attend_with_lse(query, key, value, self._prompt_bias)
+            out = out.view(num_pages, num_kv_heads, num_siblings, repeat, head_dim).transpose(1, 2)
+            lse = lse.view(num_pages, num_kv_heads, num_siblings, repeat).transpose(1, 2)
+            outs.insert(1, out.reshape(-1, num_kv_heads, repeat, head_dim))
+            lses.insert(1, lse.reshape(-1, num_kv_heads, repeat))
+        table = self._table_BM.view(-1)
+        parts = (num_rows, -1, num_kv_heads, repeat)
+        merged = merge_attention(
+            torch.cat(outs).index_select(0, table).view(*parts, head_dim),
+            torch.cat(lses).index_select(0, table).view(parts),
+        )
+        return merged.view(num_rows, num_heads * head_dim)
+
+
+class LaneAttention:
+    """One query per sequence, each sequence contiguous in its own lane of `lane_pages` pages: row b starts at page
+    b * lane_pages. The whole batch is one strided view of the pool, so there is nothing to gather or to merge."""
+
+    def __init__(self, cache: KvCache, lane_pages: int) -> None:
+        self._cache = cache
+        self.lane_pages = lane_pages
+        self._num_rows = 0
+        self._length = 0
+
+    def begin_step(self, slots_B: Tensor, longest: int) -> None:
+        """The slots that this pass writes; `longest` is the largest number of positions of any row after it."""
+        self._slots_B = slots_B
+        self._cache.mark_written(slots_B)
+        lane = self.lane_pages * self._cache.page_size
+        length = min(-(-longest // _LANE_SLICE) * _LANE_SLICE, lane)
+        num_rows = slots_B.shape[0]
+        if (num_rows, length) == (self._num_rows, self._length):
+            return
+        self._num_rows, self._length = num_rows, length
+        num_kv_heads = self._cache.num_kv_heads
+        self._kv = []
+        for layer in self._cache.layers:
+            lanes = layer[:, : num_rows * lane].view(2 * num_kv_heads, num_rows, lane, -1)
+            lanes = lanes.transpose(0, 1)[:, :, :length]
+            self._kv.append((lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]))
+        bias = self._cache.bias_T[: num_rows * lane].view(num_rows, 1, 1, lane)
+        self._bias = bias[..., :length]
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        cache = self._cache
+        cache.write(layer, self._slots_B, kv_PKH)
+        num_rows, num_heads, head_dim = query_PNH.shape
+        key, value = self._kv[layer]
+        query = query_PNH.view(num_rows, cache.num_kv_heads, -1, head_dim)
+        out, _ = attend_with_lse(query, key, value, self._bias)
+        return out.reshape(num_rows, num_heads * head_dim)

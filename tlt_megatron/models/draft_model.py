@@ -1,0 +1,313 @@
+"""The learned drafter: one decoder layer over [embedding(x_{t+1}); hidden(h_t)], as EAGLE or as EAGLE-3 (DESIGN 5.2).
+
+Trained by `drafter/`, run by the engines. What to know: the pair (x_{t+1}, h_t) stands at position t and predicts x_{t+2};
+parameter names and arithmetic are those of SGLang's LlamaForCausalLMEagle and LlamaForCausalLMEagle3, so a saved state_dict
+means the same there. Embedding and LM head belong to the target: they are only borrowed, frozen and never saved.
+Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.layers import RotaryTable
+from tlt_megatron.models.transformer import Attention
+
+ARCHITECTURES = ("eagle", "eagle3")
+NUM_AUX_LAYERS = 3  # low, middle, high
+# Two targets are the same when fewer of the 256 bits of their embeddings' hashes differ: unrelated ones differ in
+# 128 +- 8, a policy after RL from its start in a few.
+_MAX_DIFFERING_BITS = 64
+_HASH_SIDE = 16
+_HASH_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFingerprint:
+    """What tells one target from another, and not a policy from its own later self."""
+
+    hidden_size: int
+    vocab_size: int
+    embedding_hash: str  # 64 hex digits, see `hash_embedding`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Sizes of a drafter and the target that it belongs to. Letters as in ModelConfig."""
+
+    architecture: str  # eagle: features after the target's final norm | eagle3: of three layers
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    vocab_size: int
+    aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these layers
+    target: TargetFingerprint | None = None  # None: a checkpoint made elsewhere that does not say
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"architecture={self.architecture!r}: must be one of {', '.join(ARCHITECTURES)}"
+            )
+        needed = NUM_AUX_LAYERS if self.is_eagle3 else 0
+        ids = self.aux_layer_ids
+        if len(ids) != needed or list(ids) != sorted(set(ids)) or any(i < 0 for i in ids):
+            raise ValueError(
+                f"aux_layer_ids={ids}: must be {needed} rising layer numbers for {self.architecture}"
+            )
+
+    @property
+    def is_eagle3(self) -> bool:
+        """Whether three layers' features are fused."""
+        return self.architecture == "eagle3"
+
+    @property
+    def feature_size(self) -> int:
+        """Width of what the target gives for each position."""
+        return self.hidden_size * (NUM_AUX_LAYERS if self.is_eagle3 else 1)
+
+
+def make_draft_config(
+    target: ModelConfig,
+    architecture: str,
+    embedding_VD: Tensor,
+    aux_layer_ids: tuple[int, ...] = (),
+) -> DraftConfig:
+    """The drafter of `target`: a layer of the target's own sizes. `aux_layer_ids` () with eagle3 takes the default."""
+    if architecture == "eagle3" and not aux_layer_ids:
+        aux_layer_ids = default_aux_layer_ids(target.num_layers)
+    if any(i > target.num_layers - 2 for i in aux_layer_ids):
+        raise ValueError(
+            f"aux_layer_ids={aux_layer_ids}: the target has {target.num_layers} layers, so at most {target.num_layers - 2}"
+        )
+    return DraftConfig(
+        architecture=architecture,
+        hidden_size=target.hidden_size,
+        ffn_size=target.ffn_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        max_position_embeddings=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+        aux_layer_ids=aux_layer_ids,
+        target=fingerprint_target(embedding_VD),
+    )
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """Low, middle, high: SGLang's default (after layers 1, L/2 - 1, L - 4), spread out where L is too small for it."""
+    if num_layers < 4:
+        raise ValueError(f"num_layers={num_layers}: eagle3 needs a target of at least 4 layers")
+    ids = (1, num_layers // 2 - 1, num_layers - 4)
+    return ids if ids[0] < ids[1] < ids[2] else (0, (num_layers - 2) // 2, num_layers - 2)
+
+
+def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
+    """The fingerprint of the target with this embedding."""
+    vocab_size, hidden_size = embedding_VD.shape
+    return TargetFingerprint(
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        embedding_hash=hash_embedding(embedding_VD),
+    )
+
+
+def hash_embedding(embedding_VD: Tensor) -> str:
+    """256 bits that change little when the embedding does: signs of random projections (Charikar 2002, SimHash).
+
+    An exact checksum would tell a policy from itself one update later, or in another dtype.
+    """
+    num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
+    rows = torch.linspace(0, embedding_VD.shape[0] - 1, num_rows, dtype=torch.float64).long()
+    sample = embedding_VD.detach()[rows.to(embedding_VD.device)].to("cpu", torch.float64)
+    left = _random_signs(_HASH_SIDE, num_rows, seed=1)
+    right = _random_signs(sample.shape[1], _HASH_SIDE, seed=2)
+    bits = (left @ sample @ right).flatten() > 0
+    value = sum(1 << index for index, bit in enumerate(bits.tolist()) if bit)
+    return f"{value:0{_HASH_SIDE * _HASH_SIDE // 4}x}"
+
+
+def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
+    """+1 or -1 by an integer hash of the index, the same with any version of torch."""
+    mixed = torch.arange(num_rows * num_columns, dtype=torch.int64) + seed * 0x9E3779B9
+    for shift, factor in ((16, 0x45D9F3B), (15, 0x119DE1F3), (16, 0x2C1B3C6D)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return (((mixed >> 13) & 1) * 2 - 1).double().view(num_rows, num_columns)
+
+
+def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
+    """ValueError with the reason if the drafter belongs to another target than the one with this embedding."""
+    vocab_size, hidden_size = embedding_VD.shape
+    for name, own, actual in (
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+    ):
+        if own != actual:
+            raise ValueError(f"the drafter's {name}={own} is not the target's {actual}")
+    if config.target is None:
+        return
+    found = hash_embedding(embedding_VD)
+    differing = (int(found, 16) ^ int(config.target.embedding_hash, 16)).bit_count()
+    if differing > _MAX_DIFFERING_BITS:
+        raise ValueError(
+            f"the drafter belongs to another target: {differing} of 256 bits of the embedding's hash differ"
+            f" (at most {_MAX_DIFFERING_BITS}); drafter's target {config.target.embedding_hash[:16]}.., here {found[:16]}.."
+        )
+
+
+class DraftAttention(nn.Module):
+    """Projections with rotary embedding; who sees whom is the business of the `Attention` object."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        c = config
+        self._num_heads, self._head_dim = c.num_heads, c.head_dim
+        input_size = c.hidden_size * (2 if c.is_eagle3 else 1)
+        self.q_proj = nn.Linear(input_size, c.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def forward(
+        self, x_PI: Tensor, cos_P1H: Tensor, sin_P1H: Tensor, attention: Attention
+    ) -> Tensor:
+        """[P, D]; the input is D wide, or 2D in EAGLE-3."""
+        parts = (self.q_proj(x_PI), self.k_proj(x_PI), self.v_proj(x_PI))
+        q_PNH, k_PKH, v_PKH = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
+        q_PNH = _rotate(q_PNH, cos_P1H, sin_P1H)
+        k_PKH = _rotate(k_PKH, cos_P1H, sin_P1H)
+        return self.o_proj(attention.attend(0, q_PNH, torch.cat((k_PKH, v_PKH), dim=1)))
+
+
+class DraftMlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        """[P, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x_PD)) * self.up_proj(x_PD))
+
+
+class DraftLayer(nn.Module):
+    """The decoder layer. EAGLE has no norm before its attention; EAGLE-3 norms embedding and feature apart."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMlp(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.is_eagle3:
+            self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DraftModel(nn.Module):
+    """The trainable drafter. `state_dict` holds what SGLang reads; `inference_view` is its fast twin.
+
+    `embedding_VD` and `lm_head_VD` are the target's tensors (or views, any dtype on the drafter's device): their content
+    may change in place when the policy is updated.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        embedding_VD: Tensor,
+        lm_head_VD: Tensor,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        check_target(config, embedding_VD)
+        if lm_head_VD.shape != embedding_VD.shape:
+            raise ValueError(
+                f"lm_head {tuple(lm_head_VD.shape)} must have the shape of the embedding {tuple(embedding_VD.shape)}"
+            )
+        self.config = config
+        # Detached, so that a Parameter given here is not registered as one of ours.
+        self.embedding_VD = embedding_VD.detach()
+        self.lm_head_VD = lm_head_VD.detach()
+        hidden_size = config.hidden_size
+        if config.is_eagle3:
+            self.fc = nn.Linear(config.feature_size, hidden_size, bias=False)
+            self.midlayer = DraftLayer(config)
+            self.norm = nn.RMSNorm(hidden_size, config.rms_norm_eps)
+        else:
+            # SGLang gives this layer a bias whether a checkpoint has it or not.
+            self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=True)
+            self.layers = nn.ModuleList([DraftLayer(config)])
+        self._initialize(seed)
+        device = embedding_VD.device
+        self.to(device, dtype)
+        self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
+
+    def _initialize(self, seed: int) -> None:
+        """Variance-keeping matrices, the same on every rank for one seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+        if not self.config.is_eagle3:
+            nn.init.zeros_(self.fc.bias)
+
+    @property
+    def layer(self) -> DraftLayer:
+        """The one layer, under either of its names."""
+        return self.midlayer if self.config.is_eagle3 else self.layers[0]
+
+    def fuse(self, features_PF: Tensor) -> Tensor:
+        """[P, D] that the first step takes, from what the target gives: itself, or fc over low, middle, high."""
+        features_PF = features_PF.to(self.fc.weight.dtype)
+        return self.fc(features_PF) if self.config.is_eagle3 else features_PF
+
+    def forward(
+        self,
+        token_ids_P: Tensor,
+        hidden_PD: Tensor,
+        position_ids_P: Tensor,
+        attention: Attention,
+    ) -> tuple[Tensor, Tensor]:
+        """One step over packed tokens: (hidden [P, D] for the following step, [P, D] for the LM head).
+
+        `hidden_PD` comes from `fuse` or from the step before. The two outputs are one tensor in EAGLE.
+        `rotary.reserve` must cover the positions.
+        """
+        layer = self.layer
+        cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
+        embedded_PD = F.embedding(token_ids_P, self.embedding_VD).to(self.fc.weight.dtype)
+        if self.config.is_eagle3:
+            residual_PD = hidden_PD
+            normed = (layer.input_layernorm(embedded_PD), layer.hidden_norm(hidden_PD))
+            attended_PD = layer.self_attn(torch.cat(normed, dim=-1), cos_P1H, sin_P1H, attention)
+        else:
+            residual_PD = self.fc(torch.cat((embedded_PD, hidden_PD), dim=-1))
+            attended_PD = layer.self_attn(residual_PD, cos_P1H, sin_P1H, attention)
+        residual_PD = residual_PD + attended_PD
+        output_PD = residual_PD + layer.mlp(layer.post_attention_layernorm(residual_PD))
+        return output_PD, self.norm(output_PD) if self.config.is_eagle3 else output_PD
+
+    def logits(self, head_input_PD: Tensor) -> Tensor:
+        """[P, V] through the target's head, in the head's dtype. For large vocabularies see `drafter/loss.py`."""
+        return F.linear(head_input_PD.to(self.lm_head_VD.dtype), self.lm_head_VD)
+
+
+def _rotate(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> Tensor:
+    """`layers.apply_rope_` out of place, for autograd."""
+    swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
+    return (heads_PNH * cos_P1H + swapped * sin_P1H).to(heads_PNH.dtype)

@@ -1,0 +1,195 @@
+"""The keys and values of everything in flight: one allocation, cut into pages of a fixed number of positions.
+
+The engine's scheduler takes and frees pages; `attention.py` reads and writes them. What to know: a prompt's pages are
+stored once for all its siblings and taken from the top of the pool, a response's pages belong to one sequence and are
+taken from the bottom. Both ends are kept dense, so that one batched attention over a prefix of the pool serves all
+sequences of unequal length without copying or padding (see `PagedAttention`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.models.config import ModelConfig
+
+_FREE, _RESPONSE, _PROMPT = 0, 1, 2
+# Ends of the pool are made dense again when more than this share of them is holes.
+_MAX_HOLES = 0.25
+_MIN_HOLES = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptKv:
+    """Where a prompt's positions lie; its siblings share this object. Position i is in pages[i // page_size]."""
+
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceKv:
+    """Where one response's positions lie: first the shared prompt's, then its own pages from their start.
+
+    In lanes (see `Lanes`) `prompt` is None and prompt and response stand together in `pages`.
+    """
+
+    prompt: PromptKv | None
+    pages: list[int] = field(default_factory=list)
+
+
+class KvCache:
+    """The pool. Index T runs over all positions ("slots") of the pool: page p holds slots p * page_size and on."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_kv_heads = config.num_kv_heads
+        self.device = device
+        num_slots = num_pages * page_size
+        # Zeros, not empty: a masked position still takes part as 0 * value, which must not be 0 * nan.
+        self.kv_LKTH = torch.zeros(
+            config.num_layers,
+            2 * config.num_kv_heads,
+            num_slots,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
+        self.layers = list(self.kv_LKTH.unbind(0))
+        self._paged_bias = self.bias_T.view(num_pages, page_size)
+        self._state = bytearray(num_pages)
+        self._holder: list[list[int] | None] = [None] * num_pages
+        self.num_free = num_pages
+        self.peak_pages = 0
+
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.kv_LKTH.nbytes + self.bias_T.nbytes
+
+    def reset(self) -> None:
+        """Free every page and forget the peak."""
+        self._state = bytearray(self.num_pages)
+        self._holder = [None] * self.num_pages
+        self.num_free = self.num_pages
+        self.peak_pages = 0
+
+    # ---- taking and freeing pages
+
+    def take_response_page(self, pages: list[int], at: int | None = None) -> bool:
+        """Append the lowest free page (or page `at`, which must be free) to `pages`; False if there is none."""
+        page = self._state.find(_FREE) if at is None else at
+        if page < 0:
+            return False
+        self._take(page, _RESPONSE, pages)
+        self._paged_bias[page].fill_(-torch.inf)
+        return True
+
+    def take_prompt_pages(self, pages: list[int], count: int) -> bool:
+        """Append `count` pages from the top; takes none and returns False if there are fewer."""
+        if count > self.num_free:
+            return False
+        for _ in range(count):
+            page = self._state.rfind(_FREE)
+            self._take(page, _PROMPT, pages)
+            self._paged_bias[page].fill_(-torch.inf)
+        return True
+
+    def _take(self, page: int, state: int, pages: list[int]) -> None:
+        assert self._state[page] == _FREE, f"page {page} is taken already"
+        self._state[page] = state
+        self._holder[page] = pages
+        pages.append(page)
+        self.num_free -= 1
+        self.peak_pages = max(self.peak_pages, self.num_pages - self.num_free)
+
+    def free(self, pages: list[int]) -> None:
+        """Free all of `pages` and empty the list."""
+        for page in pages:
+            assert self._state[page] != _FREE, f"page {page} is free already"
+            self._state[page] = _FREE
+            self._holder[page] = None
+        self.num_free += len(pages)
+        pages.clear()
+
+    def pages_for(self, num_positions: int) -> int:
+        """Pages that hold `num_positions` from the start of a page."""
+        return -(-num_positions // self.page_size)
+
+    # ---- the two ends
+
+    @property
+    def response_end(self) -> int:
+        """One past the highest page of any response."""
+        return self._state.rfind(_RESPONSE) + 1
+
+    @property
+    def prompt_start(self) -> int:
+        """The lowest page of any prompt; num_pages if there is none."""
+        page = self._state.find(_PROMPT)
+        return page if page >= 0 else self.num_pages
+
+    def compact(self) -> bool:
+        """Move pages out of the inner parts of both ends into holes further out, if there are many holes.
+
+        The lists that hold the pages are changed in place. True if anything moved.
+        """
+        moves: list[tuple[int, int]] = []
+        count = self._state.count(_RESPONSE)
+        if self.response_end - count > max(_MIN_HOLES, _MAX_HOLES * count):
+            sources = [p for p in range(count, self.response_end) if self._state[p] == _RESPONSE]
+            holes = [p for p in range(count) if self._state[p] == _FREE]
+            moves += zip(sources, holes, strict=False)
+        count = self._state.count(_PROMPT)
+        end = self.num_pages - count
+        if end - self.prompt_start > max(_MIN_HOLES, _MAX_HOLES * count):
+            sources = [p for p in range(self.prompt_start, end) if self._state[p] == _PROMPT]
+            holes = [p for p in range(end, self.num_pages) if self._state[p] == _FREE]
+            moves += zip(sources, holes, strict=False)
+        if not moves:
+            return False
+        for source, target in moves:
+            holder = self._holder[source]
+            assert holder is not None
+            holder[holder.index(source)] = target
+            self._state[target], self._state[source] = self._state[source], _FREE
+            self._holder[target], self._holder[source] = holder, None
+        sources, targets = zip(*moves, strict=True)
+        self.relocate(self._slots(list(sources)), self._slots(list(targets)))
+        return True
+
+    # ---- slots and data
+
+    def _slots(self, pages: list[int]) -> Tensor:
+        starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
+        return (starts.unsqueeze(1) + torch.arange(self.page_size, device=self.device)).flatten()
+
+    def slots(self, pages: list[int], start: int, end: int) -> Tensor:
+        """[end - start] int64 slots of positions start..end-1 of what lies in `pages`."""
+        first = start // self.page_size
+        offset = first * self.page_size
+        return self._slots(pages[first : self.pages_for(end)])[start - offset : end - offset]
+
+    def write(self, layer: int, slots_P: Tensor, kv_PKH: Tensor) -> None:
+        """Store keys and values of packed tokens."""
+        self.layers[layer].index_copy_(1, slots_P, kv_PKH.transpose(0, 1))
+
+    def mark_written(self, slots_P: Tensor) -> None:
+        """Make slots visible to queries."""
+        self.bias_T.index_fill_(0, slots_P, 0.0)
+
+    def relocate(self, source_S: Tensor, target_S: Tensor) -> None:
+        """Copy slots to other slots, which may overlap; holds one layer's share of them a second time."""
+        for layer in self.layers:
+            layer.index_copy_(1, target_S, layer.index_select(1, source_S))
+        self.bias_T.index_copy_(0, target_S, self.bias_T.index_select(0, source_S))

@@ -1,0 +1,179 @@
+"""The policy's forward pass in pure torch: Llama, Qwen2/2.5, Qwen3 (dense), inference only.
+
+Called by the embedded engine (and by the draft model, which borrows embedding, norm and head). What to know: tokens of
+all sequences come packed, [P] with explicit positions, and how they see each other is the `Attention` object's business;
+so prefill, decoding one token per sequence, and verifying a draft tree are one forward pass with different attentions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.layers import RotaryTable, apply_rope_
+
+
+class Attention(Protocol):
+    """Stores the keys and values of the packed tokens and lets their queries read what they may see."""
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """[P, N*H]. `kv_PKH` is [P, 2K, H], the K key heads before the K value heads, rotated already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer; A = N + 2K heads fused, gate over up fused."""
+
+    input_norm: Tensor  # [D]
+    qkv: Tensor  # [A*H, D]
+    qkv_bias: Tensor | None  # [A*H]
+    qk_norm: Tensor | None  # [N+K, H], the query norm repeated N times, then the key norm K times
+    output: Tensor  # [D, N*H]
+    post_norm: Tensor  # [D]
+    gate_up: Tensor  # [2F, D]
+    down: Tensor  # [D, F]
+
+
+class Transformer:
+    """Weights in one dtype on one device, and the forward pass. Weights are undefined until loaded by name.
+
+    Example: `for name, tensor in HfReader(path).items(): model.load_hf(name, tensor)`.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        c = config
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        num_fused = c.num_heads + 2 * c.num_kv_heads
+        self.embedding = empty(c.vocab_size, c.hidden_size)
+        self.final_norm = empty(c.hidden_size)
+        self.lm_head = (
+            self.embedding if c.tie_word_embeddings else empty(c.vocab_size, c.hidden_size)
+        )
+        self.layers = [
+            LayerWeights(
+                input_norm=empty(c.hidden_size),
+                qkv=empty(num_fused * c.head_dim, c.hidden_size),
+                qkv_bias=empty(num_fused * c.head_dim) if c.has_qkv_bias else None,
+                qk_norm=empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.has_qk_norm else None,
+                output=empty(c.hidden_size, c.num_heads * c.head_dim),
+                post_norm=empty(c.hidden_size),
+                gate_up=empty(2 * c.ffn_size, c.hidden_size),
+                down=empty(c.hidden_size, c.ffn_size),
+            )
+            for _ in range(c.num_layers)
+        ]
+        self._views = self._hf_views()
+        self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
+
+    def _hf_views(self) -> dict[str, Tensor]:
+        """Every Hugging Face name and the part of the fused storage that it is."""
+        c = self.config
+        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        if not c.tie_word_embeddings:
+            views["lm_head.weight"] = self.lm_head
+        q_end = c.num_heads * c.head_dim
+        k_end = q_end + c.num_kv_heads * c.head_dim
+        rows = {"q": slice(0, q_end), "k": slice(q_end, k_end), "v": slice(k_end, None)}
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            views[prefix + "input_layernorm.weight"] = layer.input_norm
+            for part, part_rows in rows.items():
+                views[f"{prefix}self_attn.{part}_proj.weight"] = layer.qkv[part_rows]
+                if layer.qkv_bias is not None:
+                    views[f"{prefix}self_attn.{part}_proj.bias"] = layer.qkv_bias[part_rows]
+            if layer.qk_norm is not None:
+                views[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[: c.num_heads]
+                views[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[c.num_heads :]
+            views[prefix + "self_attn.o_proj.weight"] = layer.output
+            views[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+            views[prefix + "mlp.gate_proj.weight"] = layer.gate_up[: c.ffn_size]
+            views[prefix + "mlp.up_proj.weight"] = layer.gate_up[c.ffn_size :]
+            views[prefix + "mlp.down_proj.weight"] = layer.down
+        return views
+
+    @staticmethod
+    def _is_head_norm(name: str) -> bool:
+        return name.endswith((".q_norm.weight", ".k_norm.weight"))
+
+    def hf_names(self) -> frozenset[str]:
+        """The names that `load_hf` needs before the first forward pass."""
+        return frozenset(self._views)
+
+    def load_hf(self, name: str, tensor: Tensor) -> None:
+        """Copy one tensor in, cast to the model's dtype. ValueError for an unknown name or a wrong shape."""
+        view = self._views.get(name)
+        if view is None:
+            known = "tied to model.embed_tokens.weight" if name == "lm_head.weight" else "unknown"
+            raise ValueError(f"tensor {name!r} is {known} in this {self.config.model_type} model")
+        expected = view.shape[1:] if self._is_head_norm(name) else view.shape
+        if tensor.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {tuple(expected)}")
+        view.copy_(tensor)  # a head norm is stored once per head, so that one multiply serves all
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What was loaded, under its Hugging Face names, as views; a tied lm_head is not listed."""
+        for name, view in self._views.items():
+            yield name, view[0] if self._is_head_norm(name) else view
+
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(view.nbytes for view in self._views.values())
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights."""
+        self.device = device
+        self.embedding = self.embedding.to(device)
+        self.final_norm = self.final_norm.to(device)
+        self.lm_head = (
+            self.embedding if self.config.tie_word_embeddings else self.lm_head.to(device)
+        )
+        names = LayerWeights.__dataclass_fields__
+        for index, layer in enumerate(self.layers):
+            parts = {name: getattr(layer, name) for name in names}
+            self.layers[index] = LayerWeights(
+                **{name: None if t is None else t.to(device) for name, t in parts.items()}
+            )
+        self._views = self._hf_views()
+        self.rotary = RotaryTable(self.config.rope, self.config.head_dim, self.dtype, device)
+
+    def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
+        """[P, D] after the final norm. `rotary.reserve` must cover the positions."""
+        c = self.config
+        num_tokens = token_ids_P.shape[0]
+        num_rotated = c.num_heads + c.num_kv_heads
+        num_fused = num_rotated + c.num_kv_heads
+        norm_shape, head_shape, eps = (c.hidden_size,), (c.head_dim,), c.rms_norm_eps
+        cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
+        x_PD = F.embedding(token_ids_P, self.embedding)
+        for index, layer in enumerate(self.layers):
+            normed_PD = F.rms_norm(x_PD, norm_shape, layer.input_norm, eps)
+            fused = F.linear(normed_PD, layer.qkv, layer.qkv_bias)
+            heads_PAH = fused.view(num_tokens, num_fused, c.head_dim)
+            rotated = heads_PAH[:, :num_rotated]
+            if layer.qk_norm is not None:
+                torch.mul(F.rms_norm(rotated, head_shape, None, eps), layer.qk_norm, out=rotated)
+            apply_rope_(rotated, cos_P1H, sin_P1H)
+            context_PN = attention.attend(
+                index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
+            )
+            x_PD = torch.addmm(x_PD, context_PN, layer.output.t())
+            normed_PD = F.rms_norm(x_PD, norm_shape, layer.post_norm, eps)
+            gate_PF, up_PF = F.linear(normed_PD, layer.gate_up).chunk(2, dim=-1)
+            x_PD = torch.addmm(x_PD, F.silu(gate_PF).mul_(up_PF), layer.down.t())
+        return F.rms_norm(x_PD, norm_shape, self.final_norm, eps)
+
+    def logits(self, hidden_PD: Tensor) -> Tensor:
+        """[P, V] from the output of `forward`."""
+        return F.linear(hidden_PD, self.lm_head)

@@ -1,0 +1,68 @@
+"""Logging of one rank: rank 0 speaks on the console, every rank keeps a file. Called once by the launcher.
+
+The console handler looks up sys.stderr at every line, so that a live display which has taken it over (progress.py)
+prints the line above itself instead of being torn by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TextIO
+
+_OWN_PACKAGES = ("tlt_megatron", "launch", "__main__")
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at the time of the line."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+class _RankFileHandler(logging.FileHandler):
+    """A type of its own, so that configuring again replaces our handlers and nobody else's."""
+
+
+def configure_logging(rank: int, run_dir: Path | None, level: int | str = logging.INFO) -> None:
+    """Send the log of this rank to the console and, with `run_dir`, to <run_dir>/logs/rank_00000.log.
+
+    The file gets everything from `level` up. The console of rank 0 gets that from our own packages, and warnings from
+    libraries; other ranks show warnings only. What Python's `warnings` module says (deprecations inside torch and
+    Megatron) goes to the file alone. ValueError for an unknown level name.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _ConsoleHandler | _RankFileHandler):
+            root.removeHandler(handler)
+            handler.close()
+    root.setLevel(level)
+    logging.captureWarnings(run_dir is not None)
+    console = _ConsoleHandler()
+    console.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
+    console.addFilter(_is_for_console)
+    console.setFormatter(_formatter(rank, "%H:%M:%S"))
+    root.addHandler(console)
+    if run_dir is not None:
+        path = run_dir / "logs" / f"rank_{rank:05d}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _RankFileHandler(path, encoding="utf-8")
+        file.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
+        root.addHandler(file)
+
+
+def _is_for_console(record: logging.LogRecord) -> bool:
+    if record.name == "py.warnings":
+        return False
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in _OWN_PACKAGES
+
+
+def _formatter(rank: int, date_format: str) -> logging.Formatter:
+    return logging.Formatter(
+        f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s", datefmt=date_format
+    )

@@ -1,0 +1,256 @@
+"""What a run shows on the terminal of rank 0: a live display, or one plain line per step, and a table at the end.
+
+The trainer reports phases and steps to it. It never breaks the run: a terminal that goes away, or that cannot show a
+character, ends the display with one line in the log, not the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+log = logging.getLogger(__name__)
+
+MODES = ("auto", "live", "lines", "none")
+TABLE_COLUMNS = (
+    "step",
+    "critic/rewards/mean",
+    "eval/accuracy",
+    "response_length/mean",
+    "perf/throughput",
+    "timing_s/step",
+)
+_FACTS = {  # how the display speaks of a metric
+    "critic/rewards/mean": "reward {}",
+    "eval/accuracy": "accuracy {}",
+    "response_length/mean": "length {}",
+    "perf/throughput": "{} tokens/s",
+    "timing_s/step": "{} s/step",
+}
+_HEADERS = {
+    "critic/rewards/mean": "reward",
+    "eval/accuracy": "eval acc",
+    "response_length/mean": "mean length",
+    "response_length/max": "max length",
+    "perf/throughput": "tokens /s",
+    "timing_s/update_actor": "update s",
+}
+_ETA_WINDOW = 20  # steps whose mean duration predicts the rest
+_FILE_WIDTH = 120  # of a table where there is no terminal
+
+
+class Progress:
+    """Display of `num_steps` steps, `first_step` of which are done. Modes: auto is live on a terminal, else lines.
+
+    `enabled` False (every rank but the first) does nothing, as does mode none. `console` is for tests.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        num_steps: int,
+        *,
+        first_step: int = 0,
+        enabled: bool,
+        console: Console | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"logging.progress={mode!r}: must be one of {', '.join(MODES)}")
+        self.num_steps = num_steps
+        self._done = first_step
+        self._metrics: dict[str, float] = {}
+        self._phase = ""
+        self._phase_started = self._started = self._step_ended = time.monotonic()
+        self._step_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+        self._is_shown = enabled and mode != "none"
+        if not self._is_shown:
+            return
+        self._console = console or _stdout_console()
+        if mode == "lines":
+            return
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=4
+            )
+            self._draw(lambda: self._live.start(refresh=True))
+        elif mode == "live":
+            log.info("logging.progress='live' needs a terminal: one line per step instead")
+
+    def phase(self, name: str) -> None:
+        """Show that the step has come to phase `name`."""
+        self._phase, self._phase_started = name, time.monotonic()
+        self._refresh()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the numbers of a step; `step` counts the steps done, this one included."""
+        now = time.monotonic()
+        self._step_seconds.append(metrics.get("timing_s/step", now - self._step_ended))
+        self._step_ended = now
+        self._done = step
+        self._metrics |= metrics
+        self._refresh()
+        if self._is_shown and self._live is None:
+            facts = [f"step {step}/{self.num_steps}", *self._facts(), self._eta()]
+            self._print_line(" | ".join(facts))
+
+    def message(self, text: str) -> None:
+        """Print a line of text, above the live display where there is one."""
+        self._print_line(text)
+
+    def print_table(
+        self,
+        rows: Sequence[Mapping[str, float | None]],
+        columns: Sequence[str] = TABLE_COLUMNS,
+        *,
+        max_rows: int = 20,
+    ) -> None:
+        """A table of metric rows: all of them, or the first, the last and evenly picked ones in between.
+
+        Columns that no row has are left out.
+        """
+        if not self._is_shown:
+            return
+        shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
+        picked = [rows[index] for index in pick_evenly(len(rows), max_rows)]
+        title = (
+            "steps" if len(picked) == len(rows) else f"steps ({len(picked)} of {len(rows)} rows)"
+        )
+        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        for column in shown:
+            header = _header(column)
+            cells = [_format(row.get(column)) for row in picked]
+            # A narrow terminal wraps headers between words; rather than cut a number, rows overrun it.
+            width = max(map(len, [*cells, *header.split()]))
+            table.add_column(header, justify="right", min_width=width)
+        for row in picked:
+            table.add_row(*(_format(row.get(column)) for column in shown))
+        self._print_line(title)
+        self._draw(lambda: self._console.print(table, crop=False))
+
+    def close(self) -> None:
+        """End the live display, leaving its last state in view; messages and the table can still be printed."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            self._phase = ""
+            self._draw(live.stop)
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._draw(self._live.refresh)
+
+    def _print_line(self, text: str) -> None:
+        if not self._is_shown:
+            return
+        is_wrapped = self._live is not None  # what stands above a live display must not overrun
+        self._draw(lambda: self._console.print(Text(text), soft_wrap=not is_wrapped))
+
+    def _draw(self, draw: Callable[[], None]) -> None:
+        """Run `draw`; a terminal that cannot take it ends the display, never the run."""
+        if not self._is_shown:
+            return
+        try:
+            draw()
+        except (OSError, UnicodeError, ValueError) as error:  # ValueError: the stream was closed
+            self._is_shown = False
+            log.warning("the display ended, the run goes on: %s: %s", type(error).__name__, error)
+            if self._live is not None:
+                live, self._live = self._live, None
+                with contextlib.suppress(OSError, UnicodeError, ValueError):
+                    live.stop()
+
+    def _render(self) -> RenderableType:
+        """The live display; called again at every refresh, so that its clocks tick."""
+        now = time.monotonic()
+        head = Table.grid(padding=(0, 2), expand=False)
+        head.add_row(
+            Text(f"step {self._done}/{self.num_steps}", style="bold"),
+            ProgressBar(total=max(1, self.num_steps), completed=self._done, width=30),
+            Text(f"elapsed {_clock(now - self._started)}"),
+            Text(self._eta(), style="cyan"),
+        )
+        facts = Text("  ".join(self._facts()) or "no step has ended yet", style="dim")
+        if not self._phase:
+            return Group(head, facts)
+        self._spinner.update(
+            text=Text(f"{self._phase} {_clock(now - self._phase_started)}", style="magenta")
+        )
+        return Group(head, facts, self._spinner)
+
+    def _facts(self) -> list[str]:
+        return [
+            text.format(_format(self._metrics[name]))
+            for name, text in _FACTS.items()
+            if name in self._metrics
+        ]
+
+    def _eta(self) -> str:
+        if not self._step_seconds:
+            return "ETA -"
+        mean_s = sum(self._step_seconds) / len(self._step_seconds)
+        return f"ETA {_clock(mean_s * max(0, self.num_steps - self._done))}"
+
+
+class _Console(Console):
+    """rich ends the process when the reader of a pipe goes away; a training run goes on in silence."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with contextlib.suppress(OSError):  # a stdout that is not a file needs nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        log.warning("nobody reads the display any more; the run goes on")
+
+
+def pick_evenly(num_rows: int, max_rows: int) -> list[int]:
+    """At most `max_rows` indices of `num_rows`, first and last among them, evenly spread."""
+    if num_rows <= max_rows:
+        return list(range(num_rows))
+    return [round(i * (num_rows - 1) / (max_rows - 1)) for i in range(max_rows)]
+
+
+def _stdout_console() -> Console:
+    console = _Console(force_terminal=sys.stdout.isatty())
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
+
+
+def _header(column: str) -> str:
+    """A short header with a space where it may wrap: reward, mean length, gen s, grad norm."""
+    if column in _HEADERS:
+        return _HEADERS[column]
+    if column.startswith("timing_s/"):
+        column = column.removeprefix("timing_s/") + "_s"
+    return column.rpartition("/")[2].replace("_", " ")
+
+
+def _format(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

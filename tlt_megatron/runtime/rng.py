@@ -1,0 +1,75 @@
+"""The global random generators of this process, saved and restored with a checkpoint (trainer/loop.py).
+
+A state is JSON-able: lists, numbers and hex strings, so that it needs no pickle. The noise of sampling is not in
+here: it is counter-based and has no state.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt_megatron.runtime.device import Device
+
+log = logging.getLogger(__name__)
+
+_REQUIRED = ("python", "numpy", "torch")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (all devices). ValueError outside [0, 2**32), which is what numpy takes."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed}: must be in [0, 2**32)")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: Device | None = None) -> dict[str, object]:
+    """The state of this rank's generators, with that of the GPU where `device` is one."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, object] = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "torch": _to_hex(torch.get_rng_state()),
+    }
+    cuda = device.rng_state() if device is not None else None
+    if cuda is not None:
+        state["cuda"] = _to_hex(cuda)
+    return state
+
+
+def set_rng_state(state: Mapping[str, object], device: Device | None = None) -> None:
+    """Restore what `rng_state` gave, also after a trip through JSON. ValueError for a state that lacks a generator.
+
+    A state of a CPU run leaves a GPU's generator as it is, and says so.
+    """
+    missing = [name for name in _REQUIRED if name not in state]
+    if missing:
+        raise ValueError(f"rng state lacks {', '.join(missing)}; it holds {', '.join(state)}")
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if device is not None and device.is_cuda:
+        if "cuda" in state:
+            device.set_rng_state(_from_hex(state["cuda"]))
+        else:
+            log.warning(
+                "the rng state was saved without a GPU: this GPU's generator stays as it is"
+            )
+
+
+def _to_hex(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

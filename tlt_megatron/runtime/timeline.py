@@ -1,0 +1,194 @@
+"""Spans of one rank's phases, written as it runs, and their merge into one trace for ui.perfetto.dev.
+
+Every rank has a Timeline (trainer/build.py); rank 0 merges them when the run ends (trainer/finish.py). Times are wall
+time, read once, plus the monotonic clock since, so ranks of one machine share a clock and no span runs backwards.
+The project's phases: ROLLOUT DECODE VERIFY IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_MAX_BUFFERED = 8192  # events; then a span flushes by itself, a long step cannot fill the memory
+_NOTHING = nullcontext()
+
+
+class Timeline:
+    """Records spans and instants of this rank, from any thread. `path` None: does nothing, at the price of a call.
+
+    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, by default its thread's own;
+    spans of one lane must nest, which `with` on one thread always does.
+    """
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self._events: deque[tuple[str, str, str, int, int, dict[str, object]]] = deque()
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._flush_lock = threading.Lock()
+        self._is_closed = path is None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _end_torn_line(path)
+
+    def span(self, name: str, /, *, lane: str = "", **args: object) -> AbstractContextManager[None]:
+        """The time that the body takes; an exception that leaves it is noted and passes on."""
+        return _NOTHING if self._is_closed else _Span(self, name, lane, args)
+
+    def instant(self, name: str, /, *, lane: str = "", **args: object) -> None:
+        """A moment, such as a stop request."""
+        if not self._is_closed:
+            self._add("i", name, lane, time.perf_counter_ns(), 0, args)
+
+    def flush(self) -> None:
+        """Append what was recorded to the file; the trainer calls it once per step."""
+        if self.path is None:
+            return
+        with self._flush_lock:
+            lines = []
+            while (
+                self._events
+            ):  # other threads may append meanwhile: taken now or by the next flush
+                ph, name, lane, start_ns, dur_ns, args = self._events.popleft()
+                event: dict[str, object] = {"ph": ph, "name": name, "lane": lane}
+                event["start_ns"] = start_ns + self._offset_ns
+                event["dur_ns"] = dur_ns
+                if args:
+                    event["args"] = args
+                lines.append(json.dumps(event, default=str) + "\n")
+            if lines:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("".join(lines))
+
+    def close(self) -> None:
+        """Flush; later spans are not recorded."""
+        self._is_closed = True
+        self.flush()
+
+    def _add(
+        self, ph: str, name: str, lane: str, start_ns: int, dur_ns: int, args: dict[str, object]
+    ) -> None:
+        lane = lane or threading.current_thread().name
+        self._events.append((ph, name, lane, start_ns, dur_ns, args))
+        if len(self._events) >= _MAX_BUFFERED:
+            self.flush()
+
+
+class _Span:
+    """The context manager of one span; a class, since a generator costs several times as much."""
+
+    __slots__ = ("args", "lane", "name", "start_ns", "timeline")
+
+    def __init__(self, timeline: Timeline, name: str, lane: str, args: dict[str, object]) -> None:
+        self.timeline = timeline
+        self.name = name
+        self.lane = lane
+        self.args = args
+
+    def __enter__(self) -> None:
+        self.start_ns = time.perf_counter_ns()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        dur_ns = time.perf_counter_ns() - self.start_ns
+        if kind is not None:
+            self.args["error"] = kind.__name__
+        self.timeline._add("X", self.name, self.lane, self.start_ns, dur_ns, self.args)
+
+
+def merge_timelines(run_dir: Path) -> Path:
+    """Merge <run_dir>/timeline/rank_*.jsonl into <run_dir>/trace.json: a process per rank, a thread per lane.
+
+    Lines that a killed rank left torn are counted and logged. ValueError where there is no timeline.
+    """
+    files = sorted((run_dir / "timeline").glob("rank_*.jsonl"))
+    if not files:
+        raise ValueError(f"{run_dir / 'timeline'}: must hold rank_*.jsonl of a run with a trace")
+    ranks = {int(file.stem.removeprefix("rank_")): _read_events(file) for file in files}
+    starts = [event["start_ns"] for events in ranks.values() for event in events]
+    origin_ns = min(starts, default=0)
+    trace: list[dict[str, Any]] = []
+    for rank, events in ranks.items():
+        trace += _rank_trace(rank, events, origin_ns)
+    path = run_dir / "trace.json"
+    temporary = path.with_suffix(".json.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump({"traceEvents": trace, "displayTimeUnit": "ms"}, file)
+    temporary.replace(path)
+    return path
+
+
+def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list[dict[str, Any]]:
+    """Chrome trace events of one rank, parents before their children.
+
+    Start and end are rounded down to whole microseconds apart from each other, which keeps a child inside its parent;
+    rounding start and length would not.
+    """
+    lanes: dict[str, int] = {}
+    rows: list[dict[str, Any]] = []
+    # Of two spans with the same start and length the outer one ended, so was written, last.
+    order = sorted(
+        range(len(events)), key=lambda i: (events[i]["start_ns"], -events[i]["dur_ns"], -i)
+    )
+    for index in order:
+        event = events[index]
+        start_ns = event["start_ns"] - origin_ns
+        row = {
+            "ph": event["ph"],
+            "name": event["name"],
+            "pid": rank,
+            "tid": lanes.setdefault(event["lane"], len(lanes)),
+            "ts": start_ns // 1000,
+            "args": event.get("args", {}),
+        }
+        if event["ph"] == "X":
+            row["dur"] = (start_ns + event["dur_ns"]) // 1000 - start_ns // 1000
+        else:
+            row["s"] = "t"  # drawn on its own lane only
+        rows.append(row)
+    names = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
+    names.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+    names += [_metadata("thread_name", rank, tid, name=lane) for lane, tid in lanes.items()]
+    return names + rows
+
+
+def _metadata(name: str, rank: int, tid: int, /, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    events, num_torn = [], 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:
+                num_torn += 1
+    if num_torn:
+        log.warning("%s: left out %d torn lines of a rank that was killed", path, num_torn)
+    return events
+
+
+def _end_torn_line(path: Path) -> None:
+    """A resumed rank must not write its first event onto the torn last line of a killed one."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")

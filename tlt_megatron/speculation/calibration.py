@@ -1,0 +1,87 @@
+"""How far draft logits are off, learned from what was accepted: it makes a tree's estimated acceptances true.
+
+The engine keeps one calibrator for each drafter: it passes `tau_D` to `TreeGrower.grow` and reports `calibration_counts` now
+and then. One thing to know: with noise ranking a child's estimate is softmax((draft logit + temperature * noise) / tau);
+a small tau trusts the drafter, a large one spreads the token budget over more branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.speculation.tree import UNUSED, DraftTree
+from tlt_megatron.speculation.verify import Verdict
+
+_LIMIT = math.log(30.0)  # of |log tau|
+_MAX_STEP = 0.25  # of log tau, for one report
+_GAIN = 3.0  # about 1 / (change of the predicted acceptance per unit of log tau)
+_MIN_RATE = 0.01  # for one drafted-from node; the memory is some 1 / (gain * rate) of them
+
+
+def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """[3, num_steps] float32, by depth: sums over nodes whose parent was accepted of the estimate that they would be, of
+    whether they were, and the number of such parents. Stays on the device; add up a few steps before reading."""
+    batch_size, num_nodes = tree.token_ids_BQ.shape
+    rows_BR = torch.zeros(batch_size, num_nodes + 1, dtype=torch.bool, device=tree.token_ids_BQ.device)
+    rows_BR.scatter_(1, verdict.path_BS, True)
+    parent_rows_BQ = tree.parents_BQ + 1
+    is_reached_BQ = rows_BR.gather(1, parent_rows_BQ) & (tree.token_ids_BQ != UNUSED)
+    parent_scores_BQ = torch.nn.functional.pad(tree.scores_BQ, (1, 0), value=1.0).gather(1, parent_rows_BQ)
+    estimate_BQ = (tree.scores_BQ / parent_scores_BQ).nan_to_num(0.0, 0.0, 0.0)
+    is_accepted_BQ = is_reached_BQ & rows_BR[:, 1:]
+    depth_D = torch.arange(1, tree.num_steps + 1, device=rows_BR.device)
+    is_depth_DBQ = tree.depths_BQ == depth_D.view(-1, 1, 1)
+    is_reached_DBQ = is_depth_DBQ & is_reached_BQ
+    return torch.stack(
+        [
+            (is_reached_DBQ * estimate_BQ).sum((1, 2)).float(),
+            (is_depth_DBQ & is_accepted_BQ).sum((1, 2)).float(),
+            is_reached_DBQ.any(2).sum(1).float(),
+        ]
+    )
+
+
+class AcceptanceCalibrator:
+    """tau for each depth, moved until as much is accepted as was predicted (Robbins and Monro 1951, on log tau)."""
+
+    def __init__(self, max_steps: int, *, initial_tau: float = 0.7) -> None:
+        self._log_tau = [math.log(initial_tau)] * max_steps
+        self._num_parents = [0.0] * max_steps
+
+    def tau(self) -> list[float]:
+        """For depths 1.. max_steps. A depth without counts repeats the one above it."""
+        return [math.exp(value) for value in self._log_tau]
+
+    def observe(self, counts: Sequence[Sequence[float]]) -> None:
+        """`counts` is `calibration_counts(...).tolist()`, or a sum of several."""
+        predicted, accepted, parents = counts
+        for depth, num_parents in enumerate(parents):
+            if num_parents <= 0.0:
+                continue
+            if self._num_parents[depth] == 0.0 and depth > 0:
+                self._log_tau[depth] = self._log_tau[depth - 1]
+            self._num_parents[depth] += num_parents
+            rate = max(_MIN_RATE, 1.0 / (20.0 + self._num_parents[depth]))
+            step = _GAIN * rate * (predicted[depth] - accepted[depth])
+            moved = self._log_tau[depth] + min(max(step, -_MAX_STEP), _MAX_STEP)
+            self._log_tau[depth] = min(max(moved, -_LIMIT), _LIMIT)
+        for depth in range(1, len(self._log_tau)):
+            if self._num_parents[depth] == 0.0:
+                self._log_tau[depth] = self._log_tau[depth - 1]
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """JSON-able."""
+        return {"log_tau": list(self._log_tau), "num_parents": list(self._num_parents)}
+
+    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """Restore `state_dict`. ValueError if it is of another number of steps."""
+        if len(state["log_tau"]) != len(self._log_tau):
+            raise ValueError(
+                f"max_steps={len(self._log_tau)}, but the calibrator state has {len(state['log_tau'])} depths"
+            )
+        self._log_tau = list(state["log_tau"])
+        self._num_parents = list(state["num_parents"])

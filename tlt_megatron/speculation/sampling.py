@@ -1,0 +1,193 @@
+"""Sampling keyed by (request seed, position): the same token whatever the batch, the rank or the drafter.
+
+Called by the rollout engines for every token, and by drafters that rank candidates with the target's own noise. What to
+know: token = argmax(logits / temperature + Gumbel noise) over the allowed set is an exact sample of the tempered
+distribution (Gumbel-max), and the noise is a pure function of (seed, position, token id). Sharing it makes speculation
+independent of the drafter: Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
+speculative decoding".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK_64 = (1 << 64) - 1
+# SplitMix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finalizer.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
+_NOISE_AHEAD = 1 << 12  # elements below which making noise costs the calls, not the work
+_NOISE_CHUNK = 1 << 15  # tokens of noise made at once on a CPU, so that a chunk stays in its cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One token for each row."""
+
+    token_ids_B: Tensor  # int64
+    logprobs_B: Tensor  # float32, of the distribution that was sampled: tempered, cut, renormalized
+    policy_logprobs_B: Tensor  # float32, of the raw policy: temperature 1, nothing cut
+
+
+def _signed(value: int) -> int:
+    value &= _MASK_64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    value &= _MASK_64
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        value = ((value ^ (value >> shift)) * multiplier) & _MASK_64
+    return value ^ (value >> _SHIFTS[2])
+
+
+def _mix_(value: Tensor) -> Tensor:
+    """`_mix` of int64 tensors, in place: wrapping multiplications, logical shifts by masking the sign's copies."""
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        value ^= (value >> shift) & ((1 << (64 - shift)) - 1)
+        value *= _signed(multiplier)
+    value ^= (value >> _SHIFTS[2]) & ((1 << (64 - _SHIFTS[2])) - 1)
+    return value
+
+
+def request_seed(seed: int, draw_index: int, sample_index: int) -> int:
+    """The signed 64-bit key of one request's noise, from the run's seed and which draw and sibling it is."""
+    key = _mix(seed + _GOLDEN)
+    key = _mix(key + draw_index * _GOLDEN + 1)
+    return _signed(_mix(key + sample_index * _GOLDEN + 2))
+
+
+def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
+    """[B, V] float64 standard Gumbel noise; element (b, v) depends on (seeds_B[b], positions_B[b], v) alone.
+
+    A position is the index of the token in the response (0 is the first generated token). `seeds_B` and `positions_B`
+    are int64. Finite always: within [-3.6, 36.8].
+    """
+    keys_B = _mix_(positions_B * _signed(_GOLDEN) + seeds_B)
+    num_rows, device = seeds_B.shape[0], seeds_B.device
+    chunk = vocab_size
+    if device.type == "cpu" and num_rows * vocab_size > _NOISE_CHUNK:
+        chunk = max(_NOISE_CHUNK // num_rows, 256)
+    parts = [
+        _gumbel_of_keys(keys_B, start, min(start + chunk, vocab_size))
+        for start in range(0, vocab_size, chunk)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _gumbel_of_keys(keys_B: Tensor, start: int, end: int) -> Tensor:
+    steps_V = torch.arange(start + 1, end + 1, device=keys_B.device) * _signed(_GOLDEN)
+    bits_BV = _mix_(keys_B.unsqueeze(1) + steps_V)
+    bits_BV >>= 64 - _UNIFORM_BITS
+    bits_BV &= (1 << _UNIFORM_BITS) - 1
+    uniform_BV = bits_BV.double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+    return uniform_BV.log_().neg_().log_().neg_()
+
+
+class NoiseAhead:
+    """`gumbel_noise` of a decode loop, made for several steps in one go where one step is too small to be worth a call.
+
+    Every row moves on by one position per `next`. `start` after the rows changed.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._block_ABV: Tensor | None = None
+        self._used = 0
+
+    def start(self) -> None:
+        """Forget what was made ahead."""
+        self._block_ABV = None
+
+    def next(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+        """[B, V], the caller's to overwrite."""
+        if self._block_ABV is None or self._used == self._block_ABV.shape[0]:
+            num_rows = seeds_B.shape[0]
+            num_steps = min(max(_NOISE_AHEAD // (num_rows * self._vocab_size), 1), 64)
+            ahead_A1 = torch.arange(num_steps, device=seeds_B.device).unsqueeze(1)
+            positions_AB = positions_B + ahead_A1
+            noise = gumbel_noise(
+                seeds_B.expand_as(positions_AB).reshape(-1),
+                positions_AB.reshape(-1),
+                self._vocab_size,
+            )
+            self._block_ABV = noise.view(num_steps, num_rows, self._vocab_size)
+            self._used = 0
+        self._used += 1
+        return self._block_ABV[self._used - 1]
+
+
+def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
+    """-inf outside the allowed set: the `top_k` largest, then of those the fewest whose probability reaches `top_p`.
+
+    Equal logits rank by token id, lowest first, so the set is the same on every device. `top_k=0` and `top_p=1.0` keep all.
+    """
+    if top_k == 0 and top_p >= 1.0:
+        return scaled_BV
+    ids_BC, values_BC = None, scaled_BV
+    if 0 < top_k < scaled_BV.shape[-1]:
+        ids_BC = _top_ids(scaled_BV, top_k)
+        values_BC = scaled_BV.gather(1, ids_BC)
+    if top_p < 1.0:
+        values_BC, order_BC = values_BC.sort(dim=-1, descending=True, stable=True)
+        ids_BC = order_BC if ids_BC is None else ids_BC.gather(1, order_BC)
+        probs_BC = values_BC.softmax(dim=-1)
+        reached_before_BC = probs_BC.cumsum(dim=-1) - probs_BC
+        reached_before_BC[:, 0] = 0.0
+        values_BC = values_BC.masked_fill(reached_before_BC >= top_p, -torch.inf)
+    if ids_BC is None:
+        return scaled_BV
+    return torch.full_like(scaled_BV, -torch.inf).scatter_(1, ids_BC, values_BC)
+
+
+def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
+    """[B, top_k] ids of the largest, ascending. `topk` alone leaves open which of equal values it takes."""
+    smallest_B1 = scaled_BV.topk(top_k, dim=-1).values[:, -1:]
+    larger_BV = scaled_BV > smallest_B1
+    equal_BV = scaled_BV == smallest_B1
+    room_B1 = top_k - larger_BV.sum(dim=-1, keepdim=True)
+    kept_BV = larger_BV | (equal_BV & (equal_BV.cumsum(dim=-1) <= room_B1))
+    return kept_BV.nonzero()[:, 1].view(-1, top_k)
+
+
+def sample(
+    logits_BV: Tensor,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    *,
+    noise_ahead: NoiseAhead | None = None,
+) -> Sampled:
+    """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0."""
+    logits = logits_BV.double()
+    policy_norm_B = logits.logsumexp(dim=-1)
+    if temperature == 0.0:
+        tokens_B1 = logits.argmax(dim=-1, keepdim=True)
+        policy_B = logits.gather(1, tokens_B1).squeeze(1) - policy_norm_B
+        return Sampled(
+            token_ids_B=tokens_B1.squeeze(1),
+            logprobs_B=torch.zeros_like(policy_B, dtype=torch.float32),
+            policy_logprobs_B=policy_B.float(),
+        )
+    is_plain = temperature == 1.0 and top_p >= 1.0 and top_k == 0
+    scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
+    if noise_ahead is None:
+        noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
+    else:
+        noise_BV = noise_ahead.next(seeds_B, positions_B)
+    tokens_B1 = noise_BV.add_(scaled).argmax(dim=-1, keepdim=True)
+    policy_B = (logits.gather(1, tokens_B1).squeeze(1) - policy_norm_B).float()
+    logprobs_B = policy_B
+    if not is_plain:
+        logprobs_B = scaled.gather(1, tokens_B1).squeeze(1) - scaled.logsumexp(dim=-1)
+    return Sampled(
+        token_ids_B=tokens_B1.squeeze(1),
+        logprobs_B=logprobs_B.float(),
+        policy_logprobs_B=policy_B,
+    )

@@ -1,0 +1,252 @@
+"""Draft trees: the record that drafters hand to the verify pass, and how one is grown from draft logits.
+
+Grown by the engines with the learned drafter as the callable `Expand`; the model-free drafters build the same record.
+Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row q + 1),
+K nodes expanded at once, D = num_steps + 1 positions of noise. One thing to know: every shape is fixed by the strategy and
+nothing is read back from the device, so growth can be captured into a graph.
+
+Growth is EAGLE-2's (Li et al. 2024, section 4): expand the K most promising nodes at each depth, then keep the Q best of
+all candidates. `Ranking.NOISE` scores a child by draft logit / temperature + the noise with which the target itself will
+sample at that position, so a node's score estimates "the target draws this token now", not "on average".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+
+ROOT = -1  # as a parent: the last committed token
+UNUSED = -1  # as a token: a node that nothing accepts
+
+# Taken off a candidate's log score per depth: float64 resolves it at any score that matters, so that a child never ties
+# with its parent and the best Q candidates always hold their own ancestors.
+_DEPTH_PENALTY = 1e-9
+
+
+class Ranking(StrEnum):
+    """What makes a child promising."""
+
+    NOISE = "noise"  # the token that the target is most likely to draw this time
+    PROBABILITY = "probability"  # the token that it is most likely to draw on average (EAGLE-2)
+
+
+Expand = Callable[[Tensor, Tensor], Tensor]
+"""(token_ids_BK, parents_BK) -> logits_BKV: draft logits after each token. parents_BK index the K rows of the call before
+(all 0 in the first call: the root). Called num_steps - 1 times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTree:
+    """Drafted tokens of B requests. Parents stand before their children.
+
+    Example: root -> {7 -> {8}, 9} is token_ids [7 9 8], parents [-1 -1 0], depths [1 1 2].
+    """
+
+    token_ids_BQ: Tensor  # int64, UNUSED where the node is not there
+    parents_BQ: Tensor  # int64 node index, or ROOT
+    depths_BQ: Tensor  # int64, 1 below the root
+    scores_BQ: Tensor  # estimated probability that the node is accepted, its ancestors included
+    num_steps: int  # no node is deeper
+    is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 stands at depth q + 1
+
+    @property
+    def row_depths_BR(self) -> Tensor:
+        """Depth of each row of the verify pass; its position is that of the root plus this."""
+        return torch.nn.functional.pad(self.depths_BQ, (1, 0))
+
+    def row_token_ids_BR(self, root_ids_B: Tensor) -> Tensor:
+        """What the verify pass reads: the root's token first; unused nodes read token 0, and nobody reads them."""
+        return torch.cat([root_ids_B.unsqueeze(1), self.token_ids_BQ.clamp(min=0)], dim=1)
+
+
+def chain_tree(token_ids_BQ: Tensor, scores_BQ: Tensor) -> DraftTree:
+    """A tree with one branch; trailing UNUSED tokens end it early."""
+    num_nodes = token_ids_BQ.shape[1]
+    nodes_BQ = torch.arange(num_nodes, device=token_ids_BQ.device).expand_as(token_ids_BQ)
+    return DraftTree(
+        token_ids_BQ=token_ids_BQ,
+        parents_BQ=nodes_BQ - 1,
+        depths_BQ=nodes_BQ + 1,
+        scores_BQ=scores_BQ,
+        num_steps=num_nodes,
+        is_chain=True,
+    )
+
+
+def ancestor_mask(tree: DraftTree) -> Tensor:
+    """[B, R, R] bool: row r sees itself and its ancestors, the root included. Unused nodes see what their parents do."""
+    batch_size, num_nodes = tree.parents_BQ.shape
+    num_rows, device = num_nodes + 1, tree.parents_BQ.device
+    if tree.is_chain:
+        ones_RR = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
+        return ones_RR.tril().expand(batch_size, -1, -1)
+    rows_R = torch.arange(num_rows, device=device)
+    parent_rows_BR = torch.nn.functional.pad(tree.parents_BQ + 1, (1, 0))
+    reach_BRR = (parent_rows_BR.unsqueeze(2) == rows_R).float()
+    reach_BRR += torch.eye(num_rows, device=device)
+    # reach ^ n counts the ways to walk at most n edges up: squaring doubles n, and counts stay below 2 ^ num_steps.
+    for _ in range((tree.num_steps - 1).bit_length()):
+        reach_BRR = reach_BRR @ reach_BRR
+    return reach_BRR > 0
+
+
+class TreeGrower:
+    """Grows trees of one strategy. Holds constants alone; nothing is learned here."""
+
+    def __init__(
+        self,
+        strategy: SpeculationStrategy,
+        *,
+        ranking: Ranking = Ranking.NOISE,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if strategy.is_off:
+            raise ValueError("strategy=off grows no tree")
+        self.strategy = strategy
+        self.ranking = ranking
+        steps, topk = strategy.num_steps, strategy.topk
+        depths = torch.tensor([1] * topk + [d for d in range(2, steps + 1) for _ in range(topk**2)])
+        self._depths_M = depths.to(device)
+        self._penalty_M = (depths.double() * _DEPTH_PENALTY).to(device)
+        self._nodes_Q = torch.arange(strategy.num_draft_tokens, device=device)
+        # Where the candidates of each expanded depth begin, plus 1: candidate 0 of the inverse map is the root.
+        starts = [1] + [1 + topk + d * topk**2 for d in range(max(steps - 2, 0))]
+        self._beam_starts_E1 = torch.tensor(starts, device=device).unsqueeze(1)
+        self._ones_D = torch.ones(steps, dtype=torch.float64, device=device)
+
+    def grow(
+        self,
+        root_logits_BV: Tensor,
+        expand: Expand,
+        *,
+        temperature: float,
+        noise_BDV: Tensor | None = None,
+        tau_D: Tensor | None = None,
+    ) -> DraftTree:
+        """One tree for each request.
+
+        `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
+        d + 1; its last row, for the bonus token, is not read. It is needed for `Ranking.NOISE` at temperature > 0 alone.
+        `tau_D` (float64, at least num_steps values on the device) is the error of draft logits at each depth
+        (`calibration.AcceptanceCalibrator`); 1 without it.
+        """
+        scale_D, offsets = self._scales(temperature, noise_BDV, tau_D)
+        if self.strategy.is_chain:
+            return self._grow_chain(root_logits_BV, expand, scale_D, offsets)
+        return self._grow_tree(root_logits_BV, expand, scale_D, offsets)
+
+    def _scales(
+        self, temperature: float, noise_BDV: Tensor | None, tau_D: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """For each depth the factor on logits and the [B, V] offset, such that the estimate is softmax of their sum.
+
+        Noise ranking: (logits + temperature * noise) / tau, so that tau is an error of draft logits whatever the
+        temperature, 0 included. Were that error Gumbel noise of scale tau, the softmax would be the exact posterior.
+        """
+        if self.ranking is Ranking.PROBABILITY:
+            scale_D = self._ones_D / temperature if temperature > 0.0 else self._ones_D
+            return scale_D.unbind(), None
+        steps = self.strategy.num_steps
+        scale_D = 1.0 / tau_D[:steps] if tau_D is not None else self._ones_D
+        if temperature == 0.0:
+            return scale_D.unbind(), None
+        if noise_BDV is None:
+            raise ValueError(f"ranking={self.ranking} at temperature={temperature} needs noise_BDV")
+        factor_D1 = (scale_D * temperature).to(noise_BDV.dtype).unsqueeze(1)
+        return scale_D.unbind(), (noise_BDV[:, :steps] * factor_D1).unbind(1)
+
+    def _grow_chain(
+        self,
+        root_logits_BV: Tensor,
+        expand: Expand,
+        scale_D: tuple[Tensor, ...],
+        offsets: tuple[Tensor, ...] | None,
+    ) -> DraftTree:
+        steps = self.strategy.num_steps
+        logits_BV = root_logits_BV
+        zeros_B1 = torch.zeros(logits_BV.shape[0], 1, dtype=torch.int64, device=logits_BV.device)
+        log_probs, tokens = [], []
+        for depth in range(steps):
+            keys_BV = _keys(logits_BV, scale_D[depth], offsets[depth] if offsets else None)
+            log_prob_B1, token_B1 = keys_BV.log_softmax(-1).max(-1, keepdim=True)
+            log_probs.append(log_prob_B1)
+            tokens.append(token_B1)
+            if depth + 1 < steps:
+                logits_BV = expand(token_B1, zeros_B1).squeeze(1)
+        scores_BQ = torch.cat(log_probs, dim=1).cumsum(1).exp()
+        return chain_tree(torch.cat(tokens, dim=1), scores_BQ)
+
+    def _grow_tree(
+        self,
+        root_logits_BV: Tensor,
+        expand: Expand,
+        scale_D: tuple[Tensor, ...],
+        offsets: tuple[Tensor, ...] | None,
+    ) -> DraftTree:
+        steps, topk = self.strategy.num_steps, self.strategy.topk
+        keys_BV = _keys(root_logits_BV, scale_D[0], offsets[0] if offsets else None)
+        beam_BK, tokens_BK = keys_BV.log_softmax(-1).topk(topk)
+        batch_size = beam_BK.shape[0]
+        parents_BK = torch.zeros_like(tokens_BK)
+        picked_BK = torch.arange(topk, device=tokens_BK.device).expand(batch_size, topk)
+        scores, tokens, picks = [beam_BK], [tokens_BK], []
+        for depth in range(1, steps):
+            logits_BKV = expand(tokens_BK, parents_BK)
+            offset_B1V = offsets[depth].unsqueeze(1) if offsets else None
+            keys_BKV = _keys(logits_BKV, scale_D[depth], offset_B1V)
+            log_probs_BKk, children_BKk = keys_BKV.log_softmax(-1).topk(topk)
+            scores_BM = (log_probs_BKk + beam_BK.unsqueeze(2)).view(batch_size, -1)
+            children_BM = children_BKk.view(batch_size, -1)
+            picks.append(picked_BK)
+            scores.append(scores_BM)
+            tokens.append(children_BM)
+            if depth + 1 < steps:
+                beam_BK, picked_BK = scores_BM.topk(topk)
+                tokens_BK = children_BM.gather(1, picked_BK)
+                parents_BK = picked_BK.div(topk, rounding_mode="floor")
+        return self._keep_best(torch.cat(scores, dim=1), torch.cat(tokens, dim=1), picks)
+
+    def _keep_best(self, scores_BM: Tensor, tokens_BM: Tensor, picks: list[Tensor]) -> DraftTree:
+        """The Q candidates of highest score in growth order. `picks[e]` are the candidates that depth e + 1 expanded."""
+        strategy, topk = self.strategy, self.strategy.topk
+        num_nodes = strategy.num_draft_tokens
+        batch_size, num_candidates = scores_BM.shape
+        if num_nodes < num_candidates:
+            best_BQ = (scores_BM - self._penalty_M).topk(num_nodes, sorted=False).indices
+            kept_BQ = best_BQ.sort(dim=1).values
+        else:
+            kept_BQ = self._nodes_Q.expand(batch_size, num_nodes)
+        log_scores_BQ = scores_BM.gather(1, kept_BQ)
+
+        root_BK = tokens_BM.new_zeros(batch_size, topk)
+        parents_BM = root_BK
+        if picks:
+            beams_BEK = torch.stack(picks, dim=1) + self._beam_starts_E1
+            parents_BM = torch.cat([root_BK, beams_BEK.view(batch_size, -1).repeat_interleave(topk, 1)], 1)
+        # From candidate (0: the root) to node index; -2 says that the candidate was not kept.
+        node_of_BM = tokens_BM.new_full((batch_size, num_candidates + 1), ROOT - 1)
+        node_of_BM[:, 0] = ROOT
+        node_of_BM.scatter_(1, kept_BQ + 1, self._nodes_Q.expand(batch_size, num_nodes))
+        parents_BQ = node_of_BM.gather(1, parents_BM.gather(1, kept_BQ))
+        # A child without its parent comes from NaN logits alone; such a node may cost a row, never be accepted.
+        is_unused_BQ = (parents_BQ < ROOT) | ~(log_scores_BQ > -torch.inf)
+        return DraftTree(
+            token_ids_BQ=tokens_BM.gather(1, kept_BQ).masked_fill(is_unused_BQ, UNUSED),
+            parents_BQ=parents_BQ.clamp(min=ROOT),
+            depths_BQ=self._depths_M[kept_BQ],
+            scores_BQ=log_scores_BQ.exp().masked_fill(is_unused_BQ, 0.0),
+            num_steps=strategy.num_steps,
+        )
+
+
+def _keys(logits: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """logits * scale + offset in at least float32; the float64 `scale` has no dimension, so it widens nothing."""
+    if offset is None:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    return torch.addcmul(offset, logits, scale)

@@ -1,0 +1,196 @@
+"""Which drafted tokens the target accepts, and what is committed: the verdict on a tree after the verify pass.
+
+Called by the engines. Two verifiers with one result type: `verify_noise_keyed` (the default) accepts what the target's own
+noise-keyed sample says, and `verify_rejection` is the comparison from the literature. One thing to know: the key-value
+rows that stay are `path_BS[:num_committed]` in that order; the last committed token is the next root and has none yet.
+
+Shapes: Q nodes, R = Q + 1 rows (row 0 the root), S = num_steps + 1 tokens that a step can commit at most. No shape depends
+on the data and nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.speculation.sampling import gumbel_noise
+from tlt_megatron.speculation.tree import UNUSED, DraftTree, ancestor_mask
+
+# Keys the accept tests of `verify_rejection`; added to a request's seed, so that they share nothing with the noise of
+# tokens.
+_ACCEPT_STREAM = 0x5DEECE66D1CE4E5B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What B requests commit.
+
+    Example: the root is followed by drafts 7, 8, both accepted, and the target then draws 5: num_accepted 2, path
+    [0 1 2], committed [7 8 5], num_committed 3. With stop token 8: num_accepted 2, num_committed 2, is_stopped.
+    """
+
+    num_accepted_B: Tensor  # int64 drafted tokens on the path, before stops and limits cut it
+    path_BS: Tensor  # int64 rows of the root and the accepted nodes, in order; padded with 0
+    committed_tokens_BS: Tensor  # int64 accepted tokens, then the bonus token; UNUSED behind num_committed
+    num_committed_B: Tensor  # int64 tokens to append, in [1, S]: the accept length of this step
+    is_stopped_B: Tensor  # bool, the last committed token is a stop token
+
+
+def verify_noise_keyed(
+    tree: DraftTree,
+    target_samples_BR: Tensor,
+    *,
+    ancestors_BRR: Tensor | None = None,
+    stop_token_ids: Tensor | None = None,
+    max_commit_B: Tensor | None = None,
+) -> Verdict:
+    """Accept the path of the tree that equals the target's samples.
+
+    `target_samples_BR` is `sampling.sample` of the target's logits at every row, with the position of the token that
+    follows the row. A node is accepted iff it and all its ancestors equal the sample at their parent's row. `ancestors_BRR`
+    is `ancestor_mask(tree)` where the engine has it. `stop_token_ids` is int64 on the same device; `max_commit_B` >= 1 is
+    how many tokens each request may still commit.
+    """
+    sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
+    is_match_BQ = (sampled_BQ == tree.token_ids_BQ) & (tree.token_ids_BQ != UNUSED)
+    num_slots = tree.num_steps + 1
+    if tree.is_chain:
+        num_accepted_B = is_match_BQ.cumprod(dim=1).sum(dim=1)
+        slots_S = torch.arange(num_slots, device=sampled_BQ.device)
+        path_BS = slots_S * (slots_S <= num_accepted_B.unsqueeze(1))
+    else:
+        if ancestors_BRR is None:
+            ancestors_BRR = ancestor_mask(tree)
+        has_mismatch_BR = (ancestors_BRR[:, :, 1:] & ~is_match_BQ.unsqueeze(1)).any(dim=2)
+        depths_BR = tree.row_depths_BR
+        num_accepted_B, last_row_B = (depths_BR * ~has_mismatch_BR).max(dim=1)
+        last_B1R = last_row_B.view(-1, 1, 1).expand(-1, 1, depths_BR.shape[1])
+        on_path_BR = ancestors_BRR.gather(1, last_B1R).squeeze(1)
+        path_BS = _path_of_rows(on_path_BR, depths_BR, num_slots)
+    tokens_BS = target_samples_BR.gather(1, path_BS)
+    return _commit(num_accepted_B, path_BS, tokens_BS, stop_token_ids, max_commit_B)
+
+
+def verify_rejection(
+    tree: DraftTree,
+    target_probs_BRV: Tensor,
+    draft_probs_BRV: Tensor | None,
+    *,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    stop_token_ids: Tensor | None = None,
+    max_commit_B: Tensor | None = None,
+) -> Verdict:
+    """Speculative rejection sampling (Leviathan et al. 2023) over the branches of a tree (SpecInfer, Miao et al. 2024).
+
+    Children of the current node are tried in row order: x is accepted with probability min(1, p(x) / q(x)), else p becomes
+    the residual norm(max(p - q, 0)) and x leaves q. What is committed has the target's distribution, but not its tokens.
+    `target_probs_BRV` is tempered and cut. `draft_probs_BRV` is the distribution at a row from which the row's children
+    were drawn without replacement, in row order, none of them dropped afterwards; None: the children were not drawn but
+    chosen (EAGLE-2), so q is certainty. `positions_B` is the position of the token after the root. The drafts must not be
+    drawn with the noise of (`seeds_B`, `positions_B`): the bonus token is.
+    """
+    batch_size, num_rows, vocab_size = target_probs_BRV.shape
+    num_nodes = num_rows - 1
+    depths_BR = tree.row_depths_BR
+    uniform_BQ = _uniforms(seeds_B, positions_B, num_nodes)
+    rows_B = torch.arange(batch_size, device=seeds_B.device)
+    current_B = torch.zeros_like(rows_B)
+    target_BV = target_probs_BRV[:, 0]
+    draft_BV = draft_probs_BRV[:, 0] if draft_probs_BRV is not None else None
+    on_path_BR = torch.zeros_like(depths_BR, dtype=torch.bool)
+    on_path_BR[:, 0] = True
+    for node in range(num_nodes):
+        token_B = tree.token_ids_BQ[:, node]
+        is_tried_B = (tree.parents_BQ[:, node] + 1 == current_B) & (token_B != UNUSED)
+        token_B1 = token_B.clamp(min=0).unsqueeze(1)
+        target_B = target_BV.gather(1, token_B1).squeeze(1)
+        draft_B = draft_BV.gather(1, token_B1).squeeze(1) if draft_BV is not None else 1.0
+        is_accepted_B = is_tried_B & (uniform_BQ[:, node] * draft_B < target_B)
+        is_rejected_B = is_tried_B & ~is_accepted_B
+        residual_BV = _residual(target_BV, draft_BV, token_B1)
+        target_BV = torch.where(is_rejected_B.unsqueeze(1), residual_BV, target_BV)
+        target_BV = torch.where(is_accepted_B.unsqueeze(1), target_probs_BRV[:, node + 1], target_BV)
+        if draft_BV is not None:
+            without_BV = _normalized(draft_BV.scatter(1, token_B1, 0.0))
+            draft_BV = torch.where(is_rejected_B.unsqueeze(1), without_BV, draft_BV)
+            draft_BV = torch.where(is_accepted_B.unsqueeze(1), draft_probs_BRV[:, node + 1], draft_BV)
+        current_B = torch.where(is_accepted_B, node + 1, current_B)
+        on_path_BR[:, node + 1] = is_accepted_B
+    num_accepted_B = on_path_BR.sum(dim=1) - 1
+    path_BS = _path_of_rows(on_path_BR, depths_BR, tree.num_steps + 1)
+    noise_BV = gumbel_noise(seeds_B, positions_B + num_accepted_B, vocab_size)
+    bonus_B = (target_BV.double().log() + noise_BV).argmax(dim=1)
+    # The token at slot s is the node at path[s + 1], and the bonus token behind the last node.
+    row_tokens_BR = tree.row_token_ids_BR(bonus_B)
+    next_BS = torch.cat([path_BS[:, 1:], torch.zeros_like(path_BS[:, :1])], dim=1)
+    tokens_BS = row_tokens_BR.gather(1, next_BS)
+    return _commit(num_accepted_B, path_BS, tokens_BS, stop_token_ids, max_commit_B)
+
+
+def accepted_by_depth(num_accepted: Sequence[int], num_steps: int) -> list[int]:
+    """Element d - 1: how many requests accepted at least d drafted tokens; what selectors observe.
+
+    Example: accepted [2, 0, 1] of 3 steps gives [2, 1, 0].
+    """
+    counts = [0] * num_steps
+    for accepted in num_accepted:
+        for depth in range(accepted):
+            counts[depth] += 1
+    return counts
+
+
+def _path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tensor:
+    """[B, S]: the row of the path at each depth, 0 behind its end."""
+    batch_size, num_rows = on_path_BR.shape
+    rows_BR = torch.arange(num_rows, device=depths_BR.device).expand(batch_size, num_rows)
+    slots_BR = torch.where(on_path_BR, depths_BR, num_slots)
+    path = rows_BR.new_zeros(batch_size, num_slots + 1).scatter_(1, slots_BR, rows_BR)
+    return path[:, :num_slots]
+
+
+def _commit(
+    num_accepted_B: Tensor,
+    path_BS: Tensor,
+    tokens_BS: Tensor,
+    stop_token_ids: Tensor | None,
+    max_commit_B: Tensor | None,
+) -> Verdict:
+    """Cut the accepted tokens and the bonus token behind the first stop token and at the limit."""
+    slots_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    num_committed_B = num_accepted_B + 1
+    if max_commit_B is not None:
+        num_committed_B = torch.minimum(num_committed_B, max_commit_B)
+    is_stopped_B = torch.zeros_like(num_committed_B, dtype=torch.bool)
+    if stop_token_ids is not None and stop_token_ids.numel() > 0:
+        is_stop_BS = (tokens_BS.unsqueeze(2) == stop_token_ids).any(dim=2)
+        first_stop_B = torch.where(is_stop_BS, slots_S, tokens_BS.shape[1]).amin(dim=1)
+        is_stopped_B = first_stop_B < num_committed_B
+        num_committed_B = torch.minimum(num_committed_B, first_stop_B + 1)
+    is_committed_BS = slots_S < num_committed_B.unsqueeze(1)
+    return Verdict(
+        num_accepted_B=num_accepted_B,
+        path_BS=path_BS,
+        committed_tokens_BS=torch.where(is_committed_BS, tokens_BS, UNUSED),
+        num_committed_B=num_committed_B,
+        is_stopped_B=is_stopped_B,
+    )
+
+
+def _residual(target_BV: Tensor, draft_BV: Tensor | None, token_B1: Tensor) -> Tensor:
+    if draft_BV is None:
+        return _normalized(target_BV.scatter(1, token_B1, 0.0))
+    return _normalized((target_BV - draft_BV).clamp(min=0.0))
+
+
+def _normalized(weights_BV: Tensor) -> Tensor:
+    return weights_BV / weights_BV.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights_BV.dtype).tiny)
+
+
+def _uniforms(seeds_B: Tensor, positions_B: Tensor, num_draws: int) -> Tensor:
+    """[B, num_draws] in (0, 1), a function of (seed, position, draw) alone."""
+    noise = gumbel_noise(seeds_B + _ACCEPT_STREAM, positions_B, num_draws)
+    return (-(-noise).exp()).exp()
