@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.loss import draft_loss, make_objective
+from tlt_megatron.drafter.loss import DraftLoss, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.process_groups import SINGLE, Group
@@ -82,6 +81,10 @@ class DrafterTrainer:
         )
         self._num_weights = sum(p.numel() for p in self._parameters.values())
         self._flat = next(model.parameters()).new_zeros(0)
+        for parameter in self._parameters.values():
+            moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+            step = torch.zeros((), device=parameter.device)
+            self._optimizer.state[parameter] = {"step": step, **moments}
 
     def step(self, batch: DraftBatch | None, flags: Sequence[float] = ()) -> DrafterStats:
         """Train on this member's batch, or lend a hand without one. All members give equally many `flags`.
@@ -124,8 +127,19 @@ class DrafterTrainer:
         )
 
     @torch.no_grad()
-    def evaluate(self, batch: DraftBatch) -> DraftLossSums:
-        """Sums over one batch, of this rank alone, without an update."""
+    def evaluate(self, batch: DraftBatch) -> DraftLoss:
+        """Loss and counts on one batch, on this rank alone, changing nothing."""
+        return self._loss(batch)
+
+    def _loss(self, batch: DraftBatch) -> DraftLoss:
+        is_bfloat16 = self._section.dtype == "bfloat16"
+        with torch.autocast(self._flat.device.type, torch.bfloat16, enabled=is_bfloat16):
+            return draft_loss(
+                self.model,
+                batch,
+                self._objective,
+                head_chunk_tokens=self._section.head_chunk_tokens,
+            )
 
     def _backward(self, batch: DraftBatch | None, num_extra: int) -> Tensor:
         """Fill the flat buffer with this member's gradients; the view of what follows them, sums filled in."""
@@ -141,15 +155,7 @@ class DrafterTrainer:
         sums = self._flat[self._num_weights :]
         if batch is None:
             return sums
-        device_type = self._flat.device.type
-        is_bfloat16 = self._section.dtype == "bfloat16"
-        with torch.autocast(device_type, torch.bfloat16, enabled=is_bfloat16):
-            loss = draft_loss(
-                self.model,
-                batch,
-                self._objective,
-                head_chunk_tokens=self._section.head_chunk_tokens,
-            )
+        loss = self._loss(batch)
         if loss.count:
             loss.loss_sum.backward()
         sums[0] = loss.loss_sum.detach()
@@ -157,3 +163,48 @@ class DrafterTrainer:
         num_steps = self._objective.num_steps
         sums[2 : 2 + 3 * num_steps] = torch.cat((loss.counts_K, loss.agreed_K, loss.accepted_K))
         return sums
+
+    def _update(self, count: float, grad_norm: float, lr: float) -> None:
+        clip = self._section.clip_grad
+        scale = min(1.0, clip / max(grad_norm, 1e-12)) if clip else 1.0
+        self._flat[: self._num_weights].mul_(scale / count)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.num_updates += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Trainable parameters, moments and counters, as live tensors: nothing of the target's."""
+        state = {f"model.{name}": p.detach() for name, p in self._parameters.items()}
+        for moment in _MOMENTS:
+            for name, parameter in self._parameters.items():
+                state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
+        state["num_updates"] = torch.tensor(self.num_updates)
+        state["num_skipped"] = torch.tensor(self.num_skipped)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave. ValueError names keys that are missing, unknown or misshapen."""
+        own = self.state_dict()
+        wrong = sorted(own.keys() ^ state.keys())
+        wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
+        if wrong:
+            raise ValueError(f"drafter state: missing, unknown or misshapen: {', '.join(wrong[:5])}")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self.num_updates, self.num_skipped = (int(state[n]) for n in ("num_updates", "num_skipped"))
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter]["step"].fill_(self.num_updates)
+
+    @torch.no_grad()
+    def broadcast_state(self, source: int = 0) -> None:
+        """Give all members the state of member `source` (a rank within the group), in one collective."""
+        if self.group.size == 1:
+            return
+        state = self.state_dict()
+        flat = torch.cat([t.to(self._flat).flatten() for t in state.values()])
+        self.group.handle.broadcast(flat, source).wait()  # type: ignore[union-attr]
+        sizes = [t.numel() for t in state.values()]
+        parts = zip(state.items(), flat.split(sizes), strict=True)
+        self.load_state_dict({name: part.view_as(tensor) for (name, tensor), part in parts})

@@ -83,7 +83,8 @@ class PagedAttention:
         ]
 
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
-        """Plan for these sequences, in batch order. Each has at least one page of its own."""
+        """Plan for these sequences, in batch order. Each has pages of its own, all with a written position
+        once the pass has begun: the kernel's lse of nothing is not -inf."""
         cache = self._cache
         device = cache.device
         end, start = cache.response_end, cache.prompt_start

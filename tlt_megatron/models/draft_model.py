@@ -50,7 +50,9 @@ class DraftConfig:
     rope: RopeConfig
     max_position_embeddings: int
     vocab_size: int
-    aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these layers
+    aux_layer_ids: tuple[
+        int, ...
+    ] = ()  # eagle3: features are the residual stream after these layers
     target: TargetFingerprint | None = None  # None: a checkpoint made elsewhere that does not say
 
     def __post_init__(self) -> None:

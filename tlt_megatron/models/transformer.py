@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.models.layers import RotaryTable, apply_rope_
+from tlt_megatron.models.layers import RmsNorm, RotaryTable, apply_rope_
 
 
 class Attention(Protocol):
@@ -76,6 +76,7 @@ class Transformer:
         ]
         self._views = self._hf_views()
         self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
+        self._norm = RmsNorm(c.rms_norm_eps, dtype, device)
 
     def _hf_views(self) -> dict[str, Tensor]:
         """Every Hugging Face name and the part of the fused storage that it is."""
@@ -147,6 +148,7 @@ class Transformer:
             )
         self._views = self._hf_views()
         self.rotary = RotaryTable(self.config.rope, self.config.head_dim, self.dtype, device)
+        self._norm = RmsNorm(self.config.rms_norm_eps, self.dtype, device)
 
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
         """[P, D] after the final norm. `rotary.reserve` must cover the positions."""
@@ -154,25 +156,25 @@ class Transformer:
         num_tokens = token_ids_P.shape[0]
         num_rotated = c.num_heads + c.num_kv_heads
         num_fused = num_rotated + c.num_kv_heads
-        norm_shape, head_shape, eps = (c.hidden_size,), (c.head_dim,), c.rms_norm_eps
+        norm = self._norm
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
         for index, layer in enumerate(self.layers):
-            normed_PD = F.rms_norm(x_PD, norm_shape, layer.input_norm, eps)
+            normed_PD = norm(x_PD, layer.input_norm)
             fused = F.linear(normed_PD, layer.qkv, layer.qkv_bias)
             heads_PAH = fused.view(num_tokens, num_fused, c.head_dim)
             rotated = heads_PAH[:, :num_rotated]
             if layer.qk_norm is not None:
-                torch.mul(F.rms_norm(rotated, head_shape, None, eps), layer.qk_norm, out=rotated)
+                rotated.copy_(norm(rotated, layer.qk_norm))
             apply_rope_(rotated, cos_P1H, sin_P1H)
             context_PN = attention.attend(
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )
             x_PD = torch.addmm(x_PD, context_PN, layer.output.t())
-            normed_PD = F.rms_norm(x_PD, norm_shape, layer.post_norm, eps)
+            normed_PD = norm(x_PD, layer.post_norm)
             gate_PF, up_PF = F.linear(normed_PD, layer.gate_up).chunk(2, dim=-1)
             x_PD = torch.addmm(x_PD, F.silu(gate_PF).mul_(up_PF), layer.down.t())
-        return F.rms_norm(x_PD, norm_shape, self.final_norm, eps)
+        return norm(x_PD, self.final_norm)
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, V] from the output of `forward`."""

@@ -9,6 +9,7 @@ Messages in: (task_id, pickled arguments). Messages out: ("ready", is_async) or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -47,8 +48,9 @@ class _Pipes:
 
     def send(self, *message: object) -> None:
         frame = memoryview(pack_frame(message))
-        while frame:
-            frame = frame[os.write(self._out_fd, frame) :]
+        with contextlib.suppress(BrokenPipeError):  # the trainer is gone: tasks says so
+            while frame:
+                frame = frame[os.write(self._out_fd, frame) :]
 
     def _receive(self) -> None:
         reader = FrameReader()

@@ -165,15 +165,16 @@ def sample(
     noise_ahead: NoiseAhead | None = None,
 ) -> Sampled:
     """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0."""
-    logits = logits_BV.double()
-    policy_norm_B = logits.logsumexp(dim=-1)
+    wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
+    logits = logits_BV.to(wide)
+    policy_logprobs_BV = logits.log_softmax(dim=-1)
     if temperature == 0.0:
         tokens_B1 = logits.argmax(dim=-1, keepdim=True)
-        policy_B = logits.gather(1, tokens_B1).squeeze(1) - policy_norm_B
+        policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
         return Sampled(
             token_ids_B=tokens_B1.squeeze(1),
-            logprobs_B=torch.zeros_like(policy_B, dtype=torch.float32),
-            policy_logprobs_B=policy_B.float(),
+            logprobs_B=torch.zeros_like(policy_B),
+            policy_logprobs_B=policy_B,
         )
     is_plain = temperature == 1.0 and top_p >= 1.0 and top_k == 0
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
@@ -182,12 +183,10 @@ def sample(
     else:
         noise_BV = noise_ahead.next(seeds_B, positions_B)
     tokens_B1 = noise_BV.add_(scaled).argmax(dim=-1, keepdim=True)
-    policy_B = (logits.gather(1, tokens_B1).squeeze(1) - policy_norm_B).float()
+    policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
     logprobs_B = policy_B
     if not is_plain:
-        logprobs_B = scaled.gather(1, tokens_B1).squeeze(1) - scaled.logsumexp(dim=-1)
+        logprobs_B = scaled.log_softmax(dim=-1).gather(1, tokens_B1).squeeze(1).float()
     return Sampled(
-        token_ids_B=tokens_B1.squeeze(1),
-        logprobs_B=logprobs_B.float(),
-        policy_logprobs_B=policy_B,
+        token_ids_B=tokens_B1.squeeze(1), logprobs_B=logprobs_B, policy_logprobs_B=policy_B
     )

@@ -63,13 +63,11 @@ class SpeculationStrategy:
         return self.topk == 1
 
     def __str__(self) -> str:
-        return (
-            "off" if self.is_off else f"{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
-        )
+        return "off" if self.is_off else f"{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
 
     @classmethod
     def parse(cls, text: str) -> SpeculationStrategy:
-        """"6_4_16" or "off". ValueError for anything else."""
+        """ "6_4_16" or "off". ValueError for anything else."""
         if text == "off":
             return OFF
         parts = text.split("_")

@@ -228,7 +228,9 @@ class TreeGrower:
         parents_BM = root_BK
         if picks:
             beams_BEK = torch.stack(picks, dim=1) + self._beam_starts_E1
-            parents_BM = torch.cat([root_BK, beams_BEK.view(batch_size, -1).repeat_interleave(topk, 1)], 1)
+            parents_BM = torch.cat(
+                [root_BK, beams_BEK.view(batch_size, -1).repeat_interleave(topk, 1)], 1
+            )
         # From candidate (0: the root) to node index; -2 says that the candidate was not kept.
         node_of_BM = tokens_BM.new_full((batch_size, num_candidates + 1), ROOT - 1)
         node_of_BM[:, 0] = ROOT

@@ -34,7 +34,9 @@ class Verdict:
 
     num_accepted_B: Tensor  # int64 drafted tokens on the path, before stops and limits cut it
     path_BS: Tensor  # int64 rows of the root and the accepted nodes, in order; padded with 0
-    committed_tokens_BS: Tensor  # int64 accepted tokens, then the bonus token; UNUSED behind num_committed
+    committed_tokens_BS: (
+        Tensor  # int64 accepted tokens, then the bonus token; UNUSED behind num_committed
+    )
     num_committed_B: Tensor  # int64 tokens to append, in [1, S]: the accept length of this step
     is_stopped_B: Tensor  # bool, the last committed token is a stop token
 
@@ -113,11 +115,15 @@ def verify_rejection(
         is_rejected_B = is_tried_B & ~is_accepted_B
         residual_BV = _residual(target_BV, draft_BV, token_B1)
         target_BV = torch.where(is_rejected_B.unsqueeze(1), residual_BV, target_BV)
-        target_BV = torch.where(is_accepted_B.unsqueeze(1), target_probs_BRV[:, node + 1], target_BV)
+        target_BV = torch.where(
+            is_accepted_B.unsqueeze(1), target_probs_BRV[:, node + 1], target_BV
+        )
         if draft_BV is not None:
             without_BV = _normalized(draft_BV.scatter(1, token_B1, 0.0))
             draft_BV = torch.where(is_rejected_B.unsqueeze(1), without_BV, draft_BV)
-            draft_BV = torch.where(is_accepted_B.unsqueeze(1), draft_probs_BRV[:, node + 1], draft_BV)
+            draft_BV = torch.where(
+                is_accepted_B.unsqueeze(1), draft_probs_BRV[:, node + 1], draft_BV
+            )
         current_B = torch.where(is_accepted_B, node + 1, current_B)
         on_path_BR[:, node + 1] = is_accepted_B
     num_accepted_B = on_path_BR.sum(dim=1) - 1
@@ -187,7 +193,9 @@ def _residual(target_BV: Tensor, draft_BV: Tensor | None, token_B1: Tensor) -> T
 
 
 def _normalized(weights_BV: Tensor) -> Tensor:
-    return weights_BV / weights_BV.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights_BV.dtype).tiny)
+    return weights_BV / weights_BV.sum(dim=1, keepdim=True).clamp(
+        min=torch.finfo(weights_BV.dtype).tiny
+    )
 
 
 def _uniforms(seeds_B: Tensor, positions_B: Tensor, num_draws: int) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
-    "<|{{ m.role }}|>{{ m.content }}<eot>"
+    "<|{{ m.role }}|>{% if 'name' in m %}({{ m.name }}){% endif %}{{ m.content }}<eot>"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

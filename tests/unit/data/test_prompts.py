@@ -69,6 +69,7 @@ def test_parquet_messages_of_unlike_keys_equal_jsonl(tokenizer: Tokenizer, tmp_p
         for suffix in (".jsonl", ".parquet")
     ]
     assert loaded[0].rows == loaded[1].rows
+    assert loaded[0].rows[0].token_ids == tokenizer.encode("<|user|>(ann)a<eot><|assistant|>")
     assert loaded[0].fingerprint == loaded[1].fingerprint
 
 

@@ -323,7 +323,8 @@ def test_programs_of_a_reward_function_can_be_terminated(make_pool: PoolMaker) -
 def test_close_leaves_no_process(make_pool: PoolMaker, last: str) -> None:
     pool = make_pool(num_workers=2)
     pids = {int(pid) for pid in score(pool, *["pid"] * 20, "child")}
-    pool.submit("last", prompt(), last)
+    for worker in range(2):
+        pool.submit(worker, prompt(), last)
     pool.close()
     pool.close()
     for pid in pids:

@@ -1,0 +1,145 @@
+"""The drafter written from its definition: one sequence, one position at a time, every key computed anew.
+
+The models of the drafter's tests, and what they are compared with. Follows SGLang's LlamaForCausalLMEagle and
+LlamaForCausalLMEagle3 by hand, from a state_dict under SGLang's names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.drafter.packing import DraftSequence
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+
+VOCAB_SIZE, HIDDEN_SIZE = 32, 16
+
+
+def make_target_config(**changes: object) -> ModelConfig:
+    """A target whose heads do not add up to its hidden size."""
+    settings: dict = {
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "ffn_size": 24,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(theta=100.0),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "has_qkv_bias": False,
+        "has_qk_norm": True,
+    }
+    return ModelConfig(**settings | changes)
+
+
+def make_draft_model(
+    architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> DraftModel:
+    """A random drafter with its target's embedding and head; norms and bias are random too."""
+    generator = torch.Generator().manual_seed(7)
+    embedding = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+    lm_head = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+    embedding, lm_head = embedding.to(dtype), lm_head.to(dtype)
+    config = make_draft_config(make_target_config(), architecture, embedding)
+    model = DraftModel(
+        config, embedding_VD=embedding, lm_head_VD=lm_head, seed=seed, dtype=torch.float64
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(0.2 * noise)
+    return model.to(dtype)
+
+
+def make_sequence(model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int) -> DraftSequence:
+    """Random tokens and states."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    dtype = model.fc.weight.dtype
+    shape = (num_tokens, model.config.feature_size)
+    features = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+    return DraftSequence(
+        token_ids=torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator),
+        features=features,
+        final_hidden=hidden.to(dtype) if model.config.is_eagle3 else None,
+        **fields,
+    )
+
+
+def slow_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMS norm of one vector."""
+    return x_D / math.sqrt(float((x_D * x_D).sum()) / x_D.numel() + eps) * weight_D
+
+
+def slow_rotate(head_H: Tensor, position: int, theta: float) -> Tensor:
+    """Rotary embedding of one head: channel i turns with channel i + H/2."""
+    half = head_H.numel() // 2
+    out = head_H.clone()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / head_H.numel())
+        a, b = head_H[i], head_H[i + half]
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def slow_outputs(
+    model: DraftModel, tokens: Sequence[int], hidden: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(hidden for the next step, head input) of the last of the pairs (tokens[i], hidden[i]) at positions 0, 1, ..."""
+    c, w = model.config, dict(model.state_dict())
+    prefix = "midlayer." if c.is_eagle3 else "layers.0."
+    eps, theta = c.rms_norm_eps, c.rope.theta
+    queries, keys, values, residuals = [], [], [], []
+    for position, (token, feature) in enumerate(zip(tokens, hidden, strict=True)):
+        embedded = model.embedding_VD[token]
+        if c.is_eagle3:
+            residual = feature
+            left = slow_norm(embedded, w[prefix + "input_layernorm.weight"], eps)
+            right = slow_norm(feature, w[prefix + "hidden_norm.weight"], eps)
+            x = torch.cat((left, right))
+        else:
+            residual = x = w["fc.weight"] @ torch.cat((embedded, feature)) + w["fc.bias"]
+        q, k, v = (
+            (w[f"{prefix}self_attn.{name}_proj.weight"] @ x).view(-1, c.head_dim) for name in "qkv"
+        )
+        queries.append([slow_rotate(head, position, theta) for head in q])
+        keys.append([slow_rotate(head, position, theta) for head in k])
+        values.append(list(v))
+        residuals.append(residual)
+    heads = []
+    for n in range(c.num_heads):
+        kv_head = n // (c.num_heads // c.num_kv_heads)
+        scores = torch.stack([queries[-1][n] @ key[kv_head] for key in keys])
+        weights = (scores / math.sqrt(c.head_dim)).softmax(dim=0)
+        heads.append(sum(weight * value[kv_head] for weight, value in zip(weights, values, strict=True)))
+    x = residuals[-1] + w[prefix + "self_attn.o_proj.weight"] @ torch.cat(heads)
+    normed = slow_norm(x, w[prefix + "post_attention_layernorm.weight"], eps)
+    gate = w[prefix + "mlp.gate_proj.weight"] @ normed
+    up = w[prefix + "mlp.up_proj.weight"] @ normed
+    output = x + w[prefix + "mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+    return output, slow_norm(output, w["norm.weight"], eps) if c.is_eagle3 else output
+
+
+def slow_draft(
+    model: DraftModel, sequence: DraftSequence, position: int, num_steps: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What the engine does after it has verified the tokens up to `position` + 1: draft on from there, with true
+    features up to `position` and own ones after it, along the tokens of the sequence."""
+    hidden = [model.fc.weight @ f if model.config.is_eagle3 else f for f in sequence.features]
+    hidden = hidden[: position + 1]
+    results = []
+    for step in range(num_steps):
+        tokens = sequence.token_ids[1 : position + step + 2].tolist()
+        results.append(slow_outputs(model, tokens, hidden))
+        hidden = [*hidden, results[-1][0]]
+    return results

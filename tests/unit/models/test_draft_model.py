@@ -1,0 +1,207 @@
+"""The draft layer against its definition, and the refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.slow_draft import (
+    HIDDEN_SIZE,
+    VOCAB_SIZE,
+    make_draft_model,
+    make_sequence,
+    make_target_config,
+    slow_draft,
+)
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import (
+    DraftModel,
+    check_target,
+    default_aux_layer_ids,
+    fingerprint_target,
+    hash_embedding,
+    make_draft_config,
+)
+from tlt_megatron.models.layers import attend_with_lse
+
+
+class GrowingKv:
+    """One sequence whose keys and values are kept, as an engine keeps them."""
+
+    def __init__(self) -> None:
+        self.kv_SKH: Tensor | None = None
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`; new tokens see each other causally."""
+        start = 0 if self.kv_SKH is None else self.kv_SKH.shape[0]
+        parts = [kv_PKH] if self.kv_SKH is None else [self.kv_SKH, kv_PKH]
+        self.kv_SKH = torch.cat(parts).detach()
+        num_new, num_heads, head_dim = query_PNH.shape
+        num_kv_heads = kv_PKH.shape[1] // 2
+        key, value = self.kv_SKH.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
+        query = query_PNH.reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        visible = torch.ones(num_new, start + num_new, dtype=torch.bool).tril(start)
+        bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+        outs = [
+            attend_with_lse(query[None, :, r], key, value, bias)[0] for r in range(query.shape[1])
+        ]
+        return torch.stack(outs, dim=2)[0].permute(2, 0, 1, 3).reshape(num_new, -1)
+
+
+def draft(step, fuse, sequence, position: int, num_steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Prefill the pairs up to `position`, then draft step by step over kept keys and values."""
+    kv = GrowingKv()
+    positions = torch.arange(position + 1)
+    tokens = sequence.token_ids[1 : position + 2]
+    results = []
+    hidden = fuse(sequence.features[: position + 1])
+    for k in range(num_steps):
+        hidden, head = step(tokens, hidden, positions, kv)
+        hidden, head = hidden[-1:], head[-1:]
+        results.append((hidden[0], head[0]))
+        positions = torch.tensor([position + 1 + k])
+        tokens = sequence.token_ids[position + 2 + k : position + 3 + k]
+    return results
+
+
+@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["module", "inference"])
+def test_steps_equal_the_definition(architecture: str, is_fused: bool) -> None:
+    model = make_draft_model(architecture)
+    model.rotary.reserve(64)
+    sequence = make_sequence(model, 12)
+    step, fuse = model, model.fuse
+    if is_fused:
+        view = DraftInference(model, torch.float64)
+        view.rotary.reserve(64)
+        fuse = view.fuse
+
+        def step(tokens, hidden, positions, kv):
+            return view.step(tokens, hidden, view.rotation(positions), kv)
+
+    with torch.no_grad():
+        actual = draft(step, fuse, sequence, 5, 4)
+        expected = slow_draft(model, sequence, 5, 4)
+    for ours, slow in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, slow, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
+@pytest.mark.parametrize("max_table_bytes", [0, 1 << 20], ids=["no_table", "table"])
+def test_inference_follows_changed_weights_and_embedding(
+    architecture: str, max_table_bytes: int
+) -> None:
+    model = make_draft_model(architecture)
+    view = DraftInference(model, torch.float64, max_table_bytes=max_table_bytes)
+    sequence = make_sequence(model, 8)
+    model.rotary.reserve(64)
+    view.rotary.reserve(64)
+    addresses = [t.data_ptr() for t in vars(view).values() if isinstance(t, Tensor)]
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.embedding_VD, model.lm_head_VD):
+            tensor.mul_(1.25).add_(0.01)
+        view.refresh()
+        positions, tokens = torch.arange(6), sequence.token_ids[1:7]
+        features = sequence.features[:6]
+        expected = model(tokens, model.fuse(features), positions, GrowingKv())
+        rotation = view.rotation(positions)
+        actual = view.step(tokens, view.fuse(features), rotation, GrowingKv())
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(view.logits(actual[1]), model.logits(expected[1]))
+    assert addresses == [t.data_ptr() for t in vars(view).values() if isinstance(t, Tensor)]
+    assert view.num_bytes() > 0
+
+
+@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
+def test_borrowed_parts_are_frozen_and_not_saved(architecture: str) -> None:
+    embedding = torch.nn.Parameter(torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
+    lm_head = torch.nn.Parameter(torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
+    config = make_draft_config(make_target_config(), architecture, embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=lm_head)
+    model.rotary.reserve(8)
+    hidden = model.fuse(torch.randn(4, config.feature_size))
+    _, head = model(torch.arange(4), hidden, torch.arange(4), GrowingKv())
+    model.logits(head).square().sum().backward()
+    assert embedding.grad is None
+    assert lm_head.grad is None
+    assert model.fc.weight.grad is not None
+    assert not [name for name in model.state_dict() if "embed" in name or "head" in name]
+    assert len(list(model.parameters())) == len(model.state_dict())
+
+
+def test_parameter_names_are_sglangs() -> None:
+    attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    rest = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    rest.append("post_attention_layernorm.weight")
+    eagle = {"fc.weight", "fc.bias"} | {f"layers.0.{name}" for name in attention + rest}
+    norms = ["input_layernorm.weight", "hidden_norm.weight"]
+    eagle3 = {f"midlayer.{name}" for name in attention + rest + norms}
+    eagle3 |= {"fc.weight", "norm.weight"}
+    assert set(make_draft_model("eagle").state_dict()) == eagle
+    state = make_draft_model("eagle3").state_dict()
+    assert set(state) == eagle3
+    assert state["midlayer.self_attn.k_proj.weight"].shape == (12, 2 * HIDDEN_SIZE)
+    assert state["fc.weight"].shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
+
+
+def test_same_seed_gives_same_weights() -> None:
+    first, second, other = (make_draft_model("eagle", seed=seed).fc.weight for seed in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_embedding_hash_survives_training_and_rounding_and_tells_targets_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(300, 24, generator=generator) + 0.3
+    base = int(hash_embedding(embedding), 16)
+    drifted = embedding + 0.1 * torch.randn(embedding.shape, generator=generator)
+    other = torch.randn(300, 24, generator=generator) + 0.3
+
+    def distance(tensor: Tensor) -> int:
+        return (base ^ int(hash_embedding(tensor), 16)).bit_count()
+
+    assert distance(embedding.clone()) == 0
+    assert distance(embedding.bfloat16()) <= 4
+    assert distance(drifted) <= 32
+    assert distance(other) >= 90
+    assert distance(embedding.roll(1, 0)) >= 90
+
+
+def test_drafter_of_another_target_is_refused() -> None:
+    model = make_draft_model("eagle")
+    check_target(model.config, model.embedding_VD + 0.01)
+    with pytest.raises(ValueError, match="belongs to another target"):
+        check_target(model.config, torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
+    with pytest.raises(ValueError, match=r"vocab_size=32 is not the target's 40"):
+        check_target(model.config, torch.randn(40, HIDDEN_SIZE))
+    with pytest.raises(ValueError, match=r"hidden_size=16 is not the target's 20"):
+        check_target(model.config, torch.randn(VOCAB_SIZE, 20))
+    with pytest.raises(ValueError, match="lm_head"):
+        DraftModel(model.config, embedding_VD=model.embedding_VD, lm_head_VD=torch.randn(8, 16))
+    unknown = dataclasses.replace(model.config, target=None)
+    check_target(unknown, torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
+    assert fingerprint_target(model.embedding_VD) == model.config.target
+
+
+@pytest.mark.parametrize(
+    "num_layers, expected",
+    [(4, (0, 1, 2)), (6, (0, 2, 4)), (7, (1, 2, 3)), (28, (1, 13, 24)), (32, (1, 15, 28))],
+)
+def test_default_aux_layers_are_sglangs_where_it_has_three(num_layers: int, expected) -> None:
+    assert default_aux_layer_ids(num_layers) == expected
+
+
+def test_wrong_aux_layers_are_refused() -> None:
+    target, embedding = make_target_config(), torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
+    with pytest.raises(ValueError, match="at least 4 layers"):
+        default_aux_layer_ids(3)
+    for architecture, ids in (("eagle", (0, 1, 2)), ("eagle3", (0, 1)), ("eagle3", (1, 1, 2))):
+        with pytest.raises(ValueError, match="rising layer numbers"):
+            make_draft_config(target, architecture, embedding, ids)
+    with pytest.raises(ValueError, match="at most 2"):
+        make_draft_config(target, "eagle3", embedding, (0, 1, 3))
+    with pytest.raises(ValueError, match="architecture='medusa'"):
+        make_draft_config(target, "medusa", embedding)

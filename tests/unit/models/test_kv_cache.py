@@ -1,0 +1,108 @@
+"""Pages are taken from two ends, freed, moved together; the data and the lists that name them follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.kv_cache import KvCache
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=8,
+    hidden_size=8,
+    ffn_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=10000.0),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    has_qkv_bias=False,
+    has_qk_norm=False,
+)
+
+
+def make_cache(num_pages: int) -> KvCache:
+    return KvCache(
+        CONFIG, num_pages=num_pages, page_size=2, dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+def test_prompts_come_from_the_top_and_responses_from_the_bottom() -> None:
+    cache = make_cache(6)
+    prompt: list[int] = []
+    response: list[int] = []
+    assert cache.take_prompt_pages(prompt, 2)
+    assert cache.take_response_page(response)
+    assert (prompt, response, cache.num_free) == ([5, 4], [0], 3)
+    assert (cache.response_end, cache.prompt_start) == (1, 4)
+
+
+def test_a_page_that_is_not_there_is_not_given() -> None:
+    cache = make_cache(3)
+    prompt: list[int] = []
+    assert not cache.take_prompt_pages(prompt, 4)
+    assert prompt == []
+    assert cache.num_free == 3
+    assert cache.take_prompt_pages(prompt, 3)
+    assert not cache.take_response_page([])
+    cache.free(prompt)
+    assert (prompt, cache.num_free, cache.peak_pages) == ([], 3, 3)
+
+
+def test_freeing_twice_is_caught() -> None:
+    cache = make_cache(3)
+    pages: list[int] = []
+    cache.take_response_page(pages)
+    copy = list(pages)
+    cache.free(pages)
+    with pytest.raises(AssertionError, match="free already"):
+        cache.free(copy)
+
+
+def test_slots_are_the_positions_in_page_order() -> None:
+    cache = make_cache(8)
+    assert cache.slots([5, 0, 3], 1, 6).tolist() == [11, 0, 1, 6, 7]
+    assert cache.slots([5, 0, 3], 2, 3).tolist() == [0]
+    assert cache.slots([], 0, 0).tolist() == []
+
+
+def test_compaction_moves_pages_with_their_data_and_their_lists() -> None:
+    cache = make_cache(64)
+    sequences: list[list[int]] = [[] for _ in range(40)]
+    prompts: list[list[int]] = [[] for _ in range(12)]
+    for number, pages in enumerate(sequences + prompts):
+        taken = (
+            cache.take_response_page(pages) if number < 40 else cache.take_prompt_pages(pages, 1)
+        )
+        assert taken
+        slots = cache.slots(pages, 0, 1)  # the first of two positions
+        for layer in range(2):
+            cache.write(layer, slots, torch.full((1, 2, 4), float(100 * layer + number)))
+        cache.mark_written(slots)
+    assert not cache.compact()
+    kept = sequences[30:] + prompts[11:]
+    for pages in sequences[:30] + prompts[:11]:
+        cache.free(pages)
+    assert cache.compact()
+    assert (cache.response_end, cache.prompt_start) == (10, 63)
+    for number, pages in zip([*range(30, 40), 51], kept, strict=True):
+        slots = cache.slots(pages, 0, 2)
+        for layer in range(2):
+            assert (cache.layers[layer][:, slots[0]] == 100 * layer + number).all()
+        assert cache.bias_T[slots].tolist() == [0.0, -torch.inf]
+    assert not cache.compact()
+
+
+def test_a_page_taken_again_shows_nothing_of_its_past() -> None:
+    cache = make_cache(2)
+    pages: list[int] = []
+    cache.take_response_page(pages)
+    cache.mark_written(cache.slots(pages, 0, 2))
+    cache.free(pages)
+    cache.take_response_page(pages)
+    assert cache.bias_T[cache.slots(pages, 0, 2)].tolist() == [-torch.inf, -torch.inf]

@@ -1,0 +1,117 @@
+"""The forward pass equals transformers' for every family, rope kind and head layout; weights go in and out by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+
+CPU = torch.device("cpu")
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+
+
+def load(path: Path, dtype: torch.dtype) -> Transformer:
+    model = Transformer(load_model_config(path), dtype, CPU)
+    for name, tensor in HfReader(path).items():
+        model.load_hf(name, tensor)
+    return model
+
+
+def logits_of(model: Transformer, token_ids_T: Tensor) -> Tensor:
+    length = token_ids_T.numel()
+    cache = KvCache(model.config, num_pages=2, page_size=length, dtype=model.dtype, device=CPU)
+    slots = torch.arange(length)
+    segment = PrefillSegment(new_slots_C=slots, context_slots_S=slots)
+    model.rotary.reserve(length)
+    return model.logits(model.forward(token_ids_T, slots, PrefillAttention(cache, [segment])))
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": LINEAR}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("qwen2", {}),
+        ("qwen2", {"tied": True}),
+        ("qwen3", {}),
+        ("qwen3", {"tied": True, "rope_parameters": LINEAR}),
+    ],
+)
+def test_logits_equal_transformers(kind: str, options: dict, tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "m", kind, num_layers=2, vocab_size=96, **options)
+    tokens = torch.randint(96, (150,), generator=torch.Generator().manual_seed(1))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(tokens.unsqueeze(0)).logits[0]
+        logits = logits_of(load(path, torch.float32), tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_is_close_and_float64_closer(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "m", "qwen3", num_layers=2, vocab_size=96)
+    tokens = torch.arange(60)
+    with torch.inference_mode():
+        exact = logits_of(load(path, torch.float64), tokens)
+        single = logits_of(load(path, torch.float32), tokens)
+        half = logits_of(load(path, torch.bfloat16), tokens)
+    assert exact.dtype == torch.float64
+    assert half.dtype == torch.bfloat16
+    scale = exact.std()
+    assert (single - exact).abs().max() < 1e-4 * scale
+    assert (half.double() - exact).abs().mean() < 0.05 * scale
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_named_tensors_give_back_what_was_loaded(kind: str, tied: bool, tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "m", kind, num_layers=2, vocab_size=40, tied=tied)
+    saved = dict(HfReader(path).items())
+    model = load(path, torch.float32)
+    given = dict(model.named_hf_tensors())
+    assert set(given) == set(saved) == model.hf_names()
+    assert ("lm_head.weight" in given) is not tied
+    for name, tensor in given.items():
+        torch.testing.assert_close(tensor, saved[name], atol=0, rtol=0)
+
+
+def test_a_move_keeps_weights_and_logits(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "m", "qwen3", num_layers=1, vocab_size=40, tied=True)
+    model = load(path, torch.float32)
+    with torch.inference_mode():
+        before = logits_of(model, torch.arange(8))
+        model.to(CPU)
+        model.load_hf("model.norm.weight", HfReader(path)["model.norm.weight"] * 2)
+        after = logits_of(model, torch.arange(8))
+    torch.testing.assert_close(after, before * 2)
+
+
+def test_unknown_name_and_wrong_shape_are_refused(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "m", "llama", num_layers=1, vocab_size=40, tied=True)
+    model = load(path, torch.float32)
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.x' is unknown"):
+        model.load_hf("model.layers.1.x", torch.zeros(1))
+    with pytest.raises(ValueError, match="tied to model.embed_tokens.weight"):
+        model.load_hf("lm_head.weight", torch.zeros(40, 64))
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(3,\): must be \(64,\)"):
+        model.load_hf("model.norm.weight", torch.zeros(3))

@@ -1,0 +1,187 @@
+"""Sampling draws from the exact distribution, with noise that depends on (seed, position, token) alone.
+
+Statistical tests have fixed seeds; each would raise a false alarm with probability 1e-4 if its seeds were drawn anew.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlt_megatron.speculation.sampling import (
+    NoiseAhead,
+    cut_logits,
+    gumbel_noise,
+    request_seed,
+    sample,
+)
+
+ALARM = 1e-4
+LOGITS = torch.tensor([2.0, 1.2, 1.2, 0.3, 0.0, -0.4, -1.0, -1.5, -1.5, -2.5, -3.0, -6.0])
+
+
+def seeds(count: int, run_seed: int = 0) -> Tensor:
+    return torch.tensor([request_seed(run_seed, i // 8, i % 8) for i in range(count)])
+
+
+def chi_square_p(counts_V: Tensor, probs_V: Tensor) -> float:
+    """Upper tail probability of Pearson's statistic; cells with fewer than 5 expected are pooled."""
+    assert counts_V[probs_V == 0].sum() == 0
+    expected = probs_V.double() * counts_V.sum()
+    small = expected < 5
+    observed = torch.cat((counts_V[~small].double(), counts_V[small].sum().view(1).double()))
+    expected = torch.cat((expected[~small], expected[small].sum().view(1)))
+    is_used = expected > 0
+    statistic = ((observed - expected)[is_used] ** 2 / expected[is_used]).sum()
+    half_degrees = torch.tensor((int(is_used.sum()) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_degrees, statistic / 2))
+
+
+def exact(temperature: float, top_p: float, top_k: int) -> Tensor:
+    """The sampled distribution, written out by hand for the descending LOGITS."""
+    probs = torch.softmax(LOGITS.double() / temperature, dim=0)
+    if top_k:
+        probs[top_k:] = 0
+        probs /= probs.sum()
+    total = 0.0
+    for token, prob in enumerate(probs.tolist()):
+        if total >= top_p:
+            probs[token] = 0
+        total += prob
+    return probs / probs.sum()
+
+
+CASES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 1.0, 5), (1.0, 0.8, 0), (0.9, 0.9, 6), (1.0, 0.5, 3)]
+
+
+@pytest.mark.parametrize("over", ["seeds", "positions"])
+@pytest.mark.parametrize("temperature, top_p, top_k", CASES)
+def test_sampled_tokens_follow_the_exact_distribution(
+    temperature: float, top_p: float, top_k: int, over: str
+) -> None:
+    count = 20_000
+    many, one = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    row_seeds, positions = (seeds(count), one + 3) if over == "seeds" else (one + 99, many)
+    drawn = sample(LOGITS.expand(count, -1), row_seeds, positions, temperature, top_p, top_k)
+    probs = exact(temperature, top_p, top_k)
+    counts = torch.bincount(drawn.token_ids_B, minlength=len(LOGITS))
+    assert chi_square_p(counts, probs) > ALARM
+    wrong = torch.softmax(LOGITS.double() / (temperature * 1.1), dim=0) * (probs > 0)
+    assert chi_square_p(counts, wrong / wrong.sum()) < ALARM  # the test can tell
+    torch.testing.assert_close(
+        drawn.logprobs_B, probs.log()[drawn.token_ids_B].float(), atol=1e-5, rtol=1e-5
+    )
+    policy = torch.log_softmax(LOGITS, dim=0)[drawn.token_ids_B]
+    torch.testing.assert_close(drawn.policy_logprobs_B, policy, atol=1e-6, rtol=1e-6)
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 0.0]])
+    drawn = sample(logits, seeds(2), torch.zeros(2, dtype=torch.int64), 0.0)
+    assert drawn.token_ids_B.tolist() == [1, 0]
+    assert drawn.logprobs_B.tolist() == [0.0, 0.0]
+    torch.testing.assert_close(drawn.policy_logprobs_B, logits.log_softmax(1).max(1).values)
+
+
+def test_ties_at_the_cut_rank_by_token_id() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0]])
+
+    def kept(top_p: float, top_k: int) -> list[int]:
+        return cut_logits(logits, top_p, top_k)[0].isfinite().nonzero().flatten().tolist()
+
+    assert kept(1.0, 3) == [0, 1, 4]
+    assert kept(1.0, 4) == [0, 1, 2, 4]
+    assert kept(0.3, 0) == [1]
+    assert kept(0.75, 0) == [0, 1, 4]
+    assert kept(0.9, 3) == [0, 1, 4]
+    assert kept(0.01, 0) == [1]
+    assert kept(1.0, 9) == [0, 1, 2, 3, 4]
+
+
+def test_noise_is_the_same_bits_in_any_batch() -> None:
+    row_seeds, positions = seeds(37), torch.arange(37) * 3
+    whole = gumbel_noise(row_seeds, positions, 101)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(gumbel_noise(row_seeds[order], positions[order], 101), whole[order])
+    for row in (0, 7, 36):
+        alone = gumbel_noise(row_seeds[row : row + 1], positions[row : row + 1], 101)
+        assert torch.equal(alone, whole[row : row + 1])
+
+
+def test_noise_of_a_large_vocabulary_made_in_chunks_is_the_same_bits() -> None:
+    row_seeds, positions = seeds(40), torch.arange(40)
+    whole = gumbel_noise(row_seeds, positions, 3001)  # above the chunk size
+    alone = gumbel_noise(row_seeds[5:6], positions[5:6], 3001)  # below
+    assert torch.equal(whole[5:6], alone)
+    assert torch.equal(gumbel_noise(row_seeds, positions, 50), whole[:, :50])
+
+
+def test_noise_is_splitmix64_of_the_key() -> None:
+    """Recomputed with Python's integers; so the stream is pinned across versions and devices."""
+    golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z &= mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    seed, position = request_seed(3, 4, 5), 11
+    key = mix(seed + position * golden)
+    bits = [mix(key + (token + 1) * golden) >> 12 for token in range(6)]
+    uniform = torch.tensor([(b + 0.5) / 2**52 for b in bits], dtype=torch.float64)
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 6)[0]
+    torch.testing.assert_close(noise, -torch.log(-torch.log(uniform)), atol=1e-14, rtol=1e-14)
+
+
+def test_noise_is_uniform_after_its_distribution_function() -> None:
+    noise = gumbel_noise(seeds(1000), torch.arange(1000) % 17, 200)
+    uniform = torch.exp(-torch.exp(-noise))
+    assert 0 < uniform.min()
+    assert uniform.max() < 1
+    counts = torch.bincount((uniform.flatten() * 256).long(), minlength=256)
+    assert chi_square_p(counts, torch.full((256,), 1 / 256)) > ALARM
+
+
+@pytest.mark.parametrize("step", ["token", "position", "sample", "draw", "seed"])
+def test_neighbouring_noise_is_independent(step: str) -> None:
+    """Joint 16 x 16 table of each value and its neighbour along one argument."""
+    count, vocab = 400, 128
+    number = torch.arange(count)
+
+    def noise_of(shift: int) -> Tensor:
+        moved = {name: shift * (name == step) for name in ("position", "sample", "draw", "seed")}
+        keys = torch.tensor(
+            [
+                request_seed(5 + moved["seed"], 2 * (i // 2) + moved["draw"], i % 2 * 9 + moved["sample"])
+                for i in range(count)
+            ]
+        )  # fmt: skip
+        return gumbel_noise(keys, number % 3 * 7 + moved["position"], vocab)
+
+    first, second = noise_of(0), noise_of(1)
+    if step == "token":
+        second = first.roll(-1, dims=1)
+    cells = [(torch.exp(-torch.exp(-n)) * 16).long() for n in (first, second)]
+    counts = torch.bincount((cells[0] * 16 + cells[1]).flatten(), minlength=256)
+    assert chi_square_p(counts, torch.full((256,), 1 / 256)) > ALARM
+
+
+def test_request_seeds_do_not_repeat() -> None:
+    keys = {request_seed(s, d, i) for s in range(8) for d in range(200) for i in range(16)}
+    assert len(keys) == 8 * 200 * 16
+    assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
+
+
+def test_noise_made_ahead_is_the_noise_of_each_step() -> None:
+    ahead = NoiseAhead(50)
+    row_seeds, positions = seeds(3), torch.tensor([0, 5, 100])
+    for step in range(70):
+        if step == 33:  # a row leaves
+            row_seeds, positions = row_seeds[:2], positions[:2]
+            ahead.start()
+        given = ahead.next(row_seeds, positions)
+        assert torch.equal(given, gumbel_noise(row_seeds, positions, 50))
+        given.zero_()
+        positions = positions + 1

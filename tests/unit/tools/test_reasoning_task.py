@@ -1,0 +1,210 @@
+"""The synthetic task and its tiny policy: right derivations, slips that are wrong, tokenizer, splits, caching."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.rewards.builtin import score_exact
+from tools import make_tiny_policy
+from tools.make_tiny_policy import SIZES, Settings, is_made, make_tokenizer, split_problems
+from tools.reasoning_task import (
+    ANSWER_MARK,
+    MAX_RESPONSE_TOKENS,
+    SYMBOLS,
+    Problem,
+    ProblemSampler,
+    Slip,
+    all_problems,
+    derive,
+    label,
+    num_tokens,
+    render,
+    slip,
+)
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Problem]:
+    return all_problems(1) + all_problems(3)
+
+
+def _trajectory(multiplier: int, start: int) -> list[int]:
+    values = [start]
+    while values[-1] != 1:
+        n = values[-1]
+        values.append(multiplier * n + 1 if n % 2 else n // 2)
+    return values
+
+
+def _read_back(response: str) -> tuple[list[int], list[int], str]:
+    """The values, the counts written at odd steps and the answer of a response."""
+    body, _, answer = response.partition(ANSWER_MARK)
+    values = [int(part[::-1]) for part in re.split(r"/|\*\d+:", body)]
+    return values, [int(count) for count in re.findall(r"\*(\d+):", body)], answer
+
+
+def test_derivations_and_labels_equal_the_plain_definition(problems: list[Problem]) -> None:
+    for problem in problems:
+        expected = _trajectory(problem.multiplier, problem.start)
+        values, counts, answer = _read_back(render(problem, derive(problem)))
+        num_odd = sum(value % 2 for value in expected[:-1])
+        assert values == expected
+        assert counts == list(range(1, num_odd + 1))
+        assert answer == label(problem) == str(num_odd)
+
+
+def test_worked_example_by_hand() -> None:
+    problem = Problem(multiplier=3, start=6)
+    assert problem.prompt == "3n+1;6="
+    assert render(problem, derive(problem)) == "6/3*1:01/5*2:61/8/4/2/1####2"
+
+
+def test_every_right_response_fits(problems: list[Problem]) -> None:
+    assert max(num_tokens(render(p, derive(p))) for p in problems) <= MAX_RESPONSE_TOKENS
+
+
+def test_slips_are_wrong_by_the_reward_and_of_every_kind(problems: list[Problem]) -> None:
+    rng = random.Random(0)
+    kinds = []
+    for problem in problems[::3]:
+        steps, kind = slip(problem, rng)
+        kinds.append(kind)
+        response = render(problem, steps)
+        assert score_exact("", response, label(problem)) == 0.0
+        assert num_tokens(response) <= MAX_RESPONSE_TOKENS
+        values, _, _ = _read_back(response)
+        assert values[-1] == 1
+    assert {kind: kinds.count(kind) > len(kinds) / 10 for kind in Slip} == dict.fromkeys(Slip, True)
+
+
+def test_a_slip_breaks_one_step_only(problems: list[Problem]) -> None:
+    rng = random.Random(1)
+    for problem in problems[::5]:
+        values, counts, _ = _read_back(render(problem, slip(problem, rng)[0]))
+        num_odd = broken = 0
+        for before, after in itertools.pairwise(values):
+            right = problem.multiplier * before + 1 if before % 2 else before // 2
+            broken += after != right
+            num_odd += before % 2
+        miscounted = counts[-1] != num_odd if counts else False
+        assert broken + miscounted == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lengths_have_a_long_tail_within_a_batch(seed: int) -> None:
+    sampler, rng = ProblemSampler(), random.Random(seed)
+    ratios, medians = [], []
+    for _ in range(40):
+        lengths = [num_tokens(render(p, derive(p))) for p in (sampler.draw(rng) for _ in range(16))]
+        medians.append(statistics.median(lengths))
+        ratios.append(max(lengths) / medians[-1])
+    assert statistics.median(medians) <= 70
+    assert statistics.median(ratios) >= 8
+
+
+def test_sampler_leaves_out_what_is_held_out() -> None:
+    train, held_out = split_problems(seed=0)
+    assert len(set(train)) == len(train)
+    assert len(set(held_out)) == len(held_out)
+    assert not set(train) & set(held_out)
+    rng = random.Random(0)
+    sampler = ProblemSampler(frozenset(held_out))
+    assert not {sampler.draw(rng) for _ in range(3000)} & set(held_out)
+
+
+def test_tokenizer_gives_back_every_text_and_one_token_per_symbol(
+    tmp_path: Path, problems: list[Problem]
+) -> None:
+    from transformers import AutoTokenizer
+
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) % 8 == 0
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    for problem in problems[::50]:
+        text = problem.prompt + render(problem, derive(problem))
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(problem.prompt) + num_tokens(text[len(problem.prompt) :]) - 1
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert [tokenizer.decode([i]) for i in tokenizer.convert_tokens_to_ids(list(SYMBOLS))] == list(
+        SYMBOLS
+    )
+
+
+def test_sizes_can_be_cut_by_two_tensor_and_two_pipeline_ranks() -> None:
+    for hidden, ffn, layers, heads, kv_heads in SIZES.values():
+        assert kv_heads >= 2
+        assert all(size % 2 == 0 for size in (hidden, ffn, layers, heads, kv_heads))
+        assert heads % kv_heads == 0
+        assert hidden % heads == 0
+
+
+def test_corpus_labels_cover_responses_alone_and_slip_at_the_asked_rate() -> None:
+    tokenizer = make_tokenizer()
+    _, held_out = split_problems(seed=0)
+    batches = make_tiny_policy.corpus_batches(
+        Settings(slip_share=0.25, batch_tokens=2048), held_out, tokenizer
+    )
+    num_right = num_rows = 0
+    while num_rows < 512:
+        ids_BT, labels_BT = next(batches)
+        assert ids_BT.numel() <= 2048
+        for ids, labels in zip(ids_BT, labels_BT, strict=True):
+            prompt = tokenizer.decode(ids[: int((labels != -100).nonzero()[0])])
+            multiplier, start = re.fullmatch(r"(\d)n\+1;(\d+)=", prompt).groups()
+            problem = Problem(multiplier=int(multiplier), start=int(start))
+            response = labels[labels != -100]
+            assert response[-1] == tokenizer.eos_token_id
+            text = tokenizer.decode(response, skip_special_tokens=True)
+            num_right += text == render(problem, derive(problem))
+            num_rows += 1
+            assert problem not in held_out
+    # 512 draws: 4 standard deviations are 0.077, a false alarm in 16,000 seeds
+    assert num_right / num_rows == pytest.approx(0.75, abs=0.08)
+
+
+def test_tiny_run_is_complete_then_cached_and_remade_when_settings_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "policy"
+    arguments = [
+        "--out",
+        str(out),
+        "--steps",
+        "2",
+        "--checkpoint-steps",
+        "1",
+        "--eval-samples",
+        "0",
+    ]
+    make_tiny_policy.main(arguments)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    early = AutoModelForCausalLM.from_pretrained(out / "step_000001")
+    assert not model.lm_head.weight.equal(early.lm_head.weight)
+    rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert rows[0].keys() == {"prompt", "label", "metadata"}
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    stamp = (out / "made_with.json").stat().st_mtime_ns
+    capsys.readouterr()
+    make_tiny_policy.main(arguments)
+    assert "same settings" in capsys.readouterr().out
+    assert (out / "made_with.json").stat().st_mtime_ns == stamp
+    assert not is_made(out, Settings(steps=3, checkpoint_steps=(1,)))
+    assert not is_made(tmp_path / "elsewhere", Settings())
+
+
+def test_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(SystemExit, match="not a folder that this tool made"):
+        make_tiny_policy.main(["--out", str(tmp_path), "--steps", "1"])
+    assert (tmp_path / "notes.txt").is_file()

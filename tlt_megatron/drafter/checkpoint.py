@@ -1,0 +1,193 @@
+"""Drafters on disk: an EAGLE / EAGLE-3 folder as SGLang loads it, with the optimizer's state in a folder inside.
+
+Called by the warm-up tool, the trainer's checkpoints and the engines. The one thing to know: the weights hold exactly the
+drafter's own parameters; embedding and head stay the target's, and a drafter is only loaded beside the target that it was
+trained for. SGLang skips names that it does not know; here every name is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tlt_megatron.models.config import RopeConfig
+from tlt_megatron.models.draft_model import (
+    DraftConfig,
+    DraftModel,
+    TargetFingerprint,
+    fingerprint_target,
+)
+from tlt_megatron.models.hf_io import HfReader
+
+WEIGHTS_FILE = "model.safetensors"
+# In a folder of its own: SGLang reads every .safetensors file beside config.json as weights.
+TRAINER_FILE = "training/state.safetensors"
+_OWN_KEY = "tlt_megatron"  # what config.json says beyond the layout
+_HF_NAMES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
+_SIZES = {  # ours -> Hugging Face's
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def save_drafter(
+    path: Path,
+    model: DraftModel,
+    trainer_state: Mapping[str, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the folder `path`: config.json, weights (in `dtype`, default their own) and the trainer's state if given.
+
+    The fingerprint is that of the embedding which the model borrows now. `trainer_state` is `DrafterTrainer.state_dict()`;
+    its copies of the parameters keep full precision whatever `dtype` is.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
+    save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    target = fingerprint_target(model.embedding_VD)
+    config = dataclasses.replace(model.config, target=target)
+    dtype_name = str(dtype or model.fc.weight.dtype).removeprefix("torch.")
+    text = json.dumps(_to_hf_config(config, dtype_name), indent=2)
+    (path / "config.json").write_text(text, encoding="utf-8")
+    if trainer_state is not None:
+        file = path / TRAINER_FILE
+        file.parent.mkdir(exist_ok=True)
+        save_file({name: _to_disk(tensor) for name, tensor in trainer_state.items()}, file)
+
+
+def _to_disk(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.detach().to("cpu", dtype).contiguous()
+
+
+def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
+    rope = config.rope
+    parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        parameters["factor"] = rope.factor
+    if rope.kind == "llama3":
+        parameters |= {name: getattr(rope, name) for name in _LLAMA3_FIELDS}
+    hf: dict[str, Any] = {
+        "architectures": [_HF_NAMES[config.architecture]],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        # False for a tied target too: what is borrowed comes from the target, tied or not.
+        "tie_word_embeddings": False,
+        "rope_parameters": parameters,
+        "dtype": dtype_name,
+    }
+    hf |= {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
+    if config.is_eagle3:
+        hf["draft_vocab_size"] = None  # the whole vocabulary, through the target's head
+        hf["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+            "use_aux_hidden_state": True,
+        }
+    target = None if config.target is None else dataclasses.asdict(config.target)
+    return hf | {_OWN_KEY: {"target": target}}
+
+
+def load_draft_config(path: str | Path) -> DraftConfig:
+    """Read config.json of a drafter. ValueError says what is missing or not supported."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"drafter.path={str(path)!r}: must be a folder with config.json")
+    hf = json.loads(file.read_text(encoding="utf-8"))
+    names = {theirs: ours for ours, theirs in _HF_NAMES.items()}
+    found = (hf.get("architectures") or ["none"])[0]
+    if found not in names:
+        raise ValueError(f"{file}: architectures={found!r}: must be one of {', '.join(names)}")
+    missing = [theirs for theirs in _SIZES.values() if theirs not in hf and theirs != "head_dim"]
+    if missing:
+        raise ValueError(f"{file}: lacks {', '.join(missing)}")
+    hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+    pruned = hf.get("draft_vocab_size")
+    for name, value, allowed in (
+        ("draft_vocab_size", pruned, (None, hf["vocab_size"])),
+        ("num_hidden_layers", hf.get("num_hidden_layers", 1), (1,)),
+        ("norm_output", hf.get("norm_output", False), (False,)),
+        ("fc_norm", hf.get("fc_norm"), (None, False)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{file}: {name}={value!r} is not supported; only {allowed}")
+    eagle = hf.get("eagle_config") or {}
+    target = (hf.get(_OWN_KEY) or {}).get("target")
+    return DraftConfig(
+        architecture=names[found],
+        rope=_rope_of(hf),
+        aux_layer_ids=tuple(eagle.get("eagle_aux_hidden_state_layer_ids", ())),
+        target=TargetFingerprint(**target) if target else None,
+        **{ours: hf[theirs] for ours, theirs in _SIZES.items()},
+    )
+
+
+def _rope_of(hf: Mapping[str, Any]) -> RopeConfig:
+    """From transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling` before it."""
+    rope = hf.get("rope_parameters") or {
+        "rope_theta": hf.get("rope_theta", 10000.0),
+        **(hf.get("rope_scaling") or {}),
+    }
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type={kind!r} is not supported; default, linear or llama3")
+    fields = {name: rope[name] for name in ("factor", *_LLAMA3_FIELDS) if name in rope}
+    return RopeConfig(theta=float(rope["rope_theta"]), kind=kind, **fields)
+
+
+def load_drafter(
+    path: str | Path,
+    *,
+    embedding_VD: Tensor,
+    lm_head_VD: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> DraftModel:
+    """The drafter in the folder `path`, beside its target. ValueError if it belongs to another target (with the
+    reason), or if its tensors are not exactly the drafter's parameters."""
+    config = load_draft_config(path)
+    model = DraftModel(config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, dtype=dtype)
+    reader = HfReader(path)
+    load_draft_weights(model, dict(reader.items()), source=str(path))
+    return model
+
+
+def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy named tensors into the drafter in place. ValueError names what is unknown, missing or misshapen."""
+    own = model.state_dict()
+    for name, tensor in tensors.items():
+        if name not in own:
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{source}: tensor {name!r} is unknown in {model.config.architecture}; nearest {near!r}"
+            )
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}: must be {tuple(own[name].shape)}"
+            )
+    missing = sorted(own.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"{source}: lacks {', '.join(missing)}")
+    model.load_state_dict(dict(tensors))
+
+
+def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
+    """The state for `DrafterTrainer.load_state_dict`; None if the folder holds weights alone."""
+    file = Path(path) / TRAINER_FILE
+    return load_file(file) if file.is_file() else None

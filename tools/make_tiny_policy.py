@@ -1,0 +1,440 @@
+"""Makes what the quickstart needs, from scratch: a tiny Llama policy, its tokenizer, train.jsonl and eval.jsonl.
+
+    python tools/make_tiny_policy.py --out build/tiny_policy
+
+The policy is pre-trained on derivations of tools/reasoning_task.py, a share of which hold a slip: a model of a corpus
+that people wrote. So it knows the method, and at temperature 1 it slips as often as the corpus does; reinforcement
+learning can take the slips away. The problems of eval.jsonl are in neither the corpus nor train.jsonl.
+A finished folder made with the same settings and sources is kept as it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads crawl on a busy machine
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import Progress
+
+from tools import reasoning_task
+from tools.reasoning_task import Problem, ProblemSampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+MADE_WITH = "made_with.json"
+SIZES = {  # hidden, ffn, layers, heads, kv heads: each can be cut by TP2 and PP2
+    "small": (128, 384, 4, 4, 2),  # 0.8M parameters
+    "medium": (256, 512, 4, 8, 4),  # 2.4M
+}
+MAX_POSITIONS = 1024
+MAX_NEW_TOKENS = (
+    600  # when sampling; a right response has at most reasoning_task.MAX_RESPONSE_TOKENS
+)
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+_NUM_TRAIN, _NUM_EVAL = 512, 64
+_WARMUP_STEPS, _DECAY_SHARE = 30, 0.4  # of the learning rate: linear up, flat, linear down to 5 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What decides the result, together with the sources."""
+
+    size: str = "small"
+    steps: int = 1400  # optimizer steps
+    seed: int = 0
+    slip_share: float = 0.5  # of the corpus's derivations
+    batch_tokens: int = 2048  # of a training batch, padding included
+    lr: float = 3e-3
+    checkpoint_steps: tuple[int, ...] = ()  # also saved, each as a model of its own
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ValueError(f"size={self.size!r}: must be one of {', '.join(SIZES)}")
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: must be >= 1")
+        if not 0 <= self.slip_share < 1:
+            raise ValueError(f"slip_share={self.slip_share}: must be in [0, 1)")
+        late = [step for step in self.checkpoint_steps if not 1 <= step <= self.steps]
+        if late:
+            raise ValueError(f"checkpoint_steps={late}: must be in 1..steps={self.steps}")
+
+    def key(self) -> str:
+        """Hash of the settings and of the sources that make the result."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
+        for source in (__file__, reasoning_task.__file__):
+            digest.update(Path(source).read_bytes())
+        return digest.hexdigest()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    out, settings, eval_samples = _parse(arguments)
+    console = Console(highlight=False)
+    if is_made(out, settings):
+        console.print(f"{out} is there, made with the same settings")
+        return
+    if out.exists() and not (out / MADE_WITH).is_file():
+        raise SystemExit(f"out={out}: exists and is not a folder that this tool made")
+    with _replacing(out) as folder:
+        results = _make(folder, settings, eval_samples, console)
+        made_with = {"key": settings.key(), "settings": asdict(settings), "results": results}
+        (folder / MADE_WITH).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
+    console.print(f"made {out}")
+
+
+def is_made(out: Path, settings: Settings) -> bool:
+    """Whether `out` holds a finished model made with these settings and sources."""
+    path = out / MADE_WITH
+    return (
+        path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("key") == settings.key()
+    )
+
+
+def split_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
+    """The problems of train.jsonl and of eval.jsonl, without overlap."""
+    held_out = ProblemSampler().draw_distinct(_NUM_EVAL, random.Random(f"eval-{seed}"))
+    sampler = ProblemSampler(frozenset(held_out))
+    return sampler.draw_distinct(_NUM_TRAIN, random.Random(f"train-{seed}")), held_out
+
+
+def write_rows(path: Path, problems: list[Problem]) -> None:
+    """One JSON line for each problem, in slime's keys."""
+    rows = []
+    for problem in problems:
+        right = reasoning_task.render(problem, reasoning_task.derive(problem))
+        metadata = {**asdict(problem), "right_tokens": reasoning_task.num_tokens(right)}
+        rows.append(
+            {"prompt": problem.prompt, "label": reasoning_task.label(problem), "metadata": metadata}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, and one for the answer mark; the vocabulary is filled up to a multiple of 8."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*_SPECIAL, *reasoning_task.SYMBOLS]
+    tokens += [f"<unused{i}>" for i in range(-len(tokens) % 8)]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
+    pattern = Regex(f"{reasoning_task.ANSWER_MARK}|[\\s\\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(size: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """An untrained model; set torch's seed first."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, ffn, layers, heads, kv_heads = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        initializer_range=0.03,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def corpus_batches(
+    settings: Settings, excluded: list[Problem], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (token ids [B, T], labels [B, T]) of similar lengths; labels are -100 on prompts and padding."""
+    sampler, rng = ProblemSampler(frozenset(excluded)), random.Random(f"corpus-{settings.seed}")
+    while True:
+        prompts, texts = [], []
+        for problem in (sampler.draw(rng) for _ in range(512)):
+            if rng.random() < settings.slip_share:
+                steps, _ = reasoning_task.slip(problem, rng)
+            else:
+                steps = reasoning_task.derive(problem)
+            prompts.append(len(problem.prompt))
+            texts.append(
+                problem.prompt + reasoning_task.render(problem, steps) + tokenizer.eos_token
+            )
+        rows = sorted(
+            zip(tokenizer(texts)["input_ids"], prompts, strict=True), key=lambda r: len(r[0])
+        )
+        batches: list[list[tuple[list[int], int]]] = [[]]
+        for row in rows:
+            if batches[-1] and (len(batches[-1]) + 1) * len(row[0]) > settings.batch_tokens:
+                batches.append([])
+            batches[-1].append(row)
+        rng.shuffle(batches)
+        for batch in batches:
+            yield _pad(batch, tokenizer.pad_token_id)
+
+
+def _pad(batch: list[tuple[list[int], int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    import torch
+
+    shape = (len(batch), max(len(ids) for ids, _ in batch))
+    ids_BT, labels_BT = torch.full(shape, pad_id), torch.full(shape, -100)
+    for row, (ids, num_prompt) in enumerate(batch):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        labels_BT[row, num_prompt : len(ids)] = torch.tensor(ids[num_prompt:])
+    return ids_BT, labels_BT
+
+
+def train(
+    model: LlamaForCausalLM,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    settings: Settings,
+    console: Console,
+) -> Iterator[int]:
+    """Train for `settings.steps` steps in fp32; yields the number of steps done at each checkpoint and at the end."""
+    import torch
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    model.train()
+    started, every = time.perf_counter(), max(1, settings.steps // 20)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("pre-training", total=settings.steps)
+        for step, (ids_BT, labels_BT) in zip(range(1, settings.steps + 1), batches, strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * _lr_factor(step, settings.steps)
+            logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].flatten(0, 1)
+            labels = labels_BT[:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            progress.update(task, advance=1, description=f"pre-training, loss {loss.item():.3f}")
+            if not console.is_terminal and step % every == 0:
+                seconds = time.perf_counter() - started
+                console.print(
+                    f"step {step}/{settings.steps} loss {loss.item():.3f} {seconds:.0f} s"
+                )
+            if step in settings.checkpoint_steps or step == settings.steps:
+                yield step
+
+
+def _lr_factor(step: int, num_steps: int) -> float:
+    decay = (num_steps - step) / max(1.0, _DECAY_SHARE * num_steps)
+    return min(step / _WARMUP_STEPS, 1.0, max(0.05, decay))
+
+
+def evaluate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    *,
+    num_samples: int,
+    temperature: float,
+    seed: int,
+) -> dict[str, float]:
+    """Answer every problem `num_samples` times: accuracy, how often any sample is right, entropy in nats, lengths."""
+    import torch
+
+    from tlt_megatron.rewards.builtin import score_exact
+
+    torch.manual_seed(seed)
+    model.eval()
+    # alike lengths share a batch, so that few rows wait for the longest
+    problems = sorted(problems, key=lambda p: len(reasoning_task.derive(p)))
+    rewards: list[list[float]] = []
+    lengths: list[int] = []
+    entropy_sum = 0.0
+    for start in range(0, len(problems), 16):
+        chunk = problems[start : start + 16]
+        rows = [p for p in chunk for _ in range(num_samples)]
+        response_BT, entropy_BT = _generate(model, tokenizer, rows, temperature)
+        is_stop_BT = response_BT == tokenizer.eos_token_id
+        # tokens up to the first stop, with it
+        is_kept_BT = (is_stop_BT.cumsum(1) - is_stop_BT.long()) == 0
+        lengths += is_kept_BT.sum(1).tolist()
+        entropy_sum += float((entropy_BT * is_kept_BT).sum())
+        texts = tokenizer.batch_decode(response_BT, skip_special_tokens=True)
+        scores = [
+            score_exact("", text, reasoning_task.label(p))
+            for p, text in zip(rows, texts, strict=True)
+        ]
+        rewards += [scores[i : i + num_samples] for i in range(0, len(scores), num_samples)]
+    lengths.sort()
+    return {
+        "accuracy": statistics.mean(statistics.mean(group) for group in rewards),
+        "any_right": statistics.mean(max(group) for group in rewards),
+        "entropy": entropy_sum / sum(lengths),
+        "length_median": statistics.median(lengths),
+        "length_p95": lengths[int(0.95 * (len(lengths) - 1))],
+        "length_max": lengths[-1],
+        "tail_ratio": lengths[-1] / statistics.median(lengths),
+    }
+
+
+def _generate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[Problem],
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Responses [B, T], filled up with padding after the stop token, and the entropy of each token at temperature 1."""
+    import torch
+
+    inputs = tokenizer(
+        [p.prompt for p in rows],
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        return_token_type_ids=False,
+    )
+    sampling = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs,
+            **sampling,
+            max_new_tokens=MAX_NEW_TOKENS,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logits_BTV = torch.stack(output.logits, dim=1).float()
+    entropy_BT = torch.distributions.Categorical(logits=logits_BTV, validate_args=False).entropy()
+    return output.sequences[:, inputs["input_ids"].shape[1] :], entropy_BT
+
+
+def _make(
+    folder: Path, settings: Settings, eval_samples: int, console: Console
+) -> dict[str, object]:
+    """Write everything into `folder`; returns the measured results."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    started = time.perf_counter()
+    train_problems, eval_problems = split_problems(settings.seed)
+    write_rows(folder / "train.jsonl", train_problems)
+    write_rows(folder / "eval.jsonl", eval_problems)
+    tokenizer = make_tokenizer()
+    torch.manual_seed(settings.seed)
+    model = make_model(settings.size, tokenizer)
+    console.print(
+        f"{settings.size} policy, {model.num_parameters():,} parameters, {settings.steps} steps"
+    )
+    batches = corpus_batches(settings, eval_problems, tokenizer)
+    for step in train(model, batches, settings, console):
+        if step in settings.checkpoint_steps:
+            _save(model, tokenizer, folder / f"step_{step:06d}")
+    _save(model, tokenizer, folder)
+    trained_s = time.perf_counter() - started
+    results: dict[str, object] = {"train_s": round(trained_s, 1)}
+    plans = (("greedy", 1, 0.0), ("sampled", eval_samples, 1.0)) if eval_samples else ()
+    for name, samples, temperature in plans:
+        result = evaluate(
+            model,
+            tokenizer,
+            eval_problems,
+            num_samples=samples,
+            temperature=temperature,
+            seed=settings.seed,
+        )
+        results[name] = {key: round(value, 4) for key, value in result.items()}
+        console.print(
+            f"held out, {name}: accuracy {result['accuracy']:.3f}"
+            f" (any of {samples}: {result['any_right']:.3f}), entropy {result['entropy']:.3f} nats/token, length median"
+            f" {result['length_median']:.0f} p95 {result['length_p95']} max {result['length_max']}"
+            f" (max/median {result['tail_ratio']:.1f})"
+        )
+    results["total_s"] = round(time.perf_counter() - started, 1)
+    console.print(f"{trained_s:.0f} s of training, {results['total_s']:.0f} s in all")
+    return results
+
+
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its place on success and leaves no trace on failure."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parse(arguments: list[str] | None) -> tuple[Path, Settings, int]:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/tiny_policy"))
+    parser.add_argument("--size", choices=tuple(SIZES), default=defaults.size)
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="of pre-training")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument(
+        "--slip-share",
+        type=float,
+        default=defaults.slip_share,
+        help="of derivations in the corpus, in [0, 1)",
+    )
+    parser.add_argument(
+        "--checkpoint-steps",
+        type=lambda text: tuple(sorted({int(part) for part in text.split(",")})),
+        default=defaults.checkpoint_steps,
+        metavar="N,N",
+        help="also save the policy after these steps, to OUT/step_00NNNN",
+    )
+    parser.add_argument(
+        "--eval-samples",
+        type=int,
+        default=4,
+        help="of each held-out problem at the end; 0: no evaluation",
+    )
+    options = vars(parser.parse_args(arguments))
+    out, eval_samples = options.pop("out"), options.pop("eval_samples")
+    if eval_samples < 0:
+        parser.error(f"eval-samples={eval_samples}: must be >= 0")
+    try:
+        return out, Settings(**options), eval_samples
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
