@@ -19,6 +19,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from tlt_megatron.speculation.sampling import cut_logits
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 ROOT = -1  # as a parent: the last committed token
@@ -96,6 +97,41 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     return reach_BRR > 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scoring:
+    """The estimated acceptance of every token as the child of a node, by depth."""
+
+    scale_D: tuple[
+        Tensor, ...
+    ]  # factor on the logits; no dimensions, so that float64 widens nothing
+    offsets: tuple[Tensor, ...] | None  # [B, V] each, added to the scaled logits
+    temperature: float
+    top_p: float
+    top_k: int
+
+    def log_probs(self, logits: Tensor, depth: int) -> Tensor:
+        """`logits` [B, V] or [B, K, V] -> log softmax(logits * scale + offset), in at least float32."""
+        if self.offsets is None:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return (logits * self.scale_D[depth]).log_softmax(-1)
+        if self.top_p < 1.0 or self.top_k > 0:
+            logits = self._cut(logits)
+        offset = self.offsets[depth]
+        if logits.dim() == 3:
+            offset = offset.unsqueeze(1)
+        return torch.addcmul(offset, logits, self.scale_D[depth]).log_softmax(-1)
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        """Drop what the target's own cut would most likely drop: noise may lift it, the target cannot draw it. The drafter
+        sees the border dimly, so its cut is half as strict."""
+        top_p, top_k = (1.0 + self.top_p) / 2, self.top_k + (self.top_k + 1) // 2
+        flat = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(
+            -1, logits.shape[-1]
+        )
+        cut = cut_logits(flat / self.temperature, top_p, top_k)
+        return flat.masked_fill(cut == -torch.inf, -torch.inf).view_as(logits)
+
+
 class TreeGrower:
     """Grows trees of one strategy. Holds constants alone; nothing is learned here."""
 
@@ -128,18 +164,23 @@ class TreeGrower:
         temperature: float,
         noise_BDV: Tensor | None = None,
         tau_D: Tensor | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> DraftTree:
         """One tree for each request.
 
         `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
         d + 1; its last row, for the bonus token, is not read. It is needed for `Ranking.NOISE` at temperature > 0 alone.
         `tau_D` (float64, at least num_steps values on the device) is the error of draft logits at each depth
-        (`calibration.AcceptanceCalibrator`); 1 without it.
+        (`calibration.AcceptanceCalibrator`); 1 without it. `top_p` and `top_k` are those of the target's sampling.
         """
         scale_D, offsets = self._scales(temperature, noise_BDV, tau_D)
+        scoring = _Scoring(
+            scale_D=scale_D, offsets=offsets, temperature=temperature, top_p=top_p, top_k=top_k
+        )
         if self.strategy.is_chain:
-            return self._grow_chain(root_logits_BV, expand, scale_D, offsets)
-        return self._grow_tree(root_logits_BV, expand, scale_D, offsets)
+            return self._grow_chain(root_logits_BV, expand, scoring)
+        return self._grow_tree(root_logits_BV, expand, scoring)
 
     def _scales(
         self, temperature: float, noise_BDV: Tensor | None, tau_D: Tensor | None
@@ -165,16 +206,14 @@ class TreeGrower:
         self,
         root_logits_BV: Tensor,
         expand: Expand,
-        scale_D: tuple[Tensor, ...],
-        offsets: tuple[Tensor, ...] | None,
+        scoring: _Scoring,
     ) -> DraftTree:
         steps = self.strategy.num_steps
         logits_BV = root_logits_BV
         zeros_B1 = torch.zeros(logits_BV.shape[0], 1, dtype=torch.int64, device=logits_BV.device)
         log_probs, tokens = [], []
         for depth in range(steps):
-            keys_BV = _keys(logits_BV, scale_D[depth], offsets[depth] if offsets else None)
-            log_prob_B1, token_B1 = keys_BV.log_softmax(-1).max(-1, keepdim=True)
+            log_prob_B1, token_B1 = scoring.log_probs(logits_BV, depth).max(-1, keepdim=True)
             log_probs.append(log_prob_B1)
             tokens.append(token_B1)
             if depth + 1 < steps:
@@ -186,21 +225,17 @@ class TreeGrower:
         self,
         root_logits_BV: Tensor,
         expand: Expand,
-        scale_D: tuple[Tensor, ...],
-        offsets: tuple[Tensor, ...] | None,
+        scoring: _Scoring,
     ) -> DraftTree:
         steps, topk = self.strategy.num_steps, self.strategy.topk
-        keys_BV = _keys(root_logits_BV, scale_D[0], offsets[0] if offsets else None)
-        beam_BK, tokens_BK = keys_BV.log_softmax(-1).topk(topk)
+        beam_BK, tokens_BK = scoring.log_probs(root_logits_BV, 0).topk(topk)
         batch_size = beam_BK.shape[0]
         parents_BK = torch.zeros_like(tokens_BK)
         picked_BK = torch.arange(topk, device=tokens_BK.device).expand(batch_size, topk)
         scores, tokens, picks = [beam_BK], [tokens_BK], []
         for depth in range(1, steps):
-            logits_BKV = expand(tokens_BK, parents_BK)
-            offset_B1V = offsets[depth].unsqueeze(1) if offsets else None
-            keys_BKV = _keys(logits_BKV, scale_D[depth], offset_B1V)
-            log_probs_BKk, children_BKk = keys_BKV.log_softmax(-1).topk(topk)
+            log_probs_BKV = scoring.log_probs(expand(tokens_BK, parents_BK), depth)
+            log_probs_BKk, children_BKk = log_probs_BKV.topk(topk)
             scores_BM = (log_probs_BKk + beam_BK.unsqueeze(2)).view(batch_size, -1)
             children_BM = children_BKk.view(batch_size, -1)
             picks.append(picked_BK)
@@ -245,10 +280,3 @@ class TreeGrower:
             scores_BQ=log_scores_BQ.exp().masked_fill(is_unused_BQ, 0.0),
             num_steps=strategy.num_steps,
         )
-
-
-def _keys(logits: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """logits * scale + offset in at least float32; the float64 `scale` has no dimension, so it widens nothing."""
-    if offset is None:
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    return torch.addcmul(offset, logits, scale)

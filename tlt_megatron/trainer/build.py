@@ -167,9 +167,7 @@ def _train_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     )
 
 
-def _build_evaluator(
-    config: RunConfig, worker: RolloutWorker, tokenizer: Tokenizer
-) -> Evaluator:
+def _build_evaluator(config: RunConfig, worker: RolloutWorker, tokenizer: Tokenizer) -> Evaluator:
     prompts = []
     if config.data.eval:
         held_out = load_prompts(config.data.eval, tokenizer, config.data)

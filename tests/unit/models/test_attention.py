@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(
     cache.take_prompt_pages(pages, cache.pages_for(21))
     parts = [
         prefill(model, cache, pages, token_ids[start:end], start)
-        for start, end in zip(cuts, cuts[1:], strict=False)
+        for start, end in itertools.pairwise(cuts)
     ]
     torch.testing.assert_close(torch.cat(parts), plain(model, token_ids), **CLOSE)
 

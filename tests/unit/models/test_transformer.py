@@ -111,7 +111,7 @@ def test_unknown_name_and_wrong_shape_are_refused(tmp_path: Path) -> None:
     model = load(path, torch.float32)
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.x' is unknown"):
         model.load_hf("model.layers.1.x", torch.zeros(1))
-    with pytest.raises(ValueError, match="tied to model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match="tied to"):
         model.load_hf("lm_head.weight", torch.zeros(40, 64))
     with pytest.raises(ValueError, match=r"model.norm.weight has shape \(3,\): must be \(64,\)"):
         model.load_hf("model.norm.weight", torch.zeros(3))

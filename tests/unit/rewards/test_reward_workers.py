@@ -27,6 +27,8 @@ import asyncio, os, re, signal, subprocess, sys, time
 
 def act(data_source, solution_str, ground_truth, extra_info=None):
     verb, _, argument = solution_str.partition(" ")
+    if verb.startswith("hang") and argument:
+        open(argument, "w").close()
     if verb == "score":
         print("this must not reach the pipe")
         return float(argument)
@@ -262,6 +264,12 @@ def test_hung_worker_is_replaced_and_gone(make_pool: PoolMaker) -> None:
     assert not is_running(int(first))
 
 
+def test_full_pipe_to_a_hung_worker_holds_nothing_up(make_pool: PoolMaker) -> None:
+    pool = make_pool(timeout_s=0.5)
+    quick, long = ["score 1"] * 50, ["length " + "x" * 300_000] * 4
+    assert score(pool, *quick, "hang_in_c", *long) == [1.0] * 50 + [0.0] + [300_000.0] * 4
+
+
 def test_time_spent_in_a_workers_queue_is_not_counted(make_pool: PoolMaker) -> None:
     pool = make_pool(timeout_s=0.6)
     quick, slow = ["score 1"] * 50, ["slow 0.1"] * 8  # quick ones make the worker's queue deep
@@ -319,12 +327,16 @@ def test_programs_of_a_reward_function_can_be_terminated(make_pool: PoolMaker) -
     assert score(make_pool(on_error="raise"), "terminate_child") == [-signal.SIGTERM]
 
 
-@pytest.mark.parametrize("last", ["score 1", "hang", "hang_in_c"])
-def test_close_leaves_no_process(make_pool: PoolMaker, last: str) -> None:
+@pytest.mark.parametrize("last", [None, "hang", "hang_in_c"])
+def test_close_leaves_no_process(make_pool: PoolMaker, tmp_path: Path, last: str | None) -> None:
     pool = make_pool(num_workers=2)
+    pool.wait_ready()
     pids = {int(pid) for pid in score(pool, *["pid"] * 20, "child")}
-    for worker in range(2):
-        pool.submit(worker, prompt(), last)
+    if last:
+        for mark in (tmp_path / "a", tmp_path / "b"):
+            pool.submit(mark, prompt(), f"{last} {mark}")
+            while not mark.exists():
+                time.sleep(0.01)
     pool.close()
     pool.close()
     for pid in pids:

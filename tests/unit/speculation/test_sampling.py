@@ -52,7 +52,7 @@ def exact(temperature: float, top_p: float, top_k: int) -> Tensor:
     return probs / probs.sum()
 
 
-CASES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 1.0, 5), (1.0, 0.8, 0), (0.9, 0.9, 6), (1.0, 0.5, 3)]
+CASES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 1.0, 5), (1.0, 0.8, 0), (0.9, 0.9, 6), (1.0, 0.6, 3)]
 
 
 @pytest.mark.parametrize("over", ["seeds", "positions"])
@@ -67,7 +67,7 @@ def test_sampled_tokens_follow_the_exact_distribution(
     probs = exact(temperature, top_p, top_k)
     counts = torch.bincount(drawn.token_ids_B, minlength=len(LOGITS))
     assert chi_square_p(counts, probs) > ALARM
-    wrong = torch.softmax(LOGITS.double() / (temperature * 1.1), dim=0) * (probs > 0)
+    wrong = torch.softmax(LOGITS.double() / (temperature * 1.2), dim=0) * (probs > 0)
     assert chi_square_p(counts, wrong / wrong.sum()) < ALARM  # the test can tell
     torch.testing.assert_close(
         drawn.logprobs_B, probs.log()[drawn.token_ids_B].float(), atol=1e-5, rtol=1e-5
@@ -138,7 +138,7 @@ def test_noise_is_splitmix64_of_the_key() -> None:
 def test_noise_is_uniform_after_its_distribution_function() -> None:
     noise = gumbel_noise(seeds(1000), torch.arange(1000) % 17, 200)
     uniform = torch.exp(-torch.exp(-noise))
-    assert 0 < uniform.min()
+    assert uniform.min() > 0
     assert uniform.max() < 1
     counts = torch.bincount((uniform.flatten() * 256).long(), minlength=256)
     assert chi_square_p(counts, torch.full((256,), 1 / 256)) > ALARM

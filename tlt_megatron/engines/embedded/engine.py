@@ -57,7 +57,8 @@ def plan_memory(
     d, f, v = model.hidden_size, model.ffn_size, model.vocab_size
     num_fused = model.num_heads + 2 * model.num_kv_heads
     layer = d * (num_fused + model.num_heads) * model.head_dim + 3 * d * f + 2 * d
-    layer += num_fused * model.head_dim * (model.has_qkv_bias + model.has_qk_norm)
+    layer += num_fused * model.head_dim * model.has_qkv_bias
+    layer += (model.num_heads + model.num_kv_heads) * model.head_dim * model.has_qk_norm
     weights = layer * model.num_layers + d + v * d * (1 if model.tie_word_embeddings else 2)
 
     pages_each = -(-section.max_new_tokens // PAGE_TOKENS)

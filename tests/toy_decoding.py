@@ -1,0 +1,179 @@
+"""A toy language model and the smallest decode loops over it, for the tests of speculation.
+
+The state of a sequence is a hash of its tokens, and the logits are a row of a random table: as hard to guess as a real
+model, and a drafter is another table.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.speculation.sampling import gumbel_noise, sample
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+from tlt_megatron.speculation.verify import Verdict
+
+NUM_STATES = 97
+
+
+def next_states(states: Tensor, token_ids: Tensor) -> Tensor:
+    """The state after one more token."""
+    return (states * 31 + token_ids * 7 + 1) % NUM_STATES
+
+
+def random_table(vocab_size: int, seed: int, sharpness: float = 3.0) -> Tensor:
+    """[states, V] float64 logits."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (NUM_STATES, vocab_size)
+    return sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the toy model samples."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def draw(table: Tensor, states: Tensor, seeds: Tensor, positions: Tensor, how: Sampling) -> Tensor:
+    """The noise-keyed sample at every state; all arguments have one shape."""
+    sampled = sample(
+        table[states.reshape(-1)],
+        seeds.reshape(-1),
+        positions.reshape(-1),
+        how.temperature,
+        how.top_p,
+        how.top_k,
+    )
+    return sampled.token_ids_B.view(states.shape)
+
+
+def decode_plain(
+    table: Tensor, seed: int, how: Sampling, max_tokens: int, stop_token_ids: tuple[int, ...] = ()
+) -> list[int]:
+    """One request, token by token."""
+    state, tokens = torch.zeros(1, dtype=torch.int64), []
+    while len(tokens) < max_tokens:
+        token = draw(table, state, torch.tensor([seed]), torch.tensor([len(tokens)]), how)
+        state = next_states(state, token)
+        tokens.append(int(token))
+        if tokens[-1] in stop_token_ids:
+            break
+    return tokens
+
+
+def grow_draft(
+    draft_table: Tensor,
+    states_B: Tensor,
+    grower: TreeGrower,
+    how: Sampling,
+    noise_BDV: Tensor,
+    tau_D: Tensor | None = None,
+) -> DraftTree:
+    """A tree by a drafter that knows nothing but its own table and the states it was led through."""
+    rows: dict[str, Tensor] = {"states": states_B.unsqueeze(1)}
+
+    def expand(token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
+        rows["states"] = next_states(rows["states"].gather(1, parents_BK), token_ids_BK)
+        return draft_table[rows["states"]]
+
+    return grower.grow(
+        draft_table[states_B],
+        expand,
+        temperature=how.temperature,
+        noise_BDV=noise_BDV,
+        tau_D=tau_D,
+        top_p=how.top_p,
+        top_k=how.top_k,
+    )
+
+
+def noise_of_depths(
+    seeds_B: Tensor, positions_B: Tensor, num_steps: int, vocab_size: int
+) -> Tensor:
+    """[B, num_steps + 1, V]: the noise of the next positions."""
+    num_rows = num_steps + 1
+    positions_BD = positions_B.unsqueeze(1) + torch.arange(num_rows)
+    seeds_BD = seeds_B.unsqueeze(1).expand(-1, num_rows)
+    noise = gumbel_noise(seeds_BD.reshape(-1), positions_BD.reshape(-1), vocab_size)
+    return noise.view(-1, num_rows, vocab_size)
+
+
+def row_states(tree: DraftTree, states_B: Tensor) -> Tensor:
+    """[B, R]: the state behind every row of the verify pass, computed along the parents as a target would."""
+    states = [states_B]
+    tokens_BQ = tree.token_ids_BQ.clamp(min=0)
+    for node in range(tokens_BQ.shape[1]):
+        stacked_BR = torch.stack(states, dim=1)
+        parent_states_B = stacked_BR.gather(1, tree.parents_BQ[:, node : node + 1] + 1).squeeze(1)
+        states.append(next_states(parent_states_B, tokens_BQ[:, node]))
+    return torch.stack(states, dim=1)
+
+
+def random_tree(generator: random.Random, batch_size: int, num_nodes: int, vocab: int) -> DraftTree:
+    """Any parents, tokens that repeat among siblings, and unused nodes."""
+    parents = [[generator.randrange(-1, q) for q in range(num_nodes)] for _ in range(batch_size)]
+    depths = [[0] * num_nodes for _ in range(batch_size)]
+    for row, own in enumerate(parents):
+        for node, parent in enumerate(own):
+            depths[row][node] = 1 + (depths[row][parent] if parent >= 0 else 0)
+    tokens = [[generator.randrange(-1, vocab) for _ in range(num_nodes)] for _ in range(batch_size)]
+    return DraftTree(
+        token_ids_BQ=torch.tensor(tokens),
+        parents_BQ=torch.tensor(parents),
+        depths_BQ=torch.tensor(depths),
+        scores_BQ=torch.zeros(batch_size, num_nodes),
+        num_steps=max(map(max, depths)),
+    )
+
+
+Verify = Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor], Verdict]
+"""(tree, row states [B, R], seeds, positions, remaining tokens) -> verdict."""
+
+
+def decode_speculative(
+    draft_table: Tensor,
+    seeds: list[int],
+    how: Sampling,
+    max_tokens: list[int],
+    verify: Verify,
+    choose: Callable[[int], tuple[SpeculationStrategy, Ranking]],
+    tau_D: Tensor | None = None,
+) -> tuple[list[list[int]], list[int]]:
+    """All requests together; one that ends leaves the batch. Returns their tokens and all accept lengths.
+
+    `choose` gives the strategy and ranking of a step number.
+    """
+    responses: list[list[int]] = [[] for _ in seeds]
+    active, accept_lengths, step = list(range(len(seeds))), [], 0
+    states_B = torch.zeros(len(seeds), dtype=torch.int64)
+    while active:
+        strategy, ranking = choose(step)
+        step += 1
+        seeds_B = torch.tensor([seeds[i] for i in active])
+        positions_B = torch.tensor([len(responses[i]) for i in active])
+        left_B = torch.tensor([max_tokens[i] - len(responses[i]) for i in active])
+        noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, draft_table.shape[1])
+        grower = TreeGrower(strategy, ranking=ranking)
+        tree = grow_draft(draft_table, states_B, grower, how, noise_BDV, tau_D)
+        verdict = verify(tree, row_states(tree, states_B), seeds_B, positions_B, left_B)
+        going = []
+        for row, index in enumerate(active):
+            count = int(verdict.num_committed_B[row])
+            new = verdict.committed_tokens_BS[row, :count]
+            for token in new:
+                states_B[row] = next_states(states_B[row], token)
+            responses[index] += new.tolist()
+            accept_lengths.append(count)
+            is_full = len(responses[index]) >= max_tokens[index]
+            if not is_full and not bool(verdict.is_stopped_B[row]):
+                going.append(row)
+        active, states_B = [active[row] for row in going], states_B[going]
+    return responses, accept_lengths

@@ -1,0 +1,57 @@
+"""Engines over one small random model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader, checksum_tensor
+from tlt_megatron.runtime.device import select_device
+
+MakeEngine = Callable[..., EmbeddedEngine]
+
+
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Of a model, as a sender of weights computes it."""
+    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % (1 << 63)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen3, 2 layers, 48 tokens; untied, else it only repeats itself."""
+    path = tmp_path_factory.mktemp("model")
+    return make_tiny_hf(path, "qwen3", num_layers=2, vocab_size=48)
+
+
+@pytest.fixture
+def tensors_of(tiny_path: Path) -> Callable[[str], list[tuple[str, Tensor]]]:
+    """The model's tensors in a dtype."""
+
+    def read(dtype: str) -> list[tuple[str, Tensor]]:
+        return [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(tiny_path).items()]
+
+    return read
+
+
+@pytest.fixture
+def make_engine(
+    tiny_path: Path, tensors_of: Callable[[str], list[tuple[str, Tensor]]]
+) -> MakeEngine:
+    """`make_engine(dtype=..., **rollout settings)` with weights of version 1 loaded."""
+
+    def make(*, dtype: str = "float64", **settings: int) -> EmbeddedEngine:
+        section = RolloutSection(dtype=dtype, **settings)
+        engine = EmbeddedEngine(load_model_config(tiny_path), section, select_device("cpu"))
+        tensors = tensors_of(dtype)
+        engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
+        return engine
+
+    return make

@@ -1,0 +1,199 @@
+"""Tree growth and ancestor masks against slow definitions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.toy_decoding import (
+    Sampling,
+    grow_draft,
+    next_states,
+    noise_of_depths,
+    random_table,
+    random_tree,
+    row_states,
+)
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.speculation.tree import (
+    UNUSED,
+    DraftTree,
+    Ranking,
+    TreeGrower,
+    ancestor_mask,
+    chain_tree,
+)
+
+STRATEGIES = ("1_1_1", "4_1_4", "1_3_2", "3_2_6", "4_2_14", "5_3_11", "6_4_16")
+Path = tuple[int, ...]
+
+
+def grow_slowly(
+    table: torch.Tensor,
+    state: int,
+    strategy: SpeculationStrategy,
+    how: Sampling,
+    noise_DV: torch.Tensor | None,
+    tau: float,
+) -> dict[Path, float]:
+    """Paths of the kept nodes with their estimated acceptance, by the definition."""
+
+    def children(path: Path, score: float) -> list[tuple[float, Path]]:
+        here = torch.tensor(state)
+        for token in path:
+            here = next_states(here, torch.tensor(token))
+        keys = table[here]
+        if noise_DV is not None:
+            keys = (keys + how.temperature * noise_DV[len(path)]) / tau
+        else:
+            keys = keys / (how.temperature or 1.0)
+        log_probs = keys.log_softmax(-1).tolist()
+        best = sorted(range(len(log_probs)), key=lambda token: -log_probs[token])
+        return [(score + log_probs[token], (*path, token)) for token in best[: strategy.topk]]
+
+    beam: list[tuple[float, Path]] = [(0.0, ())]
+    candidates: list[tuple[float, Path]] = []
+    for _ in range(strategy.num_steps):
+        found = [child for score, path in beam for child in children(path, score)]
+        candidates += found
+        beam = sorted(found, reverse=True)[: strategy.topk]
+    kept = sorted(candidates, reverse=True)[: strategy.num_draft_tokens]
+    return {path: torch.tensor(score).exp().item() for score, path in kept}
+
+
+def paths_of(tree: DraftTree, row: int) -> dict[Path, float]:
+    """Node paths of one request, read off the record; checks order, depths and uniqueness on the way."""
+    paths: list[Path] = []
+    for node, token in enumerate(tree.token_ids_BQ[row].tolist()):
+        parent = int(tree.parents_BQ[row, node])
+        assert -1 <= parent < node
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert int(tree.depths_BQ[row, node]) == len(paths[-1])
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths, tree.scores_BQ[row].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+@pytest.mark.parametrize(
+    "ranking, temperature, tau",
+    [
+        (Ranking.NOISE, 1.0, 1.0),
+        (Ranking.NOISE, 0.6, 0.4),
+        (Ranking.PROBABILITY, 0.6, 1.0),
+        (Ranking.PROBABILITY, 0.0, 1.0),
+    ],
+)
+def test_growth_equals_the_slow_definition(
+    text: str, ranking: Ranking, temperature: float, tau: float
+) -> None:
+    strategy, how, batch_size = (
+        SpeculationStrategy.parse(text),
+        Sampling(temperature=temperature),
+        5,
+    )
+    table = random_table(23, seed=1)
+    states_B, seeds_B = torch.arange(batch_size) * 11, torch.arange(batch_size) + 100
+    noise_BDV = noise_of_depths(seeds_B, states_B + 3, strategy.num_steps, 23)
+    tau_D = torch.full((strategy.num_steps + 2,), tau, dtype=torch.float64)
+    grower = TreeGrower(strategy, ranking=ranking)
+    tree = grow_draft(table, states_B, grower, how, noise_BDV, tau_D)
+    assert tree.token_ids_BQ.shape == (batch_size, strategy.num_draft_tokens)
+    for row in range(batch_size):
+        noise_DV = noise_BDV[row] if ranking is Ranking.NOISE else None
+        expected = grow_slowly(table, int(states_B[row]), strategy, how, noise_DV, tau)
+        assert paths_of(tree, row) == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_depth_has_its_own_tau() -> None:
+    strategy, table = SpeculationStrategy.parse("2_1_2"), random_table(7, seed=3)
+    seeds_B, states_B = torch.tensor([5]), torch.tensor([0])
+    noise_BDV = noise_of_depths(seeds_B, states_B, 2, 7)
+    tau_D = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    tree = grow_draft(table, states_B, TreeGrower(strategy), Sampling(), noise_BDV, tau_D)
+    first = ((table[0] + noise_BDV[0, 0]) / 0.5).softmax(-1).max()
+    state = next_states(states_B, tree.token_ids_BQ[:, 0])
+    second = ((table[state[0]] + noise_BDV[0, 1]) / 2.0).softmax(-1).max()
+    torch.testing.assert_close(tree.scores_BQ[0], torch.stack([first, first * second]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tree_holds_all_ancestors_when_scores_tie(dtype: torch.dtype) -> None:
+    """One token is certain at every depth, so a child's score equals its parent's."""
+    table = torch.full((97, 9), -1e4, dtype=dtype)
+    table[:, 4] = 0.0
+    strategy = SpeculationStrategy.parse("6_3_7")
+    noise_BDV = torch.zeros(2, 7, 9)
+    tree = grow_draft(table, torch.tensor([0, 5]), TreeGrower(strategy), Sampling(), noise_BDV)
+    for row in range(2):
+        assert (4,) * 6 in paths_of(tree, row)
+
+
+def test_tokens_outside_the_cut_are_unused() -> None:
+    """top_k 2, loosened to 3: a fourth child is never there."""
+    table = random_table(11, seed=5)
+    strategy, states_B = SpeculationStrategy.parse("2_4_20"), torch.tensor([1, 2, 3])
+    noise_BDV = noise_of_depths(states_B, states_B, 2, 11)
+    tree = grow_draft(table, states_B, TreeGrower(strategy), Sampling(top_k=2), noise_BDV)
+    at_root = tree.parents_BQ.eq(-1) & tree.token_ids_BQ.ne(UNUSED)
+    assert at_root.sum(1).tolist() == [3, 3, 3]
+    for row in range(3):
+        allowed = set(table[states_B[row]].topk(3).indices.tolist())
+        assert set(tree.token_ids_BQ[row][at_root[row]].tolist()) == allowed
+    assert tree.scores_BQ[tree.token_ids_BQ == UNUSED].eq(0.0).all()
+    assert int((tree.token_ids_BQ != UNUSED).sum(1).max()) == 3 + 3 * 3
+
+
+def test_broken_drafter_gives_a_well_formed_tree() -> None:
+    table = torch.full((97, 11), torch.nan)
+    strategy, states_B = SpeculationStrategy.parse("4_3_9"), torch.tensor([1, 2])
+    noise_BDV = noise_of_depths(states_B, states_B, 4, 11)
+    tree = grow_draft(table, states_B, TreeGrower(strategy), Sampling(), noise_BDV)
+    assert tree.token_ids_BQ.eq(UNUSED).all()
+    assert (tree.parents_BQ < torch.arange(9)).all()
+
+
+def test_noise_ranking_without_noise_is_refused() -> None:
+    strategy, table = SpeculationStrategy.parse("2_1_2"), random_table(7, seed=1)
+    with pytest.raises(ValueError, match="needs noise_BDV"):
+        TreeGrower(strategy).grow(table[:1], lambda *_: table[:1, None], temperature=1.0)
+    with pytest.raises(ValueError, match="off"):
+        TreeGrower(OFF)
+
+
+def test_ancestor_mask_equals_the_walk_along_parents() -> None:
+    generator = random.Random(0)
+    for _ in range(60):
+        tree = random_tree(generator, 3, generator.randrange(1, 14), 5)
+        mask_BRR = ancestor_mask(tree)
+        for row, parents in enumerate(tree.parents_BQ.tolist()):
+            for node in range(-1, len(parents)):
+                ancestors, here = {node}, node
+                while here != -1:
+                    here = parents[here]
+                    ancestors.add(here)
+                seen = {r - 1 for r in mask_BRR[row, node + 1].nonzero().flatten().tolist()}
+                assert seen == ancestors
+
+
+def test_chain_tree_is_the_tree_with_one_branch() -> None:
+    chain = chain_tree(torch.tensor([[3, 1, 2], [4, 4, UNUSED]]), torch.ones(2, 3))
+    general = DraftTree(
+        token_ids_BQ=chain.token_ids_BQ,
+        parents_BQ=torch.tensor([[-1, 0, 1]] * 2),
+        depths_BQ=torch.tensor([[1, 2, 3]] * 2),
+        scores_BQ=chain.scores_BQ,
+        num_steps=3,
+    )
+    assert torch.equal(chain.parents_BQ, general.parents_BQ)
+    assert torch.equal(chain.depths_BQ, general.depths_BQ)
+    assert torch.equal(ancestor_mask(chain), ancestor_mask(general))
+
+
+def test_rows_of_the_verify_pass_start_with_the_root() -> None:
+    chain = chain_tree(torch.tensor([[3, 1, UNUSED]]), torch.ones(1, 3))
+    assert chain.row_token_ids_BR(torch.tensor([8])).tolist() == [[8, 3, 1, 0]]
+    assert chain.row_depths_BR.tolist() == [[0, 1, 2, 3]]
+    states_BR = row_states(chain, torch.tensor([0]))
+    assert states_BR.shape == (1, 4)

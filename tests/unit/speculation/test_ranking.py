@@ -1,0 +1,133 @@
+"""How much is accepted: noise against probability ranking, and the calibration of the estimates.
+
+The drafter of DESIGN 5.1: 512 tokens, target logits 3 x normal, draft logits off by 0.7 x normal. Margins are above 4
+standard errors, so at fresh seeds a test fails by chance less than once in 10,000 runs.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.toy_decoding import (
+    Sampling,
+    draw,
+    grow_draft,
+    next_states,
+    noise_of_depths,
+    random_table,
+    row_states,
+)
+from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
+from tlt_megatron.speculation.sampling import gumbel_noise
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking, TreeGrower, chain_tree
+from tlt_megatron.speculation.verify import verify_noise_keyed
+
+VOCAB = 512
+TARGET = random_table(VOCAB, seed=0)
+DRAFT = TARGET + random_table(VOCAB, seed=1, sharpness=0.7)
+
+
+def test_children_ranked_by_noise_hold_the_sample_more_often() -> None:
+    num_draws = 4000
+    generator = torch.Generator().manual_seed(0)
+    target_BV = 3.0 * torch.randn(num_draws, VOCAB, generator=generator, dtype=torch.float64)
+    off_BV = torch.randn(num_draws, VOCAB, generator=generator, dtype=torch.float64)
+    draft_BV = target_BV + 0.7 * off_BV
+    noise_BV = gumbel_noise(torch.arange(num_draws), torch.arange(num_draws), VOCAB)
+    sampled_B1 = (target_BV + noise_BV).argmax(-1, keepdim=True)
+    by_noise = (draft_BV + noise_BV).topk(4).indices == sampled_B1
+    by_probability = draft_BV.topk(4).indices == sampled_B1
+    assert float(by_noise[:, 0].double().mean()) == pytest.approx(0.71, abs=0.035)
+    assert float(by_noise.any(1).double().mean()) == pytest.approx(0.97, abs=0.02)
+    assert float(by_probability.any(1).double().mean()) == pytest.approx(0.54, abs=0.035)
+
+
+def accept_length(
+    text: str,
+    ranking: Ranking,
+    calibrator: AcceptanceCalibrator | None = None,
+    how: Sampling | None = None,
+    num_steps: int = 12,
+    batch_size: int = 64,
+) -> float:
+    """Mean tokens per verify pass over num_steps x batch_size passes."""
+    strategy, how = SpeculationStrategy.parse(text), how or Sampling()
+    grower = TreeGrower(strategy, ranking=ranking)
+    seeds_B = torch.arange(batch_size)
+    positions_B, states_B = torch.zeros_like(seeds_B), seeds_B.clone() % 90
+    for _ in range(num_steps):
+        noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, VOCAB)
+        tau_D = torch.tensor(calibrator.tau(), dtype=torch.float64) if calibrator else None
+        tree = grow_draft(DRAFT, states_B, grower, how, noise_BDV, tau_D)
+        positions_BR = positions_B.unsqueeze(1) + tree.row_depths_BR
+        seeds_BR = seeds_B.unsqueeze(1).expand_as(positions_BR)
+        samples_BR = draw(TARGET, row_states(tree, states_B), seeds_BR, positions_BR, how)
+        verdict = verify_noise_keyed(tree, samples_BR)
+        if calibrator is not None:
+            calibrator.observe(calibration_counts(tree, verdict).tolist())
+        for slot in range(strategy.num_steps + 1):
+            token_B = verdict.committed_tokens_BS[:, slot]
+            states_B = torch.where(
+                verdict.num_committed_B > slot, next_states(states_B, token_B), states_B
+            )
+        positions_B = positions_B + verdict.num_committed_B
+    return float(positions_B.sum()) / (num_steps * batch_size)
+
+
+@pytest.mark.parametrize("text", ["4_1_4", "4_4_12"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_noise_ranked_trees_accept_more_tokens(text: str, temperature: float) -> None:
+    how = Sampling(temperature=temperature)
+    by_noise = accept_length(text, Ranking.NOISE, how=how)
+    by_probability = accept_length(text, Ranking.PROBABILITY, how=how)
+    assert by_noise > 1.2 * by_probability
+
+
+def test_rankings_agree_at_temperature_zero_on_a_chain() -> None:
+    how = Sampling(temperature=0.0)
+    assert accept_length("4_1_4", Ranking.NOISE, how=how) == accept_length(
+        "4_1_4", Ranking.PROBABILITY, how=how
+    )
+
+
+def test_cut_target_is_followed_by_a_cut_drafter() -> None:
+    """The noise lifts tokens that a cut target cannot draw; a drafter that ranked them would lose a third."""
+    how = Sampling(top_k=8)
+    assert accept_length("4_1_4", Ranking.NOISE, how=how) > 2.1
+
+
+def test_calibration_finds_the_error_of_the_drafter_and_keeps_better_nodes() -> None:
+    """The error is normal with deviation 0.7; a Gumbel error of that deviation has the scale 0.7 sqrt(6) / pi = 0.55."""
+    calibrator = AcceptanceCalibrator(6, initial_tau=3.0)
+    accept_length("4_4_12", Ranking.NOISE, calibrator, num_steps=25)
+    assert calibrator.tau()[:2] == pytest.approx([0.5, 0.5], abs=0.15)
+    assert calibrator.tau()[4:] == [calibrator.tau()[3]] * 2
+    calibrated = accept_length("4_4_12", Ranking.NOISE, calibrator)
+    assert calibrated > 1.05 * accept_length("4_4_12", Ranking.NOISE)
+
+
+def test_calibration_counts_of_a_small_chain_by_hand() -> None:
+    """Estimates 0.8 and 0.5 given the first; request 0 accepts one of two drafts, request 1 none."""
+    tree = chain_tree(torch.tensor([[7, 8], [7, 8]]), torch.tensor([[0.8, 0.4], [0.8, 0.4]]))
+    verdict = verify_noise_keyed(tree, torch.tensor([[7, 1, 1], [1, 8, 1]]))
+    predicted, accepted, parents = calibration_counts(tree, verdict).tolist()
+    assert predicted == pytest.approx([1.6, 0.5])
+    assert accepted == [1.0, 0.0]
+    assert parents == [2.0, 1.0]
+
+
+def test_calibrator_state_survives_json() -> None:
+    calibrator = AcceptanceCalibrator(3)
+    calibrator.observe([[1.5, 0.5, 0.0], [1.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    assert calibrator.tau()[0] > 0.7 > calibrator.tau()[1]
+    other = AcceptanceCalibrator(3)
+    other.load_state_dict(json.loads(json.dumps(calibrator.state_dict())))
+    for each in (calibrator, other):
+        each.observe([[1.0, 0.5, 0.1], [2.0, 0.0, 0.0], [4.0, 1.0, 1.0]])
+    assert calibrator.tau() == other.tau()
+    with pytest.raises(ValueError, match="max_steps=4"):
+        AcceptanceCalibrator(4).load_state_dict(calibrator.state_dict())

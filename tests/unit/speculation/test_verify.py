@@ -1,0 +1,133 @@
+"""Noise-keyed verification against a slow walk, and what cuts a commit short."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.toy_decoding import random_tree
+from tlt_megatron.speculation.tree import UNUSED, DraftTree, ancestor_mask, chain_tree
+from tlt_megatron.speculation.verify import Verdict, accepted_by_depth, verify_noise_keyed
+
+
+def walk(
+    tree: DraftTree, row: int, samples: list[int], stops: set[int], limit: int
+) -> tuple[int, list[int], list[int]]:
+    """Accepted drafts, the rows of the path and the committed tokens of one request, by the definition."""
+    tokens, parents = tree.token_ids_BQ[row].tolist(), tree.parents_BQ[row].tolist()
+
+    def path_to(node: int) -> list[int] | None:
+        """Rows from the root to the node, None if the target disagrees on the way."""
+        if node == -1:
+            return [0]
+        above = path_to(parents[node])
+        if above is None or tokens[node] == UNUSED or samples[parents[node] + 1] != tokens[node]:
+            return None
+        return [*above, node + 1]
+
+    paths = [path for node in range(-1, len(tokens)) if (path := path_to(node)) is not None]
+    best = max(paths, key=len)
+    committed = []
+    for place in best[:limit]:
+        committed.append(samples[place])
+        if samples[place] in stops:
+            break
+    return len(best) - 1, best, committed
+
+
+def assert_is(verdict: Verdict, row: int, expected: tuple[int, list[int], list[int]]) -> None:
+    num_accepted, path, committed = expected
+    count = int(verdict.num_committed_B[row])
+    assert int(verdict.num_accepted_B[row]) == num_accepted
+    assert verdict.path_BS[row, : num_accepted + 1].tolist() == path
+    assert verdict.path_BS[row, num_accepted + 1 :].eq(0).all()
+    assert verdict.committed_tokens_BS[row, :count].tolist() == committed
+    assert verdict.committed_tokens_BS[row, count:].eq(UNUSED).all()
+
+
+@pytest.mark.parametrize("is_mask_given", [True, False])
+def test_verdict_equals_the_slow_walk_on_random_trees(is_mask_given: bool) -> None:
+    """Two or three different tokens, so that long paths, repeated siblings and early stops all occur."""
+    generator, longest, num_stopped = random.Random(1), 0, 0
+    for _ in range(150):
+        vocab, batch_size = generator.randrange(2, 4), 4
+        tree = random_tree(generator, batch_size, generator.randrange(1, 16), vocab)
+        num_rows = tree.parents_BQ.shape[1] + 1
+        samples = [[generator.randrange(vocab) for _ in range(num_rows)] for _ in range(batch_size)]
+        stops = {0} if generator.random() < 0.3 else set()
+        limits = [generator.randrange(1, 6) for _ in range(batch_size)]
+        verdict = verify_noise_keyed(
+            tree,
+            torch.tensor(samples),
+            ancestors_BRR=ancestor_mask(tree) if is_mask_given else None,
+            stop_token_ids=torch.tensor(sorted(stops), dtype=torch.int64),
+            max_commit_B=torch.tensor(limits),
+        )
+        for row in range(batch_size):
+            expected = walk(tree, row, samples[row], stops, limits[row])
+            assert_is(verdict, row, expected)
+            assert bool(verdict.is_stopped_B[row]) == (expected[2][-1] in stops)
+            longest = max(longest, expected[0])
+            num_stopped += bool(verdict.is_stopped_B[row])
+    assert longest >= 3
+    assert num_stopped > 20
+
+
+def test_verdict_equals_the_slow_walk_on_chains() -> None:
+    generator = random.Random(2)
+    for _ in range(60):
+        tokens = torch.tensor([[generator.randrange(-1, 2) for _ in range(5)] for _ in range(3)])
+        tree = chain_tree(tokens, torch.ones(3, 5))
+        samples = [[generator.randrange(2) for _ in range(6)] for _ in range(3)]
+        verdict = verify_noise_keyed(tree, torch.tensor(samples))
+        for row in range(3):
+            assert_is(verdict, row, walk(tree, row, samples[row], set(), 99))
+
+
+def chain_verdict(*, stop: int | None = None, limit: int | None = None) -> Verdict:
+    """Drafts 7, 8, 9 all accepted, then the bonus token 5."""
+    return verify_noise_keyed(
+        chain_tree(torch.tensor([[7, 8, 9]]), torch.ones(1, 3)),
+        torch.tensor([[7, 8, 9, 5]]),
+        stop_token_ids=torch.tensor([stop]) if stop is not None else None,
+        max_commit_B=torch.tensor([limit]) if limit is not None else None,
+    )
+
+
+def test_all_accepted_commits_the_bonus_token() -> None:
+    verdict = chain_verdict()
+    assert verdict.committed_tokens_BS.tolist() == [[7, 8, 9, 5]]
+    assert verdict.path_BS.tolist() == [[0, 1, 2, 3]]
+    assert not bool(verdict.is_stopped_B)
+
+
+def test_stop_token_inside_a_draft_ends_the_commit() -> None:
+    verdict = chain_verdict(stop=8)
+    assert verdict.committed_tokens_BS.tolist() == [[7, 8, UNUSED, UNUSED]]
+    assert verdict.num_committed_B.tolist() == [2]
+    assert verdict.num_accepted_B.tolist() == [3]
+    assert bool(verdict.is_stopped_B)
+
+
+def test_stop_as_the_bonus_token_is_seen() -> None:
+    assert bool(chain_verdict(stop=5).is_stopped_B)
+    assert chain_verdict(stop=5).num_committed_B.tolist() == [4]
+
+
+def test_length_limit_inside_a_draft_ends_the_commit() -> None:
+    verdict = chain_verdict(limit=2)
+    assert verdict.committed_tokens_BS.tolist() == [[7, 8, UNUSED, UNUSED]]
+    assert not bool(verdict.is_stopped_B)
+
+
+def test_stop_token_behind_the_length_limit_does_not_count() -> None:
+    verdict = chain_verdict(stop=9, limit=2)
+    assert verdict.num_committed_B.tolist() == [2]
+    assert not bool(verdict.is_stopped_B)
+
+
+def test_accepted_by_depth_counts_requests() -> None:
+    assert accepted_by_depth([2, 0, 1], 3) == [2, 1, 0]
+    assert accepted_by_depth([], 2) == [0, 0]

@@ -1,0 +1,270 @@
+"""Tokens per second of the embedded engine against `transformers` generate, on the same long-tailed requests.
+
+    python tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
+        --num-requests 128 --rounds 3 --out build/bench/rollout.json
+
+Both sides must do the same work though both sample: how long each response is comes from the model itself, drawn once
+beforehand with its own stop tokens, and is then replayed. In the measured runs nobody looks at stop tokens; the engine
+takes the lengths as limits of single requests, transformers gets a StoppingCriteria that ends each row at its length
+(an ended row becomes padding, as in any batched generate, and a batch ends with its longest row). transformers runs its
+plain best: left-padded batches, KV cache, SDPA, the same dtype and threads, and the batch size of `--hf-batch-sizes`
+that is fastest for it on these requests. Rounds alternate between the two in one process; the ratio is taken per round.
+Without `--prompts`, prompts are random tokens and lengths lognormal: for models that cannot write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; `--threads` raises it
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from tlt_megatron.config.schema import DataSection, RolloutSection
+from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader, checksum_tensor
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.types import Prompt, SamplingParams
+
+VERSION = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The requests of every measured run: each prompt answered `num_samples` times with these lengths."""
+
+    prompts: list[Prompt]
+    num_samples: int
+    lengths: list[list[int]]  # [prompt][sample]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of one run."""
+        return sum(map(sum, self.lengths))
+
+
+class StopAtLengths(StoppingCriteria):
+    """Ends each row of a batch when it has its own number of new tokens."""
+
+    def __init__(self, prompt_length: int, lengths_B: torch.Tensor) -> None:
+        self._ends_B = lengths_B + prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        """[B] bool."""
+        return self._ends_B <= input_ids.shape[1]
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    options = _parse()
+    torch.set_num_threads(options.threads)
+    engine = _make_engine(options)
+    workload = _make_workload(options, engine)
+    hf = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+    ).eval()
+    hf_seconds = {size: _time(lambda s=size: _run_hf(hf, workload, s)) for size in options.hf_batch_sizes}  # fmt: skip
+    best = min(hf_seconds, key=hf_seconds.__getitem__)
+    _time(lambda: _run_engine(engine, workload, options))  # warm, as transformers is by now
+    ours, theirs = [], []
+    for _ in range(options.rounds):
+        ours.append(workload.num_tokens / _time(lambda: _run_engine(engine, workload, options)))
+        theirs.append(workload.num_tokens / _time(lambda: _run_hf(hf, workload, best)))
+    _report(options, workload, ours, theirs, hf_seconds, best, engine)
+
+
+def _time(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _make_engine(options: argparse.Namespace) -> EmbeddedEngine:
+    section = RolloutSection(
+        dtype=options.dtype,
+        num_samples=options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        max_batch_size=options.max_batch_size,
+    )
+    engine = EmbeddedEngine(
+        load_model_config(options.model), section, select_device("cpu"), max_prompt_tokens=256
+    )
+    dtype = getattr(torch, options.dtype)
+    tensors = [(name, tensor.to(dtype)) for name, tensor in HfReader(options.model).items()]
+    total = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % (1 << 63)
+    engine.load_weights(tensors, version=VERSION, checksum=lambda: total)
+    return engine
+
+
+def _make_workload(options: argparse.Namespace, engine: EmbeddedEngine) -> Workload:
+    num_prompts = max(options.num_requests // options.num_samples, 1)
+    if options.prompts is None:
+        draw = random.Random(options.seed)
+        vocab_size = load_model_config(options.model).vocab_size
+        prompts = [
+            Prompt(
+                prompt_id=str(i),
+                draw_index=i,
+                token_ids=tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))),
+            )
+            for i in range(num_prompts)
+        ]
+        limit = options.max_new_tokens
+        lengths = [
+            [min(int(draw.lognormvariate(math.log(87), 1.0)) + 1, limit) for _ in range(options.num_samples)]
+            for _ in prompts
+        ]  # fmt: skip
+        return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
+    tokenizer = load_tokenizer(options.model)
+    section = DataSection(max_prompt_tokens=256)
+    everything = load_prompts(options.prompts, tokenizer, section).prompts()
+    chosen = random.Random(options.seed).sample(everything, num_prompts)
+    params = SamplingParams(
+        num_samples=options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=options.seed,
+    )
+    groups = engine.generate(chosen, params, policy_version=VERSION)
+    lengths = [[r.token_ids.numel() for r in group.rollouts] for group in groups]
+    return Workload(prompts=chosen, num_samples=options.num_samples, lengths=lengths)
+
+
+def _run_engine(engine: EmbeddedEngine, workload: Workload, options: argparse.Namespace) -> None:
+    params = SamplingParams(
+        num_samples=workload.num_samples, max_new_tokens=options.max_new_tokens, seed=options.seed
+    )
+    groups = engine.generate(
+        workload.prompts, params, policy_version=VERSION, max_new_tokens=workload.lengths
+    )
+    assert [[r.token_ids.numel() for r in g.rollouts] for g in groups] == workload.lengths
+
+
+@torch.inference_mode()
+def _run_hf(model: PreTrainedModel, workload: Workload, batch_size: int) -> None:
+    requests = [
+        (prompt.token_ids, length)
+        for prompt, lengths in zip(workload.prompts, workload.lengths, strict=True)
+        for length in lengths
+    ]
+    for start in range(0, len(requests), batch_size):
+        batch = requests[start : start + batch_size]
+        longest = max(len(token_ids) for token_ids, _ in batch)
+        rows = [(0,) * (longest - len(token_ids)) + tuple(token_ids) for token_ids, _ in batch]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in batch]
+        lengths_B = torch.tensor([length for _, length in batch])
+        out = model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor(mask),
+            do_sample=True,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_new_tokens=int(lengths_B.max()),
+            use_cache=True,
+            pad_token_id=0,
+            eos_token_id=None,
+            stopping_criteria=StoppingCriteriaList([StopAtLengths(longest, lengths_B)]),
+        )
+        assert out.shape[1] == longest + int(lengths_B.max())
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _report(
+    options: argparse.Namespace,
+    workload: Workload,
+    ours: list[float],
+    theirs: list[float],
+    hf_seconds: dict[int, float],
+    best: int,
+    engine: EmbeddedEngine,
+) -> None:
+    lengths = sorted(length for row in workload.lengths for length in row)
+    stats = engine.stats()
+    result = {
+        "embedded_tokens_per_s": _spread(ours),
+        "transformers_tokens_per_s": _spread(theirs),
+        "ratio": _spread([a / b for a, b in zip(ours, theirs, strict=True)]),
+        "transformers_batch_size": best,
+        "transformers_tokens_per_s_by_batch_size": {
+            str(size): workload.num_tokens / seconds for size, seconds in hf_seconds.items()
+        },
+        "embedded_decode_passes": stats.num_decode_passes,
+        "embedded_peak_kv_tokens": stats.peak_kv_tokens,
+        "num_requests": len(lengths),
+        "num_tokens": workload.num_tokens,
+        "lengths": {
+            "median": statistics.median(lengths),
+            "p95": lengths[int(0.95 * (len(lengths) - 1))],
+            "max": lengths[-1],
+        },
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "command": " ".join(["python", *sys.argv]),
+    }
+    table = Table(
+        title=f"{len(lengths)} requests, {workload.num_tokens} tokens, lengths median"
+        f" {result['lengths']['median']:.0f} p95 {result['lengths']['p95']} max {lengths[-1]}, {options.dtype}"
+    )
+    for column in ("tokens/s", "median", "min", "max"):
+        table.add_column(column, justify="left" if column == "tokens/s" else "right")
+    for label, key, digits in (
+        ("embedded", "embedded_tokens_per_s", 0),
+        (f"transformers (batch {best})", "transformers_tokens_per_s", 0),
+        ("ratio", "ratio", 2),
+    ):
+        table.add_row(label, *(f"{value:.{digits}f}" for value in result[key].values()))
+    Console().print(table)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--prompts", help=".jsonl; without it prompts and lengths are random")
+    parser.add_argument("--num-requests", type=int, default=128)
+    parser.add_argument("--num-samples", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--max-batch-size", type=int, default=64, help="of the embedded engine")
+    parser.add_argument("--hf-batch-sizes", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="build/bench/rollout.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
