@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of one rank starve the others
@@ -22,7 +23,7 @@ from tlt_megatron.config.schema import RunConfig
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done (or stopped on request and saved), 2 bad input."""
     options = _parse(arguments)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     overrides = list(options.overrides)
     if options.resume is not None:
         overrides.append(f"checkpoint.resume={options.resume}")
@@ -35,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
         check_layout(config, world_size)
     except ValueError as error:
-        if rank == 0:
-            print(f"pretrain_rl: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     return _run(config, name=Path(options.config or "defaults").stem)
 
 
@@ -54,6 +53,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
+def _refuse(error: ValueError) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"pretrain_rl: {error}", file=sys.stderr)
+    return 2
+
+
 def _run(config: RunConfig, name: str) -> int:
     import torch.distributed as dist
 
@@ -64,14 +69,22 @@ def _run(config: RunConfig, name: str) -> int:
     from tlt_megatron.trainer.build import build_run
     from tlt_megatron.trainer.finish import finish_run
 
-    device = select_device(config.run.device)
+    try:
+        device = select_device(config.run.device)
+    except ValueError as error:
+        return _refuse(error)
     world = init_world(device.backend, config.run.group_timeout_s)
     run_dir = Path(
         broadcast_object(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", world)
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     configure_logging(world.rank, run_dir)
-    with build_run(config, run_dir, world, device) as run:
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(build_run(config, run_dir, world, device))
+        except ValueError as error:  # of prompts, reward, sizes, memory, checkpoint
+            print(f"pretrain_rl (rank {world.rank}): {error}", file=sys.stderr)
+            return 2
         run.trainer.train()
         finish_run(run, config, run_dir)
     dist.destroy_process_group()

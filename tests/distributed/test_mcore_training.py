@@ -22,6 +22,7 @@ from tests.mcore_policy import (
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import OptimizerSection
+from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
 
 ALL = (len(LENGTHS),)
@@ -247,3 +248,26 @@ def test_the_reference_is_the_initial_policy_and_leaves_no_trace(
 
 def _has_same_bits(one: TokenLogprobs, other: TokenLogprobs) -> bool:
     return torch.equal(one.logprobs, other.logprobs) and torch.equal(one.entropy, other.entropy)
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=4, tensor=2, pipeline=2)])
+def test_a_trained_policy_exported_means_the_same_to_transformers(
+    model_path: Path, layout: Layout, tmp_path: Path
+) -> None:
+    def train_and_export() -> list[TokenLogprobs]:
+        policy, groups = build_policy(model_path, layout)
+        train(policy, groups, seeds=(1, 2))
+        weights = list(export(policy).items())
+        if groups.world.is_first:
+            save_hf_model(
+                tmp_path / "hf", weights, model_path, dtype=torch.float32, max_shard_bytes=1 << 17
+            )
+        return policy.infer_logprobs(make_batch(3), 1.0)
+
+    mine = run_ranks(layout.world, train_and_export)[0]
+    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    for value, micro_batch in zip(mine, make_batch(3), strict=True):
+        exported = _hf_logprobs(tmp_path / "hf", micro_batch, 1.0)
+        torch.testing.assert_close(value.logprobs, exported.logprobs, atol=1e-4, rtol=0)
+        before = _hf_logprobs(model_path, micro_batch, 1.0)
+        assert (before.logprobs - value.logprobs).abs().max() > 1e-3

@@ -172,6 +172,26 @@ def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.max_prompt_tokens=2", "all 24 prompts are longer than data.max_prompt_tokens=2"),
+        ("rollout.max_batch_size=100000000", "lower rollout.max_batch_size=100000000"),
+    ],
+)
+def test_what_only_data_and_memory_show_is_refused_too(
+    config: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config), override]
+    command += [f"run.dir={tmp_path}", "logging.progress=none"]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_refusals_come_before_torch_is_imported(config: Path) -> None:
     program = (
         "import runpy, sys; sys.argv[1:] = ['--config', 'x.yaml']\n"

@@ -22,10 +22,11 @@ class Device:
         return self.torch_device.type == "cuda"
 
     def free_bytes(self) -> int:
-        """Memory that can still be taken: of the GPU, or available on the host."""
+        """Memory that this rank can still take: of its GPU, or its share of what the host has available."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def synchronize(self) -> None:
         """Wait for the device; for clocks only, never on a hot path."""

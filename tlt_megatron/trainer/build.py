@@ -68,6 +68,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
         tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, tokenizer, config.data)
         sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
+        rewards.wait_ready()
 
         seed_everything(config.run.seed)
         groups = initialize_model_parallel(config.parallel, world, config.run.seed)
@@ -140,19 +141,35 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
                 resume_step=trainer.step + 1 if is_resumed else None,
             )
             stack.callback(trainer.metrics.close)
-        rewards.wait_ready()
         trainer.stop.install()
         yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
 
 
 def build_engine(config: RunConfig, device: Device) -> RolloutEngine:
-    """The rollout engine of this rank. MemoryError-like refusals come before anything is allocated."""
-    return EmbeddedEngine(
+    """The rollout engine of this rank. Says what memory it will take, and refuses what cannot fit, before taking it."""
+    engine = EmbeddedEngine(
         load_model_config(config.model.path),
         config.rollout,
         device,
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
+    plan, free = engine.memory_plan(), device.free_bytes()
+    log.info(
+        "rollout engine of each rank: weights %s, KV %s (%d tokens), activations %s; free %s",
+        *(_mebibytes(plan.weights_bytes), _mebibytes(plan.kv_bytes), plan.kv_tokens),
+        *(_mebibytes(plan.activations_bytes), _mebibytes(free)),
+    )
+    if plan.total_bytes > free:
+        raise ValueError(
+            f"the rollout engine needs {_mebibytes(plan.total_bytes)}, {_mebibytes(free)} are free: "
+            f"lower rollout.max_batch_size={config.rollout.max_batch_size} or set rollout.kv_cache_tokens "
+            f"(now {config.rollout.kv_cache_tokens}, planned {plan.kv_tokens})"
+        )
+    return engine
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _train_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
