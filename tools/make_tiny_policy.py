@@ -2,9 +2,10 @@
 
     python tools/make_tiny_policy.py --out build/tiny_policy
 
-The policy is pre-trained on derivations of tools/reasoning_task.py, a share of which hold a slip: a model of a corpus
-that people wrote. So it knows the method, and at temperature 1 it slips as often as the corpus does; reinforcement
-learning can take the slips away. The problems of eval.jsonl are in neither the corpus nor train.jsonl.
+The policy is pre-trained on derivations of tools/reasoning_task.py, a share of which hold one slip: a model of a corpus
+that people wrote. So it knows the method (greedy it is nearly always right), but at temperature 1 it slips as often as
+the corpus does, and reinforcement learning can take the slips away. It cannot see whether it has slipped already, so
+its slips come independently, slip_share of them per derivation: sampled accuracy is about exp(-slip_share). The problems of eval.jsonl are in neither the corpus nor train.jsonl.
 A finished folder made with the same settings and sources is kept as it is.
 """
 
@@ -62,9 +63,9 @@ class Settings:
     """What decides the result, together with the sources."""
 
     size: str = "small"
-    steps: int = 1400  # optimizer steps
+    steps: int = 1200  # optimizer steps
     seed: int = 0
-    slip_share: float = 0.5  # of the corpus's derivations
+    slip_share: float = 0.85  # of the corpus's derivations
     batch_tokens: int = 2048  # of a training batch, padding included
     lr: float = 3e-3
     checkpoint_steps: tuple[int, ...] = ()  # also saved, each as a model of its own

@@ -140,12 +140,14 @@ def _chunk_scores(query: Tensor, key: Tensor, start: int, end: int, dtype: torch
     return scores.masked_fill_(hidden, -torch.inf)
 
 
-def chunked_causal_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def chunked_causal_forward(
+    query: Tensor, key: Tensor, value: Tensor, chunk: int = _QUERY_CHUNK
+) -> tuple[Tensor, Tensor]:
     """The kernel's twin in plain torch, for devices whose fused kernels do not give the log-sum in every dtype."""
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
     outs, lses = [], []
-    for start in range(0, query.shape[2], _QUERY_CHUNK):
-        end = min(start + _QUERY_CHUNK, query.shape[2])
+    for start in range(0, query.shape[2], chunk):
+        end = min(start + chunk, query.shape[2])
         scores = _chunk_scores(query, key, start, end, accumulate)
         lse = scores.logsumexp(dim=-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(value.dtype)
@@ -155,15 +157,21 @@ def chunked_causal_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def chunked_causal_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    chunk: int = _QUERY_CHUNK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key, value for the part of a softmax whose whole has this `out` and `lse`."""
     grad_query = torch.empty_like(query)
     grad_key = torch.zeros_like(key, dtype=lse.dtype)
     grad_value = torch.zeros_like(value, dtype=lse.dtype)
     delta = (grad * out).sum(dim=-1, keepdim=True, dtype=lse.dtype)
-    for start in range(0, query.shape[2], _QUERY_CHUNK):
-        end = min(start + _QUERY_CHUNK, query.shape[2])
+    for start in range(0, query.shape[2], chunk):
+        end = min(start + chunk, query.shape[2])
         rows = slice(start, end)
         scores = _chunk_scores(query, key, start, end, lse.dtype)
         weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()

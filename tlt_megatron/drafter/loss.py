@@ -50,7 +50,7 @@ def make_objective(section: DrafterSection) -> Objective:
 class DraftLoss:
     """A loss as an exact fraction, and sums by unroll step that are fractions over `counts_K`."""
 
-    loss_sum: Tensor  # scalar float32, differentiable
+    loss_sum: Tensor  # scalar, differentiable; float32, as all sums here, or float64 for a float64 model
     count: int  # trained rows; the gradient applied is that of loss_sum / count, both summed over ranks
     counts_K: Tensor  # rows that have a prediction at this step
     agreed_K: Tensor  # of which the most likely token is the target's
@@ -62,13 +62,14 @@ def draft_loss(
     model: DraftModel, batch: DraftBatch, objective: Objective, *, head_chunk_tokens: int
 ) -> DraftLoss:
     """Unroll the drafter over the batch. Logits exist for `head_chunk_tokens` rows at a time."""
-    outputs_PD, head_inputs_PD = _unroll(model, batch, objective)
+    outputs_PD, head_inputs_PD = unroll_draft(model, batch, objective)
     targets_M = batch.loss_mask.nonzero().squeeze(-1)  # rows whose next token is predicted
     steps_K = torch.arange(objective.num_steps, device=targets_M.device)
     # The prediction of row s at step k was drafted from row s - k, if that is in the sequence.
     is_drafted_KM = batch.position_ids[targets_M] >= steps_K.unsqueeze(1)
     sources_KM = (targets_M - steps_K.unsqueeze(1)).clamp(min=0)
-    weights_KM = is_drafted_KM.float() * (objective.decay**steps_K).unsqueeze(1)
+    wide = _accumulation_dtype(head_inputs_PD[0])
+    weights_KM = is_drafted_KM.to(wide) * (objective.decay ** steps_K.to(wide)).unsqueeze(1)
     head_KMD = torch.stack(
         [x.index_select(0, rows) for x, rows in zip(head_inputs_PD, sources_KM, strict=True)]
     )
@@ -78,20 +79,20 @@ def draft_loss(
     )
     if objective.feature_weight > 0:
         for output_PD, rows, weights_M in zip(outputs_PD, sources_KM, weights_KM, strict=True):
-            predicted_MD = output_PD.index_select(0, rows).float()
-            distance_MD = F.smooth_l1_loss(predicted_MD, target_MD.float(), reduction="none")
+            predicted_MD = output_PD.index_select(0, rows).to(wide)
+            distance_MD = F.smooth_l1_loss(predicted_MD, target_MD.to(wide), reduction="none")
             distance = (distance_MD.mean(dim=-1) * weights_M).sum()
             loss_sum = loss_sum + objective.feature_weight * distance
     return DraftLoss(
         loss_sum=loss_sum,
         count=targets_M.numel(),
-        counts_K=is_drafted_KM.sum(dim=1).float(),
+        counts_K=is_drafted_KM.sum(dim=1, dtype=wide),
         agreed_K=agreed_K,
         accepted_K=accepted_K,
     )
 
 
-def _unroll(
+def unroll_draft(
     model: DraftModel, batch: DraftBatch, objective: Objective
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs [P, D] and head inputs [P, D] of every step; row t at step k predicts the token t + 2 + k.
@@ -113,6 +114,10 @@ def _unroll(
     return outputs, head_inputs
 
 
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 class _HeadLoss(torch.autograd.Function):
     """Weighted soft cross entropy through the frozen head, without ever holding all logits.
 
@@ -130,7 +135,7 @@ class _HeadLoss(torch.autograd.Function):
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps, num_rows, _ = head_KMD.shape
-        accumulate = torch.float64 if head_KMD.dtype == torch.float64 else torch.float32
+        accumulate = _accumulation_dtype(head_KMD)
         totals = torch.zeros(3, num_steps, dtype=accumulate, device=head_KMD.device)
         grad_KMD = torch.empty_like(head_KMD)
         for start in range(0, num_rows, chunk_tokens):
@@ -139,7 +144,7 @@ class _HeadLoss(torch.autograd.Function):
             p_CV = p_CV.softmax(dim=-1)
             best_C = p_CV.argmax(dim=-1)
             for step in range(num_steps):
-                weights_C = weights_KM[step, rows].to(accumulate)
+                weights_C = weights_KM[step, rows]
                 is_drafted_C = (weights_C > 0).to(accumulate)
                 logits_CV = F.linear(head_KMD[step, rows].to(lm_head_VD.dtype), lm_head_VD)
                 logq_CV = logits_CV.to(accumulate).log_softmax(dim=-1)
@@ -147,6 +152,8 @@ class _HeadLoss(torch.autograd.Function):
                 totals[1, step] += (logq_CV.argmax(dim=-1) == best_C).to(accumulate) @ is_drafted_C
                 q_CV = logq_CV.exp_()
                 totals[2, step] += torch.minimum(p_CV, q_CV).sum(dim=-1) @ is_drafted_C
+                if not ctx.needs_input_grad[0]:
+                    continue
                 grad_CV = q_CV.sub_(p_CV).mul_(weights_C.unsqueeze(-1)).to(lm_head_VD.dtype)
                 grad_KMD[step, rows] = (grad_CV @ lm_head_VD).to(grad_KMD.dtype)
         ctx.save_for_backward(grad_KMD)

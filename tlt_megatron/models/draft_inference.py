@@ -1,7 +1,7 @@
 """The drafter as the engines run it: the arithmetic of `DraftModel` in few torch calls, on fused weights.
 
 A decode pass runs this layer num_steps times on a handful of rows, where a torch call costs more than its arithmetic. What
-to know: what depends on the token alone (EAGLE: its half of fc and q, k, v; EAGLE-3: the same without fc) is tabulated for
+to know: what depends on the token alone (EAGLE: its half of fc and q, k, v; EAGLE-3: its half of q, k, v) is tabulated for
 the whole vocabulary where that fits, and norm weights are folded into the matrices that follow. Results equal `DraftModel`
 up to rounding, which is all a drafter needs: what it says can cost time, never change a token.
 """
@@ -16,93 +16,116 @@ from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.layers import RotaryTable, apply_rope_
 from tlt_megatron.models.transformer import Attention
 
+_PACK_ROWS = 8  # of a pass, for which oneDNN lays a packed matrix out
+
 
 class DraftInference:
-    """Fused copies of a drafter's weights in the engine's dtype; never part of autograd.
+    """Fused copies of a drafter's weights in the engine's dtype, which must be that of the target's head.
 
-    `refresh` after the drafter or the target's embedding changed; it writes in place, so captured graphs stay valid.
-    Example of a chain: `hidden, head = draft.step(tokens, draft.fuse(features), draft.rotation(positions), attention)`.
+    The twin of a DraftModel for `fuse`, `forward` and `logits`; not differentiable. `refresh` after the drafter or the
+    target changed: on GPUs it writes in place, so captured graphs stay valid. To draft a chain or a tree, look the
+    rotation of all depths up once and call `step`: `hidden, head = draft.step(tokens, hidden, rotation, attention)`.
     """
 
     def __init__(
         self, model: DraftModel, dtype: torch.dtype, *, max_table_bytes: int = 256 << 20
     ) -> None:
+        if model.lm_head_VD.dtype != dtype:
+            raise ValueError(
+                f"dtype={dtype}: must be that of the target's head, {model.lm_head_VD.dtype}"
+            )
         self._model = model
         c = self.config = model.config
         self.dtype = dtype
         device = model.embedding_VD.device
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
-
-        hidden_size = c.hidden_size
-        self._num_rotated = c.num_heads + c.num_kv_heads
-        self._head_start = 0 if c.is_eagle3 else hidden_size  # EAGLE: the fused row begins with fc
-        width = self._head_start + (self._num_rotated + c.num_kv_heads) * c.head_dim
-        # Stored [in, out], as mm takes them.
-        self._from_hidden = empty(hidden_size, width)
-        self._has_table = c.vocab_size * width * dtype.itemsize <= max_table_bytes
-        if self._has_table:
-            self._table = empty(c.vocab_size, width)
-        else:
-            self._from_token, self._token_bias = empty(hidden_size, width), empty(width)
-        self._output = empty(c.num_heads * c.head_dim, hidden_size)
-        self._gate_up = empty(hidden_size, 2 * c.ffn_size)
-        self._down = empty(c.ffn_size, hidden_size)
-        if c.is_eagle3:
-            self._fuse = empty(c.feature_size, hidden_size)
-            self._norm = empty(hidden_size)
         self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
+        self._num_rotated = c.num_heads + c.num_kv_heads
+        self._num_fused = self._num_rotated + c.num_kv_heads
+        self._head_start = 0 if c.is_eagle3 else c.hidden_size  # EAGLE: a fused row begins with fc
+        self._width = width = self._head_start + self._num_fused * c.head_dim
+        row_bytes = c.vocab_size * dtype.itemsize
+        self._has_table = row_bytes * width <= max_table_bytes
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._eps = torch.tensor(c.rms_norm_eps, dtype=self._wide, device=device)
+        if self._has_table:
+            self._table = torch.empty(c.vocab_size, width, dtype=dtype, device=device)
+        else:
+            self._token_bias = torch.empty(width, dtype=dtype, device=device)
+        self._norm = torch.empty(c.hidden_size, dtype=dtype, device=device)
+        self._from_token = _Matrix(dtype, device)
+        self._from_hidden = _Matrix(dtype, device)
+        self._output = _Matrix(dtype, device)
+        self._gate_up = _Matrix(dtype, device)
+        self._down = _Matrix(dtype, device)
+        self._fuse = _Matrix(dtype, device)
+        self._head = _Matrix(dtype, device)
+        # Packing copies; where it cannot pay, the head is used where it lies.
+        self._has_packed_head = _Matrix.packs(dtype, device) and (
+            row_bytes * c.hidden_size <= max_table_bytes
+        )
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what the drafter and the target's embedding hold now."""
+        """Take over what the drafter and the target's embedding and head hold now."""
         model, layer = self._model, self._model.layer
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = torch.cat([projection.weight for projection in projections])
-        hidden_size = self.config.hidden_size
-        bias = None
+        size = self.config.hidden_size
         if self.config.is_eagle3:
-            from_token = qkv[:, :hidden_size] * layer.input_layernorm.weight
-            from_hidden = qkv[:, hidden_size:] * layer.hidden_norm.weight
-            self._fuse.copy_(model.fc.weight.t())
+            from_token = qkv[:, :size] * layer.input_layernorm.weight
+            from_hidden = qkv[:, size:] * layer.hidden_norm.weight
+            bias = qkv.new_zeros(self._width)
+            self._fuse.set(model.fc.weight)
             self._norm.copy_(model.norm.weight)
         else:
             # Nothing stands between fc and q, k, v, so both are one matrix.
             fused = torch.cat((model.fc.weight, qkv @ model.fc.weight))
-            from_token, from_hidden = fused[:, :hidden_size], fused[:, hidden_size:]
+            from_token, from_hidden = fused[:, :size], fused[:, size:]
             bias = torch.cat((model.fc.bias, qkv @ model.fc.bias))
-        self._from_hidden.copy_(from_hidden.t())
+        self._from_hidden.set(from_hidden)
         if self._has_table:
             rows = self._token_input(model.embedding_VD.to(from_token.dtype))
             self._table.copy_(F.linear(rows, from_token, bias))
         else:
-            self._from_token.copy_(from_token.t())
-            self._token_bias.copy_(bias) if bias is not None else self._token_bias.zero_()
-        self._output.copy_(attention.o_proj.weight.t())
+            self._from_token.set(from_token)
+            self._token_bias.copy_(bias)
+        self._output.set(attention.o_proj.weight)
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
-        self._gate_up.copy_((gate_up * layer.post_attention_layernorm.weight).t())
-        self._down.copy_(mlp.down_proj.weight.t())
+        self._gate_up.set(gate_up * layer.post_attention_layernorm.weight)
+        self._down.set(mlp.down_proj.weight)
+        if self._has_packed_head:
+            self._head.set(model.lm_head_VD)
 
     def _token_input(self, embedded: Tensor) -> Tensor:
         return self._rms(embedded) if self.config.is_eagle3 else embedded
 
     def _rms(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.config.hidden_size,), None, self.config.rms_norm_eps)
+        """RMS norm without a weight: fewer kernels than F.rms_norm has on a CPU."""
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self._wide)
+        scale = torch.addcmul(self._eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+        return x * (scale if scale.dtype == x.dtype else scale.to(x.dtype))
 
     def num_bytes(self) -> int:
         """Bytes of the fused copies, the table included."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        held = (self._norm, self._table if self._has_table else self._token_bias)
+        matrices = (value for value in vars(self).values() if isinstance(value, _Matrix))
+        return sum(t.nbytes for t in held) + sum(matrix.num_bytes for matrix in matrices)
 
     def rotation(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for `step`; look the positions of all depths up at once. `rotary.reserve` must cover them."""
+        """(cos, sin) for `step`; index both to cut them by depth. `rotary.reserve` must cover the positions."""
         return self.rotary.lookup(position_ids_P)
 
     def fuse(self, features_PF: Tensor) -> Tensor:
-        """See `DraftModel.fuse`."""
-        return features_PF @ self._fuse if self.config.is_eagle3 else features_PF
+        """See `DraftModel.fuse`; the features are in the engine's dtype."""
+        return self._fuse(features_PF) if self.config.is_eagle3 else features_PF
+
+    def forward(
+        self, token_ids_P: Tensor, hidden_PD: Tensor, position_ids_P: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """See `DraftModel.forward`."""
+        return self.step(token_ids_P, hidden_PD, self.rotation(position_ids_P), attention)
 
     def step(
         self,
@@ -111,28 +134,70 @@ class DraftInference:
         rotation: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftModel.forward`: (hidden for the following step, input of the LM head)."""
+        """`forward` with cos and sin looked up already."""
         c = self.config
         if self._has_table:
             from_token = self._table.index_select(0, token_ids_P)
         else:
             embedded = F.embedding(token_ids_P, self._model.embedding_VD).to(self.dtype)
-            from_token = self._token_input(embedded).matmul(self._from_token).add_(self._token_bias)
+            from_token = self._from_token(self._token_input(embedded)).add_(self._token_bias)
         normed_PD = self._rms(hidden_PD) if c.is_eagle3 else hidden_PD
-        fused = torch.addmm(from_token, normed_PD, self._from_hidden)
+        fused = self._from_hidden(normed_PD, from_token)
         start = self._head_start
         residual_PD = fused[:, :start] if start else hidden_PD
-        heads_PAH = fused[:, start:].unflatten(1, (-1, c.head_dim))
+        heads = fused[:, start:] if start else fused
+        heads_PAH = heads.view(-1, self._num_fused, c.head_dim)
         apply_rope_(heads_PAH[:, : self._num_rotated], *rotation)
         context = attention.attend(0, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :])
-        residual_PD = torch.addmm(residual_PD, context, self._output)
-        gate_up = torch.mm(self._rms(residual_PD), self._gate_up)
-        gated = F.silu(gate_up[:, : c.ffn_size]).mul_(gate_up[:, c.ffn_size :])
-        output_PD = torch.addmm(residual_PD, gated, self._down)
+        residual_PD = self._output(context, residual_PD)
+        gate_PF, up_PF = self._gate_up(self._rms(residual_PD)).chunk(2, dim=-1)
+        output_PD = self._down(F.silu(gate_PF).mul_(up_PF), residual_PD)
         if not c.is_eagle3:
             return output_PD, output_PD
-        return output_PD, F.rms_norm(output_PD, (c.hidden_size,), self._norm, c.rms_norm_eps)
+        return output_PD, self._rms(output_PD).mul_(self._norm)
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
         """[P, V] through the target's head."""
+        if self._has_packed_head:
+            return self._head(head_input_PD)
         return F.linear(head_input_PD, self._model.lm_head_VD)
+
+
+class _Matrix:
+    """x @ weight.T, plus an addend; on CPUs with bfloat16 arithmetic packed by oneDNN, which halves the time of few rows."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._is_packed = self.packs(dtype, device)
+        self._weight: Tensor | None = None
+        self.num_bytes = 0
+
+    @staticmethod
+    def packs(dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether packing is possible and pays."""
+        return (
+            dtype == torch.bfloat16
+            and device.type == "cpu"
+            and torch.backends.mkldnn.is_available()
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+
+    def set(self, weight: Tensor) -> None:
+        """Copy [out, in] in."""
+        self.num_bytes = weight.numel() * self._dtype.itemsize
+        if self._is_packed:
+            dense = weight.to(self._dtype).contiguous()
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
+        elif self._weight is None:
+            self._weight = weight.to(self._device, self._dtype, copy=True).contiguous().t()
+        else:
+            self._weight.t().copy_(weight)
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """[P, out]; `addend` [P, out] is not changed."""
+        if self._is_packed:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+            return out if addend is None else out.add_(addend)
+        if addend is None:
+            return torch.mm(x, self._weight)
+        return torch.addmm(addend, x, self._weight)

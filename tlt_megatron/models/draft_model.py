@@ -168,6 +168,14 @@ def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
         )
 
 
+class DraftNorm(nn.RMSNorm):
+    """RMS norm whose weight follows the input's dtype, which autocast leaves to us."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any leading dims."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class DraftAttention(nn.Module):
     """Projections with rotary embedding; who sees whom is the business of the `Attention` object."""
 
@@ -213,10 +221,10 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = DraftAttention(config)
         self.mlp = DraftMlp(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DraftNorm(config.hidden_size, config.rms_norm_eps)
         if config.is_eagle3:
-            self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.input_layernorm = DraftNorm(config.hidden_size, config.rms_norm_eps)
+            self.hidden_norm = DraftNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class DraftModel(nn.Module):
@@ -249,7 +257,7 @@ class DraftModel(nn.Module):
         if config.is_eagle3:
             self.fc = nn.Linear(config.feature_size, hidden_size, bias=False)
             self.midlayer = DraftLayer(config)
-            self.norm = nn.RMSNorm(hidden_size, config.rms_norm_eps)
+            self.norm = DraftNorm(hidden_size, config.rms_norm_eps)
         else:
             # SGLang gives this layer a bias whether a checkpoint has it or not.
             self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=True)

@@ -50,7 +50,11 @@ class KvCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_draft_layers: int = 0,
+        feature_size: int = 0,
     ) -> None:
+        """`num_draft_layers` more layers behind the target's, for a drafter of the same heads. With `feature_size` each
+        slot also holds what a drafter reads: its token and the target's feature."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
@@ -58,7 +62,7 @@ class KvCache:
         num_slots = num_pages * page_size
         # Zeros, not empty: a masked position still takes part as 0 * value, which must not be 0 * nan.
         self.kv_LKTH = torch.zeros(
-            config.num_layers,
+            config.num_layers + num_draft_layers,
             2 * config.num_kv_heads,
             num_slots,
             config.head_dim,
@@ -67,6 +71,14 @@ class KvCache:
         )
         self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
         self.layers = list(self.kv_LKTH.unbind(0))
+        self.has_features = feature_size > 0
+        self.features_TD = torch.zeros(
+            num_slots if feature_size else 0, feature_size, dtype=dtype, device=device
+        )
+        # One more slot: the token after the last position of the last lane is written too, and never read.
+        self.token_ids_T = torch.zeros(
+            num_slots + 1 if feature_size else 0, dtype=torch.int64, device=device
+        )
         self._paged_bias = self.bias_T.view(num_pages, page_size)
         self._state = bytearray(num_pages)
         self._holder: list[list[int] | None] = [None] * num_pages
@@ -75,7 +87,8 @@ class KvCache:
 
     def num_bytes(self) -> int:
         """Bytes of the pool."""
-        return self.kv_LKTH.nbytes + self.bias_T.nbytes
+        tensors = self.kv_LKTH, self.bias_T, self.features_TD, self.token_ids_T
+        return sum(tensor.nbytes for tensor in tensors)
 
     def reset(self) -> None:
         """Free every page and forget the peak."""
@@ -188,8 +201,20 @@ class KvCache:
         """Make slots visible to queries."""
         self.bias_T.index_fill_(0, slots_P, 0.0)
 
+    def keep_features(self, slots_P: Tensor, features_PD: Tensor, token_ids_P: Tensor) -> None:
+        """Store what a drafter reads of packed tokens, if this pool is made for one."""
+        if self.has_features:
+            self.features_TD.index_copy_(0, slots_P, features_PD)
+            self.token_ids_T.index_copy_(0, slots_P, token_ids_P)
+
+    def move_kv(self, source_S: Tensor, target_S: Tensor) -> None:
+        """Copy keys and values alone to other slots, which may overlap; for a few slots."""
+        self.kv_LKTH.index_copy_(2, target_S, self.kv_LKTH.index_select(2, source_S))
+
     def relocate(self, source_S: Tensor, target_S: Tensor) -> None:
         """Copy slots to other slots, which may overlap; holds one layer's share of them a second time."""
         for layer in self.layers:
             layer.index_copy_(1, target_S, layer.index_select(1, source_S))
-        self.bias_T.index_copy_(0, target_S, self.bias_T.index_select(0, source_S))
+        slotwise = (self.bias_T, self.features_TD, self.token_ids_T)
+        for tensor in slotwise if self.has_features else slotwise[:1]:
+            tensor.index_copy_(0, target_S, tensor.index_select(0, source_S))

@@ -121,6 +121,45 @@ class NoiseAhead:
         return self._block_ABV[self._used - 1]
 
 
+class NoiseWindow:
+    """`gumbel_noise` of the next positions of every row, where rows move on by different amounts: speculative decoding.
+
+    A block of positions is made at once and read as a window that slides over it. `start` after the rows changed.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._block_BAV: Tensor | None = None
+
+    def start(self) -> None:
+        """Forget what was made ahead."""
+        self._block_BAV = None
+
+    def window(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
+        """[B, length, V]: the noise of positions_B and the `length` - 1 after each. Not the caller's to overwrite."""
+        if self._block_BAV is not None and self._used_up_to + length > self._block_BAV.shape[1]:
+            offsets_B = positions_B - self._first_B
+            self._used_up_to = int(offsets_B.max())
+            if self._used_up_to + length > self._block_BAV.shape[1]:
+                self._block_BAV = None
+        if self._block_BAV is None:
+            num_rows = seeds_B.shape[0]
+            ahead = max(_NOISE_AHEAD // (num_rows * self._vocab_size), 1) + length - 1
+            positions_BA = positions_B.unsqueeze(1) + torch.arange(ahead, device=seeds_B.device)
+            noise = gumbel_noise(
+                seeds_B.unsqueeze(1).expand_as(positions_BA).reshape(-1),
+                positions_BA.reshape(-1),
+                self._vocab_size,
+            )
+            self._block_BAV = noise.view(num_rows, ahead, self._vocab_size)
+            self._first_B = positions_B.clone()
+            self._rows_B1 = torch.arange(num_rows, device=seeds_B.device).unsqueeze(1)
+            self._used_up_to = 0
+        self._used_up_to += length  # at most; looked up exactly when it seems to be used up
+        steps = torch.arange(length, device=seeds_B.device)
+        return self._block_BAV[self._rows_B1, (positions_B - self._first_B).unsqueeze(1) + steps]
+
+
 def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
     """-inf outside the allowed set: the `top_k` largest, then of those the fewest whose probability reaches `top_p`.
 
@@ -163,8 +202,13 @@ def sample(
     top_k: int = 0,
     *,
     noise_ahead: NoiseAhead | None = None,
+    noise_BV: Tensor | None = None,
 ) -> Sampled:
-    """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0."""
+    """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0.
+
+    `noise_BV` is `gumbel_noise(seeds_B, positions_B, V)` where the caller has it: one row of noise serves all nodes of a
+    draft tree at one depth, so `seeds_B` and `positions_B` may then be shorter.
+    """
     wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
     logits = logits_BV.to(wide)
     policy_logprobs_BV = logits.log_softmax(dim=-1)
@@ -178,11 +222,14 @@ def sample(
         )
     is_plain = temperature == 1.0 and top_p >= 1.0 and top_k == 0
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
-    if noise_ahead is None:
-        noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
+    if noise_BV is not None:
+        tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
     else:
-        noise_BV = noise_ahead.next(seeds_B, positions_B)
-    tokens_B1 = noise_BV.add_(scaled).argmax(dim=-1, keepdim=True)
+        if noise_ahead is None:
+            noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
+        else:
+            noise_BV = noise_ahead.next(seeds_B, positions_B)
+        tokens_B1 = noise_BV.add_(scaled).argmax(dim=-1, keepdim=True)
     policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
     logprobs_B = policy_B
     if not is_plain:

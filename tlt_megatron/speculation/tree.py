@@ -174,7 +174,8 @@ class TreeGrower:
         `tau_D` (float64, at least num_steps values on the device) is the error of draft logits at each depth
         (`calibration.AcceptanceCalibrator`); 1 without it. `top_p` and `top_k` are those of the target's sampling.
         """
-        scale_D, offsets = self._scales(temperature, noise_BDV, tau_D)
+        dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
+        scale_D, offsets = self._scales(temperature, noise_BDV, tau_D, dtype)
         scoring = _Scoring(
             scale_D=scale_D, offsets=offsets, temperature=temperature, top_p=top_p, top_k=top_k
         )
@@ -183,7 +184,11 @@ class TreeGrower:
         return self._grow_tree(root_logits_BV, expand, scoring)
 
     def _scales(
-        self, temperature: float, noise_BDV: Tensor | None, tau_D: Tensor | None
+        self,
+        temperature: float,
+        noise_BDV: Tensor | None,
+        tau_D: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
         """For each depth the factor on logits and the [B, V] offset, such that the estimate is softmax of their sum.
 
@@ -199,8 +204,8 @@ class TreeGrower:
             return scale_D.unbind(), None
         if noise_BDV is None:
             raise ValueError(f"ranking={self.ranking} at temperature={temperature} needs noise_BDV")
-        factor_D1 = (scale_D * temperature).to(noise_BDV.dtype).unsqueeze(1)
-        return scale_D.unbind(), (noise_BDV[:, :steps] * factor_D1).unbind(1)
+        offsets_BDV = noise_BDV[:, :steps] * (scale_D * temperature).unsqueeze(1)
+        return scale_D.unbind(), offsets_BDV.to(dtype).unbind(1)
 
     def _grow_chain(
         self,

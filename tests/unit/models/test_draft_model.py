@@ -51,6 +51,13 @@ class GrowingKv:
         return torch.stack(outs, dim=2)[0].permute(2, 0, 1, 3).reshape(num_new, -1)
 
 
+def tensors_of(view: DraftInference) -> list[Tensor]:
+    """What captured graphs would read."""
+    held = list(vars(view).values())
+    held += [part for matrix in held for part in getattr(matrix, "__dict__", {}).values()]
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
 def draft(step, fuse, sequence, position: int, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     """Prefill the pairs up to `position`, then draft step by step over kept keys and values."""
     kv = GrowingKv()
@@ -99,7 +106,7 @@ def test_inference_follows_changed_weights_and_embedding(
     sequence = make_sequence(model, 8)
     model.rotary.reserve(64)
     view.rotary.reserve(64)
-    addresses = [t.data_ptr() for t in vars(view).values() if isinstance(t, Tensor)]
+    addresses = [t.data_ptr() for t in tensors_of(view)]
     with torch.no_grad():
         for tensor in (*model.parameters(), model.embedding_VD, model.lm_head_VD):
             tensor.mul_(1.25).add_(0.01)
@@ -107,12 +114,34 @@ def test_inference_follows_changed_weights_and_embedding(
         positions, tokens = torch.arange(6), sequence.token_ids[1:7]
         features = sequence.features[:6]
         expected = model(tokens, model.fuse(features), positions, GrowingKv())
-        rotation = view.rotation(positions)
-        actual = view.step(tokens, view.fuse(features), rotation, GrowingKv())
+        actual = view.forward(tokens, view.fuse(features), positions, GrowingKv())
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(view.logits(actual[1]), model.logits(expected[1]))
-    assert addresses == [t.data_ptr() for t in vars(view).values() if isinstance(t, Tensor)]
-    assert view.num_bytes() > 0
+    assert addresses == [t.data_ptr() for t in tensors_of(view)]
+    assert view.num_bytes() >= sum(p.nbytes for n, p in model.named_parameters() if "o_proj" in n)
+
+
+@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
+def test_bfloat16_inference_is_near_the_module(architecture: str) -> None:
+    """Packed matrices on CPUs that have them."""
+    model = make_draft_model(architecture, dtype=torch.bfloat16)
+    view = DraftInference(model, torch.bfloat16)
+    exact = make_draft_model(architecture)
+    sequence = make_sequence(model, 8)
+    tokens, positions, features = sequence.token_ids[1:7], torch.arange(6), sequence.features[:6]
+    exact.rotary.reserve(8)
+    view.rotary.reserve(8)
+    with torch.no_grad():
+        rotation = view.rotation(positions)
+        _, head = view.step(tokens, view.fuse(features), rotation, GrowingKv())
+        _, expected = exact(tokens, exact.fuse(features), positions, GrowingKv())
+        logits, exact_logits = view.logits(head).double(), exact.logits(expected)
+    assert (logits - exact_logits).abs().max() < 0.03 * exact_logits.abs().max()
+
+
+def test_inference_in_another_dtype_than_the_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="target's head"):
+        DraftInference(make_draft_model("eagle"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])

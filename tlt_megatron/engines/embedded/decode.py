@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.engines.embedded.speculate import Roots, Speculator
 from tlt_megatron.models.attention import LaneAttention, PagedAttention
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.sampling import NoiseAhead, sample
+from tlt_megatron.models.tree_attention import LaneView
+from tlt_megatron.speculation.sampling import NoiseAhead, Sampled, sample
+from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import SamplingParams
 
-# Rows of the state matrix. The last four grow by one in every pass.
-_SEED, _LAST, _POSITION, _COUNT, _OUT, _SLOT = range(6)
-_GROWING = slice(_POSITION, _SLOT + 1)
+# Rows of the state matrix: seed, last (count at the final token), position, count, out, slot. From position on they
+# grow by one in every pass.
+_NUM_FIELDS, _POSITION = 6, 2
+_GROWING = slice(_POSITION, None)
 # Lanes are read at the length of the longest, pages at their own: lanes are taken when they cost at most this much more.
 _LANE_WASTE = 1.25
 _LANE_FREE_POSITIONS = 512  # what merging pages costs, in positions of attention
@@ -44,20 +48,24 @@ class DecodeBatch:
 
     def __init__(
         self, model: Transformer, cache: KvCache, params: SamplingParams, *, max_batch_size: int,
-        max_new_tokens: int,
+        max_new_tokens: int, speculator: Speculator | None = None, draft_slots: int = 0,
     ) -> None:  # fmt: skip
+        """With a `speculator`, `draft_slots` are the slots behind a sequence that drafting and verifying may write."""
         self._model = model
         self._cache = cache
         self._params = params
-        self._max_new_tokens = max_new_tokens
         device = model.device
         self.requests: list[Request] = []
         self.num_passes = 0
-        self._state = torch.zeros(6, max_batch_size, dtype=torch.int64, device=device)
+        self._state = torch.zeros(_NUM_FIELDS, max_batch_size, dtype=torch.int64, device=device)
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=device)
         self._tokens_B = torch.empty(0, dtype=torch.int64, device=device)
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-        num_outputs = max_batch_size * max_new_tokens
+        self._speculator = speculator
+        self._draft_slots = draft_slots
+        self._drawn: Sampled | None = None  # the next tokens, where a speculative step has them
+        self._column_size = max_new_tokens + draft_slots
+        num_outputs = max_batch_size * self._column_size
         self._out_tokens = torch.zeros(num_outputs, dtype=torch.int64, device=device)
         self._out_logprobs = torch.zeros(num_outputs, device=device)
         self._out_policy_logprobs = torch.zeros(num_outputs, device=device)
@@ -80,7 +88,7 @@ class DecodeBatch:
         for request in requests:
             column = self._free_columns.pop()
             self._columns[request] = column
-            out = column * self._max_new_tokens
+            out = column * self._column_size
             count = request.num_saved
             if request.saved is not None:
                 outputs = self._out_tokens, self._out_logprobs, self._out_policy_logprobs
@@ -124,9 +132,16 @@ class DecodeBatch:
         self._is_changed = True
         self._next_due = min((request.due for request in self.requests), default=0)
         self._noise.start()
+        if self._speculator is not None:
+            self._speculator.set_changed()
+        rows = self._state[:, : len(self.requests)]
+        self._seed_B, self._last_B, self._position_B, self._count_B, self._out_B, self._slot_B = (
+            rows
+        )
+        self._growing_CB = rows[_GROWING]
 
     def _outputs(self, row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        start = self._columns[self.requests[row]] * self._max_new_tokens
+        start = self._columns[self.requests[row]] * self._column_size
         part = slice(start, start + count)
         outputs = self._out_tokens, self._out_logprobs, self._out_policy_logprobs
         tokens, logprobs, policy_logprobs = (output[part].cpu().clone() for output in outputs)
@@ -136,24 +151,23 @@ class DecodeBatch:
 
     def sample(self) -> list[Ended]:
         """Draw the next token of every row and record it; returns the rows that ended, for `remove`."""
-        size = len(self.requests)
-        state, params = self._state, self._params
-        count_B = state[_COUNT, :size]
-        sampled = sample(
-            self._model.logits(self._hidden_BD),
-            state[_SEED, :size],
-            count_B,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            noise_ahead=self._noise,
-        )
+        params, count_B, out_B = self._params, self._count_B, self._out_B
+        sampled, self._drawn = self._drawn, None
+        if sampled is None:
+            sampled = sample(
+                self._model.logits(self._hidden_BD),
+                self._seed_B,
+                count_B,
+                params.temperature,
+                params.top_p,
+                params.top_k,
+                noise_ahead=self._noise,
+            )
         self._tokens_B = sampled.token_ids_B
-        out_B = state[_OUT, :size]
         self._out_tokens.index_copy_(0, out_B, sampled.token_ids_B)
         self._out_logprobs.index_copy_(0, out_B, sampled.logprobs_B)
         self._out_policy_logprobs.index_copy_(0, out_B, sampled.policy_logprobs_B)
-        has_ended_B = count_B >= state[_LAST, :size]
+        has_ended_B = count_B >= self._last_B
         if params.stop_token_ids:
             has_ended_B |= (sampled.token_ids_B.unsqueeze(1) == self._stop_ids).any(dim=1)
         flags = has_ended_B.tolist()
@@ -176,54 +190,96 @@ class DecodeBatch:
 
     def grow(self, scheduler: Scheduler) -> None:
         """Find a page for every row whose next token starts one; rows preempted for it leave with their tokens saved."""
-        if self.num_passes < self._next_due:
+        if self._lanes is not None or self.num_passes < self._next_due:
             return
         preempted: set[Request] = set()
         due = [request for request in self.requests if request.due == self.num_passes]
         for request in sorted(due, key=lambda request: request.order):
             if request in preempted:
                 continue
-            if self._lanes is None:
-                preempted.update(scheduler.grow(request))
-            else:
-                lane = self.requests.index(request) * self._lanes.lane_pages
-                pages = request.kv.pages
-                self._cache.take_response_page(pages, at=lane + len(pages))
+            preempted.update(scheduler.grow(request))
             request.due += self._cache.page_size
         rows = [row for row, request in enumerate(self.requests) if request in preempted]
         if rows:
-            counts = self._state[_COUNT].tolist()
+            counts = self._count_B.tolist()
             for row in rows:
                 self.requests[row].saved = self._outputs(row, counts[row] + 1)
             self.remove(rows)
-        self._set_grown()
-
-    def _set_grown(self) -> None:
         self._next_due = min((request.due for request in self.requests), default=0)
-        self._is_changed = self._is_changed or self._lanes is None
+        self._is_changed = True
 
     def forward(self, *, may_use_lanes: bool) -> None:
         """Run the sampled tokens through the model. Lanes only when no request can join any more."""
-        size = len(self.requests)
-        state = self._state
         if self._is_changed:
             self._plan(may_use_lanes)
-        slots_B = state[_SLOT, :size]
         self._longest += 1
         if self._lanes is not None:
             attention: LaneAttention | PagedAttention = self._lanes
-            self._lanes.begin_step(slots_B, self._longest)
+            self._lanes.begin_step(self._slot_B, self._longest)
         else:
             attention = self._paged
-            self._paged.begin_step(slots_B)
-        self._hidden_BD = self._model.forward(self._tokens_B, state[_POSITION, :size], attention)
-        state[_GROWING, :size].add_(1)
+            self._paged.begin_step(self._slot_B)
+        self._hidden_BD = self._model.forward(self._tokens_B, self._position_B, attention)
+        self._cache.keep_features(self._slot_B, self._hidden_BD, self._tokens_B)
+        self._growing_CB.add_(1)
+        if self._speculator is not None:
+            self._speculator.set_changed()
         self.num_passes += 1
+
+    def can_speculate(self, *, may_use_lanes: bool) -> bool:
+        """Whether the next pass may be `speculate`: rows stand in lanes, or can be moved there now."""
+        if self._speculator is None:
+            return False
+        if self._is_changed:
+            self._plan(may_use_lanes)
+        return self._lanes is not None
+
+    def speculate(self, strategy: SpeculationStrategy) -> list[int]:
+        """Draft, verify and commit in place of `forward`; how many drafted tokens each row accepted.
+
+        All committed tokens but the last are recorded here; the last is what the next `sample` draws.
+        """
+        assert self._speculator is not None
+        assert self._lanes is not None
+        positions = self._position_B.tolist()
+        unseen = max(p - r.num_drafted for p, r in zip(positions, self.requests, strict=True))
+        lane = self._lanes.lane_pages * self._cache.page_size
+        view = LaneView(self._cache, num_rows=len(self.requests), lane=lane)
+        roots = Roots(
+            token_ids_B=self._tokens_B,
+            positions_B=self._position_B,
+            seeds_B=self._seed_B,
+            draw_positions_B=self._count_B,
+            rooms_B=self._last_B - self._count_B,
+            longest=max(positions) + 1,
+            num_unseen=unseen,
+        )
+        committed = self._speculator.step(view, roots, strategy)
+        steps_S = torch.arange(strategy.num_steps + 1, device=self._model.device)
+        out_P = (self._out_B.unsqueeze(1) + 1 + steps_S).view(-1)
+        self._out_tokens.index_copy_(0, out_P, committed.token_ids_BS.view(-1))
+        self._out_logprobs.index_copy_(0, out_P, committed.logprobs_BS.view(-1))
+        self._out_policy_logprobs.index_copy_(0, out_P, committed.policy_logprobs_BS.view(-1))
+        last_B1 = committed.num_committed_B.unsqueeze(1) - 1
+        self._drawn = Sampled(
+            token_ids_B=committed.token_ids_BS.gather(1, last_B1).squeeze(1),
+            logprobs_B=committed.logprobs_BS.gather(1, last_B1).squeeze(1),
+            policy_logprobs_B=committed.policy_logprobs_BS.gather(1, last_B1).squeeze(1),
+        )
+        counts = committed.num_committed_B.tolist()
+        self._growing_CB.add_(committed.num_committed_B)
+        for request, position, count in zip(self.requests, positions, counts, strict=True):
+            request.num_drafted = position
+            request.accept_lengths.append(count)
+        self._longest += max(counts)
+        self._noise.start()
+        self.num_passes += 1
+        return committed.num_accepted_B.tolist()
 
     # ---- where the KV lies
 
     def _plan(self, may_use_lanes: bool) -> None:
-        positions = self._state[_POSITION, : len(self.requests)].tolist()
+        positions = self._position_B.tolist()
         self._longest = max(positions)
         self._is_changed = False
         if self._lanes is None and may_use_lanes:
@@ -239,13 +295,13 @@ class DecodeBatch:
                 request.kv.pages[-1] * page_size + (position - request.state.num_tokens) % page_size
                 for request, position in zip(self.requests, positions, strict=True)
             ]
-        self._state[_SLOT, : len(slots)] = torch.tensor(slots, dtype=torch.int64)
+        self._slot_B.copy_(torch.tensor(slots, dtype=torch.int64))
 
     def _choose_lanes(self, positions: list[int]) -> None:
         """Move every sequence into a lane of its full length, if all fit and padding to the longest costs little."""
         cache, requests = self._cache, self.requests
         lane_pages = max(
-            cache.pages_for(request.state.num_tokens + request.max_new_tokens)
+            cache.pages_for(request.state.num_tokens + request.max_new_tokens + self._draft_slots)
             for request in requests
         )
         if lane_pages * len(requests) > cache.num_pages:
@@ -266,23 +322,20 @@ class DecodeBatch:
         for pages in [r.kv.pages for r in requests] + [s.kv.pages for s in prompts.values()]:
             cache.free(pages)
         self._lanes = LaneAttention(cache, lane_pages)
-        for row, position in enumerate(positions):
-            self._fill_lane(row, requests[row], position)
+        for row, request in enumerate(requests):
+            self._fill_lane(row, request)
         target_S = torch.cat(targets)
         cache.relocate(torch.cat(sources), target_S)
         cache.bias_T[: len(requests) * lane_pages * cache.page_size].fill_(-torch.inf)
         cache.mark_written(target_S)
-        self._next_due = min(request.due for request in requests)
 
-    def _fill_lane(self, row: int, request: Request, position: int) -> None:
-        """Take the pages of lane `row` that hold `position` tokens and the next."""
+    def _fill_lane(self, row: int, request: Request) -> None:
+        """Take all pages of lane `row`: nobody else can want them, as no request waits when there are lanes."""
         assert self._lanes is not None
-        cache = self._cache
         request.kv.prompt = None
         first = row * self._lanes.lane_pages
-        for page in range(first, first + cache.pages_for(position + 1)):
-            cache.take_response_page(request.kv.pages, at=page)
-        request.due = self.num_passes + len(request.kv.pages) * cache.page_size - position
+        for page in range(first, first + self._lanes.lane_pages):
+            self._cache.take_response_page(request.kv.pages, at=page)
 
     def _move_lanes(self, kept: list[int]) -> None:
         """After rows left: move the lane of each row that changes its place."""
@@ -298,6 +351,6 @@ class DecodeBatch:
             target_S = source_S + (row - old) * lane
             cache.free(request.kv.pages)
             cache.bias_T[row * lane : (row + 1) * lane].fill_(-torch.inf)
-            self._fill_lane(row, request, position)
+            self._fill_lane(row, request)
             cache.relocate(source_S, target_S)
             cache.mark_written(target_S)

@@ -17,12 +17,14 @@ from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
 from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Scheduler, make_requests
+from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import checksum_tensor
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 PAGE_TOKENS = 64  # positions of one KV page
@@ -46,9 +48,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: ModelConfig, section: RolloutSection, *, max_prompt_tokens: int = 1024
+    model: ModelConfig,
+    section: RolloutSection,
+    *,
+    max_prompt_tokens: int = 1024,
+    has_drafter: bool = False,
 ) -> MemoryPlan:
-    """What `EmbeddedEngine` will allocate.
+    """What `EmbeddedEngine` will allocate. A drafter adds its key-value layer, and the features and tokens it reads.
 
     With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
     `max_prompt_tokens`, with one group that is only partly in.
@@ -73,7 +79,10 @@ def plan_memory(
                 f" (a page of {PAGE_TOKENS} for a prompt and one for its response)"
             )
     kv_tokens = num_pages * PAGE_TOKENS
-    kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * model.num_layers + 1)
+    num_kv_layers = model.num_layers + has_drafter
+    kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
+    if has_drafter:
+        kv += kv_tokens * d * item + (kv_tokens + 1) * 8
 
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
     prefill = section.prefill_chunk_tokens * per_token * item
@@ -81,7 +90,7 @@ def plan_memory(
     outputs = section.max_batch_size * section.max_new_tokens * 16
     return MemoryPlan(
         weights_bytes=weights * item,
-        kv_bytes=kv * item,
+        kv_bytes=kv,
         kv_tokens=kv_tokens,
         activations_bytes=max(prefill, decode) + outputs,
     )
@@ -102,7 +111,9 @@ class EmbeddedEngine:
         self._section = section
         self._device = device
         self._dtype: torch.dtype = getattr(torch, section.dtype)
+        self._max_prompt_tokens = max_prompt_tokens
         self._plan = plan_memory(model_config, section, max_prompt_tokens=max_prompt_tokens)
+        self._speculation: Speculation | None = None
         self._model: Transformer | None = None
         self._cache: KvCache | None = None
         self._version: int | None = None
@@ -123,7 +134,7 @@ class EmbeddedEngine:
 
     # ---- weights and lifetime
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: a drafter may train against these tensors
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
     ) -> None:
@@ -146,6 +157,26 @@ class EmbeddedEngine:
                 f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
             )
         self._version = version
+        if self._speculation is not None:
+            self._speculation.draft.refresh()
+
+    def target_tensors(self) -> tuple[Tensor, Tensor]:
+        """Embedding and LM head [V, D], which a drafter borrows: `load_weights` changes them in place."""
+        if self._model is None:
+            raise RuntimeError("load_weights must come before a drafter")
+        return self._model.embedding, self._model.lm_head
+
+    def set_speculation(self, speculation: Speculation | None) -> None:
+        """Speculate from the next `generate` on, or stop to. Tokens stay the same; the KV is allocated anew."""
+        self._require_awake()
+        self._speculation = speculation
+        self._cache = None
+        self._plan = plan_memory(
+            self._config,
+            self._section,
+            max_prompt_tokens=self._max_prompt_tokens,
+            has_drafter=speculation is not None,
+        )
 
     def sleep(self) -> None:
         """Free the KV; on a GPU also move the weights to the host."""
@@ -201,6 +232,7 @@ class EmbeddedEngine:
         started = time.perf_counter()
         cache = self._ready_cache(prompts, params)
         requests = make_requests(prompts, params, max_new_tokens)
+        speculation = self._speculation
         scheduler = Scheduler(
             requests,
             cache,
@@ -213,6 +245,8 @@ class EmbeddedEngine:
             params,
             max_batch_size=min(self._section.max_batch_size, len(requests)),
             max_new_tokens=params.max_new_tokens,
+            speculator=speculation.start(self._model, cache, params) if speculation else None,
+            draft_slots=speculation.draft_slots if speculation else 0,
         )
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
@@ -225,6 +259,7 @@ class EmbeddedEngine:
                 batch.add(admitted)
             if not batch.requests:
                 continue  # the first prompt takes several passes
+            step_started = time.perf_counter()
             ended = batch.sample()
             for end in ended:
                 scheduler.finish(end.request)
@@ -234,8 +269,23 @@ class EmbeddedEngine:
                     on_finish(rollout)
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
-            if batch.requests:
-                batch.forward(may_use_lanes=not scheduler.has_waiting)
+            if not batch.requests:
+                continue
+            may_use_lanes = not scheduler.has_waiting
+            if speculation is None or not batch.can_speculate(may_use_lanes=may_use_lanes):
+                batch.forward(may_use_lanes=may_use_lanes)
+                continue
+            batch_size = len(batch.requests)
+            strategy = speculation.selector.choose(batch_size)
+            accepted: list[int] = []
+            if strategy.is_off:
+                batch.forward(may_use_lanes=may_use_lanes)
+            else:
+                accepted = batch.speculate(strategy)
+            if not ended:  # finishing a response is not a part of what a strategy costs
+                depths = accepted_by_depth(accepted, strategy.num_steps)
+                seconds = time.perf_counter() - step_started
+                speculation.selector.observe(strategy, batch_size, depths, seconds)
         self._stats = EngineStats(
             num_prompt_tokens=num_new,
             num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
@@ -265,7 +315,11 @@ class EmbeddedEngine:
                     f" (rollout.kv_cache_tokens={self._section.kv_cache_tokens})"
                 )
         assert self._model is not None
-        self._model.rotary.reserve(longest + params.max_new_tokens)
+        num_positions = longest + params.max_new_tokens
+        if self._speculation is not None:
+            num_positions += self._speculation.draft_slots
+            self._speculation.draft.rotary.reserve(num_positions)
+        self._model.rotary.reserve(num_positions)
         if self._cache is None:
             self._cache = KvCache(
                 self._config,
@@ -273,6 +327,8 @@ class EmbeddedEngine:
                 page_size=PAGE_TOKENS,
                 dtype=self._dtype,
                 device=self._device.torch_device,
+                num_draft_layers=0 if self._speculation is None else 1,
+                feature_size=0 if self._speculation is None else self._config.hidden_size,
             )
         self._cache.reset()
         return self._cache
@@ -306,11 +362,14 @@ class EmbeddedEngine:
             position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
             new = context[first + chunk.start :]
             segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
+        token_ids_P = torch.cat(token_ids).to(cache.device)
         hidden_PD = model.forward(
-            torch.cat(token_ids).to(cache.device),
+            token_ids_P,
             torch.cat(position_ids).to(cache.device),
             PrefillAttention(cache, segments),
         )
+        slots_P = torch.cat([segment.new_slots_C for segment in segments])
+        cache.keep_features(slots_P, hidden_PD, token_ids_P)
         num_tokens = 0
         for chunk in chunks:
             num_tokens += chunk.end - chunk.start
@@ -335,6 +394,7 @@ class EmbeddedEngine:
             policy_logprobs=end.policy_logprobs_T,
             finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
             policy_version=policy_version,
+            accept_lengths=tuple(end.request.accept_lengths),
         )
 
 

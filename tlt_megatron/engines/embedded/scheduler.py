@@ -52,6 +52,8 @@ class Request:
     num_computed: int = 0  # of the saved tokens, while it is being recomputed
     last_hidden_D: Tensor | None = None  # of the last saved token, once recomputed
     due: int = 0  # number of the decode pass that needs a new page
+    num_drafted: int = 0  # positions that the drafter has seen
+    accept_lengths: list[int] = field(default_factory=list)
 
     @property
     def num_saved(self) -> int:
@@ -91,6 +93,11 @@ def make_requests(
             limit = params.max_new_tokens
             if max_new_tokens is not None:
                 limit = max_new_tokens[number][sample_index]
+                if not 1 <= limit <= params.max_new_tokens:
+                    raise ValueError(
+                        f"max_new_tokens={limit} of prompt {prompt.prompt_id!r}: must be in"
+                        f" [1, {params.max_new_tokens}]"
+                    )
             requests.append(
                 Request(
                     order=len(requests),
@@ -142,11 +149,9 @@ class Scheduler:
         while self._waiting and len(self.running) < self._max_batch_size:
             request = self._waiting[0]
             if not self._has_room(request):
-                if self.running:
-                    break
-                # Nothing runs that could free pages: whatever else is kept from earlier must go.
-                self._reclaim(keep=request)
-                assert self._has_room(request), "a request that was checked to fit does not"
+                # With nothing running it fits: those behind it hold no pages, as they came later or gave them back.
+                assert self.running, "a request that was checked to fit does not"
+                break
             self._take_pages(request)
             while budget and (chunk := self._next_chunk(request, budget)):
                 chunks.append(chunk)
@@ -199,7 +204,7 @@ class Scheduler:
         """Take one more page for a running request; returns those that were preempted for it (itself, at worst)."""
         preempted: list[Request] = []
         while not self._cache.take_response_page(request.kv.pages):
-            if self._reclaim(keep=None):
+            if self._reclaim():
                 continue
             victim = self.running.pop()
             self._release(victim)
@@ -227,19 +232,16 @@ class Scheduler:
         self._cache.free(state.kv.pages)
         state.num_computed = 0
 
-    def _reclaim(self, *, keep: Request | None) -> bool:
+    def _reclaim(self) -> bool:
         """Free what waiting requests hold: prompts without a running sibling, half recomputed responses."""
         is_any = False
         for request in self._waiting:
-            if request is keep:
-                continue
             if request.kv.pages:
                 self._cache.free(request.kv.pages)
                 request.num_computed = 0
                 is_any = True
             state = request.state
-            is_kept = keep is not None and state is keep.state
-            if state.kv.pages and state.num_running == 0 and not is_kept:
+            if state.kv.pages and state.num_running == 0:
                 self._drop_prompt(state)
                 is_any = True
         return is_any

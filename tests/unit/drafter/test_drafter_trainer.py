@@ -1,0 +1,245 @@
+"""Steps on a group: k ranks = 1 rank, flags, skipped steps, the schedule, and that it learns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.slow_draft import make_draft_model, make_sequence
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.runtime.process_groups import Group, group_of
+
+ALGORITHMS = ("eagle", "hass", "eagle3")
+
+
+def world_group() -> Group:
+    return group_of(torch.distributed.group.WORLD)
+
+
+def make_trainer(algorithm: str = "eagle", group: Group | None = None, **settings) -> DrafterTrainer:
+    model = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
+    section = DrafterSection(algorithm=algorithm, **{"warmup_steps": 0} | settings)
+    return DrafterTrainer(model, section, group) if group else DrafterTrainer(model, section)
+
+
+def make_batches(model: DraftModel) -> list[DraftBatch]:
+    """Unequal shares for three members."""
+    lengths = ((9, 4), (6,), (12, 3, 5))
+    return [pack_batch([make_sequence(model, n, seed=n) for n in share]) for share in lengths]
+
+
+def test_step_sends_the_loss_down() -> None:
+    trainer = make_trainer(lr=3e-3)
+    batch = make_batches(trainer.model)[0]
+    losses = [trainer.step(batch).loss for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert trainer.num_updates == 30
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_ranks_equal_one_rank_on_the_union(algorithm: str) -> None:
+    """The third member has no data; what it says in its flags counts all the same."""
+
+    def member() -> tuple[dict[str, torch.Tensor], list]:
+        group = world_group()
+        trainer = make_trainer(algorithm, group)
+        batches = [*make_batches(trainer.model)[:2], None]
+        flags = (1.0, float(group.rank == 2))
+        stats = [trainer.step(batches[group.rank], flags) for _ in range(3)]
+        return trainer.state_dict(), stats
+
+    results = run_ranks(3, member)
+    alone = make_trainer(algorithm)
+    first, second, _ = make_batches(alone.model)
+    sizes = (9, 4, 6)
+    union = pack_batch([make_sequence(alone.model, n, seed=n) for n in sizes])
+    assert union.num_rows == first.num_rows + second.num_rows
+    expected = [alone.step(union) for _ in range(3)]
+    for state, stats in results:
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
+        for actual, one in zip(stats, expected, strict=True):
+            assert actual.flags == (3.0, 1.0)
+            assert actual.loss == pytest.approx(one.loss)
+            assert actual.grad_norm == pytest.approx(one.grad_norm)
+            assert actual.agreement == pytest.approx(one.agreement)
+            assert actual.accept_probability == pytest.approx(one.accept_probability)
+            assert actual.num_tokens == one.num_tokens
+    for state, _ in results[1:]:
+        assert all(torch.equal(state[name], tensor) for name, tensor in results[0][0].items())
+
+
+def test_newcomer_takes_over_the_state_of_a_member() -> None:
+    def member() -> dict[str, torch.Tensor]:
+        group = world_group()
+        trainer = make_trainer()
+        if group.rank == 1:
+            for batch in make_batches(trainer.model):
+                trainer.step(batch)
+        trainer.group = group
+        trainer.broadcast_state(source=1)
+        trainer.step(make_batches(trainer.model)[group.rank])
+        return trainer.state_dict()
+
+    newcomer, old = run_ranks(2, member)
+    assert newcomer["num_updates"] == 4
+    assert all(torch.equal(newcomer[name], tensor) for name, tensor in old.items())
+
+
+def test_state_resumes_the_straight_run() -> None:
+    straight, first, second = (make_trainer(warmup_steps=10) for _ in range(3))
+    batches = make_batches(straight.model)
+    expected = [straight.step(batch) for batch in batches + batches]
+    for batch in batches:
+        first.step(batch)
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    second.load_state_dict(state)
+    actual = [second.step(batch) for batch in batches]
+    assert actual == expected[3:]
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+    assert not [name for name in state if "embed" in name or "head" in name]
+
+
+def test_wrong_state_is_refused() -> None:
+    trainer = make_trainer()
+    state = trainer.state_dict()
+    for change in ({"exp_avg.extra": torch.zeros(1)}, {"model.fc.bias": torch.zeros(3)}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            trainer.load_state_dict(state | change)
+    del state["exp_avg.fc.bias"]
+    with pytest.raises(ValueError, match=r"exp_avg\.fc\.bias"):
+        trainer.load_state_dict(state)
+
+
+def test_learning_rate_warms_up_over_the_whole_life_and_stays() -> None:
+    trainer = make_trainer(lr=0.01, warmup_steps=4)
+    batch = make_batches(trainer.model)[0]
+    rates = [trainer.step(batch).lr for _ in range(6)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+def test_non_finite_gradient_skips_the_step_on_all_members() -> None:
+    def member() -> tuple[bool, list, int, int]:
+        group = world_group()
+        trainer = make_trainer(group=group)
+        before = trainer.model.fc.weight.clone()
+        batch = make_batches(trainer.model)[group.rank]
+        if group.rank == 1:
+            batch.features[2] = math.nan
+        poisoned = trainer.step(batch, (1.0,))
+        is_same = torch.equal(before, trainer.model.fc.weight)
+        good = trainer.step(make_batches(trainer.model)[0])
+        return is_same, [poisoned, good], trainer.num_skipped, trainer.num_updates
+
+    for is_same, (poisoned, good), num_skipped, num_updates in run_ranks(2, member):
+        assert is_same
+        assert poisoned.is_skipped
+        assert poisoned.flags == (2.0,)
+        assert not good.is_skipped
+        assert math.isfinite(good.loss)
+        assert (num_skipped, num_updates) == (1, 1)
+
+
+def test_step_without_data_changes_nothing() -> None:
+    trainer = make_trainer()
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    untrained = pack_batch([make_sequence(trainer.model, 5, loss_start=5)])
+    for batch in (None, untrained):
+        stats = trainer.step(batch, (1.0,))
+        assert stats.is_skipped
+        assert stats.num_tokens == 0
+        assert stats.flags == (1.0,)
+    assert trainer.num_skipped == 0  # that counts bad gradients
+    assert all(torch.equal(before[name], t) for name, t in trainer.state_dict().items())
+
+
+def test_gradient_is_clipped_to_the_given_norm() -> None:
+    """Adam's first moment after one step is (1 - beta1) times the gradient that it was given."""
+    trainer = make_trainer(clip_grad=0.01, beta1=0.5)
+    stats = trainer.step(make_batches(trainer.model)[0])
+    moments = [t for name, t in trainer.state_dict().items() if name.startswith("exp_avg.")]
+    norm = math.sqrt(sum(float(t.square().sum()) for t in moments))
+    assert stats.grad_norm > 0.02
+    assert norm == pytest.approx(0.5 * 0.01)
+
+
+def test_evaluation_changes_nothing_and_equals_the_step() -> None:
+    trainer = make_trainer("hass")
+    batch = make_batches(trainer.model)[0]
+    loss = trainer.evaluate(batch)
+    assert not loss.loss_sum.requires_grad
+    stats = trainer.step(batch)
+    assert loss.loss_sum.item() / loss.count == pytest.approx(stats.loss)
+    agreement = (loss.agreed_K / loss.counts_K).tolist()
+    assert agreement == pytest.approx(stats.agreement)
+    assert 1 <= stats.accept_length <= 4
+    by_hand = 1.0 + sum(math.prod(stats.accept_probability[: k + 1]) for k in range(3))
+    assert stats.accept_length == pytest.approx(by_hand)
+
+
+def test_bfloat16_step_is_near_the_exact_one() -> None:
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        model = make_draft_model("eagle3", dtype=torch.float32)
+        trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle3", dtype=dtype, lr=3e-3))
+        batch = make_batches(model)[0]
+        losses[dtype] = [trainer.step(batch).loss for _ in range(10)]
+        assert model.fc.weight.dtype == torch.float32
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
+
+
+def test_objective_and_architecture_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"drafter\.algorithm='hass' cannot train"):
+        DrafterTrainer(make_draft_model("eagle3"), DrafterSection(algorithm="hass"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_drafter_of_a_real_target_learns_its_tokens(algorithm: str, tmp_path: Path) -> None:
+    """Greedy continuations of a random target: the drafter agrees with it more and more, at every depth."""
+    import transformers
+
+    path = make_tiny_hf(tmp_path / "m", "qwen3", vocab_size=64)
+    target = transformers.AutoModelForCausalLM.from_pretrained(path)
+    is_eagle3 = algorithm == "eagle3"
+    embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
+    architecture = "eagle3" if is_eagle3 else "eagle"
+    config = make_draft_config(load_model_config(path), architecture, embedding)
+    prompts = torch.randint(64, (8, 4), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        token_ids = target.generate(
+            prompts, do_sample=False, max_new_tokens=40, min_new_tokens=40, pad_token_id=0
+        )
+        states = target(token_ids, output_hidden_states=True).hidden_states
+    features = states[-1]  # after the final norm
+    if is_eagle3:  # states[i + 1] is the stream after layer i
+        features = torch.cat([states[i + 1] for i in config.aux_layer_ids], dim=-1)
+    batch = pack_batch(
+        [
+            DraftSequence(
+                token_ids=tokens,
+                features=feature,
+                final_hidden=hidden if is_eagle3 else None,
+                loss_start=4,
+            )
+            for tokens, feature, hidden in zip(token_ids, features, states[-1], strict=True)
+        ]
+    )
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=lm_head)
+    trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm, lr=2e-3, warmup_steps=5))
+    stats = [trainer.step(batch) for _ in range(60)]
+    assert len(stats[0].agreement) == {"eagle": 1, "hass": 3, "eagle3": 5}[algorithm]
+    for before, after in zip(stats[0].agreement, stats[-1].agreement, strict=True):
+        assert before < 0.2
+        assert after > 0.6
+    assert stats[-1].accept_length > stats[0].accept_length + 0.2

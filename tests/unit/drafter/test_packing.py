@@ -1,0 +1,81 @@
+"""Shift, positions and mask of packed batches against a slow definition; what shares a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.slow_draft import HIDDEN_SIZE, make_draft_model, make_sequence
+from tlt_megatron.drafter.packing import (
+    DraftSequence,
+    pack_batch,
+    pack_sequences,
+    plan_batches,
+)
+
+
+@pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
+@pytest.mark.parametrize("num_missing_states", [0, 1])
+def test_rows_equal_the_definition(architecture: str, num_missing_states: int) -> None:
+    model = make_draft_model(architecture)
+    sequences = []
+    for seed, (num_tokens, start) in enumerate(((7, 0), (3, 2), (9, 5))):
+        full = make_sequence(model, num_tokens, seed=seed, loss_start=start)
+        kept = num_tokens - num_missing_states
+        hidden = full.final_hidden
+        sequences.append(
+            DraftSequence(
+                token_ids=full.token_ids,
+                features=full.features[:kept],
+                final_hidden=None if hidden is None else hidden[:kept],
+                loss_start=start,
+            )
+        )
+    batch = pack_batch(sequences)
+    row = 0
+    for sequence, length in zip(sequences, batch.lengths, strict=True):
+        states = sequence.features if sequence.final_hidden is None else sequence.final_hidden
+        tokens = sequence.token_ids.tolist()
+        assert length == len(tokens) - 2
+        for t in range(length):
+            assert batch.token_ids[row] == tokens[t + 1]
+            assert batch.labels[row] == tokens[t + 2]
+            assert batch.position_ids[row] == t
+            assert torch.equal(batch.features[row], sequence.features[t])
+            assert torch.equal(batch.target_hidden[row], states[t + 1])
+            assert batch.loss_mask[row].item() == (t + 2 >= sequence.loss_start)
+            row += 1
+    assert row == batch.num_rows
+    assert batch.features.shape[1] == model.config.feature_size
+    assert batch.target_hidden.shape[1] == HIDDEN_SIZE
+
+
+def test_plan_fills_batches_and_loses_nothing() -> None:
+    lengths = [5, 3, 9, 1, 0, 4, 2, 12]
+    plans = plan_batches(lengths, max_rows=10)
+    placed = sorted(index for plan in plans for index in plan)
+    assert placed == [0, 1, 2, 3, 5, 6, 7]  # all but the one without rows
+    assert [7] in plans  # longer than a batch, alone
+    for plan in plans:
+        assert len(plan) == 1 or sum(lengths[index] for index in plan) <= 10
+    assert len(plans) == 4  # 12 | 9 1 | 5 4 | 3 2
+    assert plan_batches([], 10) == []
+
+
+def test_packed_sequences_have_no_padding() -> None:
+    model = make_draft_model("eagle")
+    sequences = [make_sequence(model, n, seed=n) for n in (2, 3, 8, 12)]
+    batches = pack_sequences(sequences, max_rows=8)
+    assert sum(batch.num_rows for batch in batches) == sum(s.num_rows for s in sequences) == 17
+    assert sorted(n for batch in batches for n in batch.lengths) == [1, 6, 10]
+
+
+def test_wrong_sequences_are_refused() -> None:
+    model = make_draft_model("eagle")
+    sequence = make_sequence(model, 6)
+    with pytest.raises(ValueError, match="features has 4 rows for 6 tokens"):
+        DraftSequence(token_ids=sequence.token_ids, features=sequence.features[:4])
+    with pytest.raises(ValueError, match="at least 3"):
+        pack_batch([make_sequence(model, 2)])
+    with pytest.raises(ValueError, match="at least 3"):
+        pack_batch([])

@@ -1,0 +1,97 @@
+"""Attention over the steps of an unrolled draft against a full score matrix; its gradients against finite differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlt_megatron.drafter.attention import (
+    UnrolledAttention,
+    chunked_causal_backward,
+    chunked_causal_forward,
+)
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 6
+
+
+def random_steps(
+    num_rows: int, num_steps: int, dtype: torch.dtype = torch.float64
+) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def draw(num_heads: int) -> Tensor:
+        shape = (num_rows, num_heads, HEAD_DIM)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return [(draw(NUM_HEADS), draw(2 * NUM_KV_HEADS)) for _ in range(num_steps)]
+
+
+def slow_attention(lengths: Sequence[int], steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Output of the last step: one row, one head, one key at a time."""
+    query_PNH = steps[-1][0]
+    starts = [sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]
+    outs = []
+    for row in range(query_PNH.shape[0]):
+        seen = [(steps[0][1], s) for s in range(starts[row], row + 1)]
+        seen += [(kv, row) for _, kv in steps[1:]]
+        heads = []
+        for n in range(NUM_HEADS):
+            k = n // (NUM_HEADS // NUM_KV_HEADS)
+            scores = torch.stack([query_PNH[row, n] @ kv[s, k] for kv, s in seen])
+            weights = (scores / math.sqrt(HEAD_DIM)).softmax(dim=0)
+            heads.append(
+                sum(w * kv[s, NUM_KV_HEADS + k] for w, (kv, s) in zip(weights, seen, strict=True))
+            )
+        outs.append(torch.cat(heads))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_unrolled_attention_equals_the_definition(num_steps: int) -> None:
+    lengths = (3, 1, 5)
+    steps = random_steps(9, num_steps)
+    attention = UnrolledAttention(lengths)
+    for number, (query, kv) in enumerate(steps, start=1):
+        actual = attention.attend(0, query, kv)
+        torch.testing.assert_close(actual, slow_attention(lengths, steps[:number]))
+
+
+def test_gradients_equal_finite_differences() -> None:
+    lengths = (3, 1)
+    steps = random_steps(4, 3)
+    flat = [tensor.requires_grad_() for step in steps for tensor in step]
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+        attention = UnrolledAttention(lengths)
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        return tuple(attention.attend(0, query, kv) for query, kv in pairs)
+
+    assert torch.autograd.gradcheck(outputs, flat)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 512])
+def test_chunked_twin_equals_the_kernel(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 7, 4, generator=generator).double() for _ in range(4)]
+    query, key, value, grad = tensors
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(query, key, value, 0.0, True)
+    torch.testing.assert_close(chunked_causal_forward(query, key, value, chunk), (out, lse))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    expected = backward(grad, query, key, value, out, lse, 0.0, True)
+    actual = chunked_causal_backward(grad, query, key, value, out, lse, chunk)
+    torch.testing.assert_close(actual, tuple(expected))
+
+
+def test_bfloat16_is_near_float64() -> None:
+    lengths = (6, 4)
+    exact, rounded = UnrolledAttention(lengths), UnrolledAttention(lengths)
+    for query, kv in random_steps(10, 3):
+        expected = exact.attend(0, query, kv)
+        actual = rounded.attend(0, query.bfloat16(), kv.bfloat16())
+        assert actual.dtype == torch.bfloat16
+        assert (actual.double() - expected).abs().max() < 0.05

@@ -1,0 +1,85 @@
+"""Speculation changes nothing but time: token for token in float64, whatever the drafter, the tree or the switching."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
+
+STRATEGIES = [SpeculationStrategy.parse(s) for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20")]
+PARAMS = SamplingParams(
+    num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(5,), seed=5
+)
+
+
+class CyclingSelector(FixedSelector):
+    """Another strategy at every step, plain decoding among them; remembers what it was told."""
+
+    def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
+        super().__init__(OFF)
+        self._cycle = itertools.cycle(strategies)
+        self.observed: list[tuple[SpeculationStrategy, int, list[int]]] = []
+
+    def choose(self, batch_size: int) -> SpeculationStrategy:
+        return next(self._cycle)
+
+    def observe(self, strategy, batch_size, accepted_by_depth, seconds) -> None:
+        self.observed.append((strategy, batch_size, list(accepted_by_depth)))
+
+
+def prompts(count: int = 4) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(torch.randint(8, 48, (3 + 5 * i,), generator=generator).tolist()),
+        )
+        for i in range(count)
+    ]
+
+
+def speculation_for(
+    engine: EmbeddedEngine, tiny_path, selector, *, seed: int = 0, ranking: Ranking = Ranking.NOISE
+) -> Speculation:
+    embedding, head = engine.target_tensors()
+    config = make_draft_config(load_model_config(tiny_path), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
+    draft = DraftInference(model, embedding.dtype)
+    return Speculation(draft, selector, STRATEGIES, ranking=ranking)
+
+
+def tokens(groups: list[RolloutGroup]) -> list[list[int]]:
+    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
+
+
+@pytest.mark.parametrize("ranking", list(Ranking))
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_any_tree_gives_the_tokens_of_plain_decoding(
+    make_engine, tiny_path, strategy: SpeculationStrategy, ranking: Ranking
+) -> None:
+    engine = make_engine()
+    plain = engine.generate(prompts(), PARAMS, policy_version=1)
+    selector = CyclingSelector([strategy])
+    engine.set_speculation(speculation_for(engine, tiny_path, selector, ranking=ranking))
+    speculative = engine.generate(prompts(), PARAMS, policy_version=1)
+    assert tokens(speculative) == tokens(plain)
+    assert any(sum(depths) > 0 for _, _, depths in selector.observed)
+    for mine, theirs in zip(speculative, plain, strict=True):
+        for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
+            torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(a.policy_logprobs, b.policy_logprobs, atol=1e-5, rtol=0)
+            assert a.finish_reason == b.finish_reason
+            assert sum(a.accept_lengths) <= a.token_ids.numel()

@@ -1,0 +1,106 @@
+"""BEG-MAB on examples worked by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.synthetic_decoding import SyntheticDecoding, run_selector
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+
+WIDE, LONG, SHORT = (SpeculationStrategy.parse(text) for text in ("8_4_48", "8_4_16", "4_4_16"))
+
+
+def test_the_largest_budget_goes_to_the_smallest_batches() -> None:
+    """Budgets 48, 16, 0 and thresholds 1, 5, 33: batches 1-4, 5-32, 33 and above."""
+    selector = BegMabSelector([OFF, LONG, WIDE], (1, 5, 33), epsilon=0.0)
+    chosen = [selector.choose(size) for size in (1, 4, 5, 32, 33, 500)]
+    assert chosen == [WIDE, WIDE, LONG, LONG, OFF, OFF]
+    assert {decision.reason for decision in selector.decisions()} == {"only"}
+
+
+def test_greedy_choice_is_the_median_of_the_window() -> None:
+    """Rewards by hand, batch size 10, 1 s: 10 requests + accepted. Window 3.
+
+    LONG: 30 (3 requests of 10 accept 2: 10 + 20), 20, 90 -> median 30. SHORT: 25, 26 -> median 25.5. Then LONG gets 20, its
+    first 30 leaves the window: 20, 90, 20 -> median 20, and SHORT leads.
+    """
+    selector = BegMabSelector([WIDE, LONG, SHORT], (1, 5), epsilon=0.0, window=3)
+    assert selector.choose(10) == LONG  # without rewards: in the order given
+    selector.observe(LONG, 10, [10, 10], 1.0)
+    assert selector.choose(10) == SHORT  # never tried
+    for accepted in (15, 16):
+        selector.observe(SHORT, 10, [10, accepted - 10], 1.0)
+    for counts in ([10], [10, 10, 10, 10, 10, 10, 10, 10]):
+        selector.observe(LONG, 10, counts, 1.0)
+    assert selector.choose(10) == LONG
+    selector.observe(LONG, 10, [10], 1.0)
+    assert selector.choose(10) == SHORT
+
+
+def test_reward_is_tokens_of_the_batch_per_second() -> None:
+    """(sum(accepted) / 4 + 1) * 4 / 0.5 s = (6 + 4) / 0.5 = 20."""
+    selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.0)
+    strategy = selector.choose(4)
+    selector.observe(strategy, 4, [3, 2, 1, 0], 0.5)
+    assert selector.decisions()[0].tokens_per_s == pytest.approx(20.0)
+
+
+def test_epsilon_is_the_share_of_uniform_draws() -> None:
+    """4,000 choices at epsilon 0.2: 800 explore and half of them draw the loser; 5 standard errors, 1e-6."""
+    selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.2, seed=3)
+    selector.observe(LONG, 1, [1] * 8, 1.0)
+    selector.observe(SHORT, 1, [0], 1.0)
+    chosen = [selector.choose(1) for _ in range(4000)]
+    reasons = [decision.reason for decision in selector.decisions()]
+    assert reasons.count("explore") == pytest.approx(800, abs=126)
+    assert chosen.count(SHORT) == pytest.approx(400, abs=95)
+
+
+def test_best_arm_is_found_after_a_change() -> None:
+    """The window forgets: once the drafter is good, deep drafts win."""
+    deep, shallow = SpeculationStrategy.parse("6_1_6"), SpeculationStrategy.parse("1_6_6")
+    selector = BegMabSelector([shallow, deep], (1,), window=50, seed=1)
+    world = SyntheticDecoding(seed=0, quality=0.1)
+    assert run_selector(selector, world, [2] * 300).chosen[-100:].count(shallow) > 80
+    world.quality = 0.9
+    assert run_selector(selector, world, [2] * 1500).chosen[-100:].count(deep) > 80
+
+
+def test_state_round_trip_repeats_every_choice() -> None:
+    world = SyntheticDecoding(seed=0)
+    selector = BegMabSelector([WIDE, LONG, SHORT, OFF], (1, 5, 33), epsilon=0.3, window=20, seed=9)
+    run_selector(selector, world, [3, 7, 9, 40] * 30)
+    restored = BegMabSelector([WIDE, LONG, SHORT, OFF], (1, 5, 33), epsilon=0.3, window=20, seed=0)
+    restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    for size in [6, 8, 2, 50, 30] * 40:
+        strategy = selector.choose(size)
+        assert restored.choose(size) == strategy
+        counts, seconds = world.step(strategy, size)
+        for each in (selector, restored):
+            each.observe(strategy, size, counts, seconds)
+
+
+@pytest.mark.parametrize(
+    "strategies, thresholds, message",
+    [
+        ([WIDE, LONG, SHORT], (1, 5, 9), r"thresholds=\(1, 5, 9\): 2 needed"),
+        ([WIDE, LONG], (5, 1), "must ascend from 1"),
+        ([WIDE, LONG], (2, 5), "must ascend from 1"),
+        ([WIDE, WIDE], (1,), "given twice"),
+    ],
+)
+def test_impossible_buckets_are_refused(
+    strategies: list[SpeculationStrategy], thresholds: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        BegMabSelector(strategies, thresholds)
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"epsilon=1\.5"):
+        BegMabSelector([LONG], (1,), epsilon=1.5)
+    with pytest.raises(ValueError, match="window=0"):
+        BegMabSelector([LONG], (1,), window=0)

@@ -1,0 +1,151 @@
+"""The learned drafter inside the embedded engine: its key-value layer rides in the target's pool, one layer behind.
+
+Called by the speculative step. What to know: position t holds the pair (x_{t+1}, h_t) and predicts x_{t+2}; drafted nodes
+use the slots behind the root in the drafter's own layer, which the target's verify pass never reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.tree_attention import (
+    LaneTreeAttention,
+    LaneView,
+    causal_bias,
+    drafted_bias,
+)
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+
+_EXTEND_POSITIONS = 64  # of one pass over what the drafter has not seen
+
+
+class ModelDrafter:
+    """Grows trees with a DraftInference for rows in lanes."""
+
+    def __init__(
+        self, model: DraftInference, cache: KvCache, *, first_layer: int, ranking: Ranking
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._first_layer = first_layer
+        self._ranking = ranking
+        self._growers: dict[SpeculationStrategy, TreeGrower] = {}
+
+    def propose(
+        self,
+        view: LaneView,
+        positions_B: Tensor,
+        strategy: SpeculationStrategy,
+        *,
+        num_unseen: int,
+        longest: int,
+        temperature: float,
+        noise_BSV: Tensor | None,
+        tau_D: Tensor | None,
+        top_p: float,
+        top_k: int,
+    ) -> DraftTree:
+        """A tree behind the roots at `positions_B`, the last `num_unseen` pairs before which are new to the drafter."""
+        hidden_BD, logits_BV = self._extend(view, positions_B, num_unseen, longest)
+        grower = self._growers.get(strategy)
+        if grower is None:
+            device = self._cache.device
+            grower = TreeGrower(strategy, ranking=self._ranking, device=device)
+            self._growers[strategy] = grower
+        expansion = _Expansion(
+            self._model,
+            view,
+            positions_B,
+            hidden_BD,
+            strategy,
+            first_layer=self._first_layer,
+            longest=longest,
+        )
+        return grower.grow(
+            logits_BV,
+            expansion.expand,
+            temperature=temperature,
+            noise_BDV=noise_BSV,
+            tau_D=tau_D,
+            top_p=top_p,
+            top_k=top_k,
+        )
+
+    def _extend(
+        self, view: LaneView, positions_B: Tensor, num_unseen: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the last `num_unseen` pairs; (hidden, logits) of the newest. Pairs seen before come out the same."""
+        cache, model = self._cache, self._model
+        length = view.read_length(longest)
+        for start in range(num_unseen, 0, -_EXTEND_POSITIONS):
+            end = max(start - _EXTEND_POSITIONS, 0)
+            back_M = torch.arange(start, end, -1, device=cache.device)
+            pairs_BM = (positions_B.unsqueeze(1) - back_M).clamp(min=0)
+            slots_P = view.slots(pairs_BM)
+            attention = LaneTreeAttention(
+                view, slots_P, causal_bias(view, pairs_BM, length), first_layer=self._first_layer
+            )
+            hidden_PD, head_input_PD = model.forward(
+                cache.token_ids_T.index_select(0, slots_P + 1),
+                model.fuse(cache.features_TD.index_select(0, slots_P)),
+                pairs_BM.view(-1),
+                attention,
+            )
+        num_rows = positions_B.shape[0]
+        newest_BD = hidden_PD.view(num_rows, -1, hidden_PD.shape[-1])[:, -1]
+        head_BD = head_input_PD.view(num_rows, -1, hidden_PD.shape[-1])[:, -1]
+        return newest_BD, model.logits(head_BD)
+
+
+class _Expansion:
+    """The drafter's passes over the nodes of one tree, depth by depth."""
+
+    def __init__(
+        self,
+        model: DraftInference,
+        view: LaneView,
+        positions_B: Tensor,
+        hidden_BD: Tensor,
+        strategy: SpeculationStrategy,
+        *,
+        first_layer: int,
+        longest: int,
+    ) -> None:
+        self._model = model
+        self._view = view
+        self._positions_B = positions_B
+        self._hidden_BKD = hidden_BD.unsqueeze(1)
+        self._topk = strategy.topk
+        self._first_layer = first_layer
+        self._length = view.read_length(longest + strategy.topk * (strategy.num_steps - 1))
+        self._depth = 0
+        num_rows, device = positions_B.shape[0], positions_B.device
+        self._seen_BKX = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
+        eye = torch.eye(strategy.topk, dtype=torch.bool, device=device)
+        self._self_BKK = eye.expand(num_rows, -1, -1)
+
+    def expand(self, token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
+        """See `speculation.tree.Expand`."""
+        num_rows, topk = token_ids_BK.shape
+        size = self._hidden_BKD.shape[-1]
+        parents_BK1 = parents_BK.unsqueeze(2)
+        hidden_BKD = self._hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
+        seen_BKX = self._seen_BKX.gather(1, parents_BK1.expand(-1, -1, self._seen_BKX.shape[2]))
+        self._seen_BKX = torch.cat((seen_BKX, self._self_BKK), dim=2)
+        offsets_K = torch.arange(topk, device=token_ids_BK.device) + self._depth * topk
+        slots_P = self._view.slots(self._positions_B.unsqueeze(1) + offsets_K)
+        bias = drafted_bias(self._view, self._positions_B, self._seen_BKX, self._length)
+        position_B = self._positions_B + self._depth
+        hidden_PD, head_input_PD = self._model.forward(
+            token_ids_BK.reshape(-1),
+            hidden_BKD.view(-1, size),
+            position_B.unsqueeze(1).expand(-1, topk).reshape(-1),
+            LaneTreeAttention(self._view, slots_P, bias, first_layer=self._first_layer),
+        )
+        self._hidden_BKD = hidden_PD.view(num_rows, topk, size)
+        self._depth += 1
+        return self._model.logits(head_input_PD).view(num_rows, topk, -1)

@@ -1,0 +1,249 @@
+"""One speculative step of the running batch: draft a tree, verify it in one pass, commit what the target would have drawn.
+
+Takes the place of `DecodeBatch.forward` for a step, any step, with any strategy. What to know: rows enter with their last
+token drawn but not computed (the root, at position n), and leave in the same state with m tokens more; the last of these
+is handed to the next `DecodeBatch.sample`, so stops, limits and records are handled in one place.
+
+Position t of a lane holds, besides the target's keys and values, its feature h_t, its token x_t and, in the drafter's own
+layer, the pair (x_{t+1}, h_t). Features are kept by plain decoding too, so the drafter can start in the middle of a rollout
+from what is there: it computes its own layer over the positions that it has not seen, and nothing else is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.embedded.model_drafter import ModelDrafter
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView, drafted_bias
+from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
+from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, sample
+from tlt_megatron.speculation.selector import StrategySelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask
+from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
+from tlt_megatron.types import SamplingParams
+
+_CALIBRATE_EVERY = 16  # steps between two looks at what was accepted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """The rows of a step: their last drawn tokens, and where those stand. All [B] int64."""
+
+    token_ids_B: Tensor
+    positions_B: Tensor  # n, of the root in the whole sequence
+    seeds_B: Tensor
+    draw_positions_B: Tensor  # index of the root in its response: keys the noise
+    rooms_B: Tensor  # tokens that may still be committed after the root, >= 1
+    longest: int  # one past the largest position
+    num_unseen: int  # most positions before a root that the drafter has not seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What a step adds to each row. S = num_steps + 1; what stands behind num_committed means nothing."""
+
+    token_ids_BS: Tensor
+    logprobs_BS: Tensor
+    policy_logprobs_BS: Tensor
+    num_committed_B: Tensor
+    num_accepted_B: Tensor
+
+
+class Speculation:
+    """All that speculation needs and that outlives a `generate` call: drafter, selector, calibration."""
+
+    def __init__(
+        self,
+        draft: DraftInference,
+        selector: StrategySelector,
+        strategies: Sequence[SpeculationStrategy],
+        *,
+        ranking: Ranking = Ranking.NOISE,
+    ) -> None:
+        """`strategies` are all that `selector` may choose. ValueError if the drafter needs features that are not kept."""
+        if draft.config.is_eagle3:
+            raise ValueError("architecture='eagle3': the embedded engine drafts with 'eagle' alone")
+        drafting = [s for s in strategies if not s.is_off]
+        self.draft = draft
+        self.selector = selector
+        self.ranking = ranking
+        self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in drafting), default=1))
+        self.draft_slots = max((slots_behind_root(s) for s in drafting), default=0)
+
+    def start(self, model: Transformer, cache: KvCache, params: SamplingParams) -> Speculator:
+        """For the requests of one `generate` call."""
+        drafter = ModelDrafter(
+            self.draft, cache, first_layer=model.config.num_layers, ranking=self.ranking
+        )
+        return Speculator(model, cache, params, drafter, self.calibrator)
+
+
+def slots_behind_root(strategy: SpeculationStrategy) -> int:
+    """Slots from the root on that a step may write: drafted nodes in growth order, or root and tree, and what commits."""
+    grown = strategy.topk * (strategy.num_steps - 1)
+    return max(grown, strategy.num_rows, strategy.num_steps + 1) + 1
+
+
+class Speculator:
+    """Drafts and verifies for the rows of a batch in lanes."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KvCache,
+        params: SamplingParams,
+        drafter: ModelDrafter,
+        calibrator: AcceptanceCalibrator,
+    ) -> None:
+        self._verifier = Verifier(model, cache, params)
+        self._cache = cache
+        self._params = params
+        self._drafter = drafter
+        self._calibrator = calibrator
+        self._noise = NoiseWindow(model.config.vocab_size)
+        self._tau_D: Tensor | None = None
+        self._counts: dict[int, Tensor] = {}  # by num_steps
+        self._num_counted = 0
+
+    def set_changed(self) -> None:
+        """The rows of the batch are others, or in another order."""
+        self._noise.start()
+
+    def step(self, view: LaneView, roots: Roots, strategy: SpeculationStrategy) -> Committed:
+        """One draft and one verify pass for every row."""
+        params, noise_BSV = self._params, None
+        # Roots drawn by a plain step have not been written yet.
+        self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
+        if params.temperature > 0.0:
+            noise_BSV = self._noise.window(
+                roots.seeds_B, roots.draw_positions_B + 1, strategy.num_steps + 1
+            )
+        tree = self._drafter.propose(
+            view,
+            roots.positions_B,
+            strategy,
+            num_unseen=roots.num_unseen,
+            longest=roots.longest,
+            temperature=params.temperature,
+            noise_BSV=noise_BSV,
+            tau_D=self._tau(),
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
+        committed, verdict = self._verifier.verify(view, roots, tree, noise_BSV)
+        self._calibrate(tree, verdict)
+        return committed
+
+    def _tau(self) -> Tensor:
+        if self._tau_D is None:
+            values = torch.tensor(self._calibrator.tau(), dtype=torch.float64)
+            self._tau_D = values.to(self._cache.device)
+        return self._tau_D
+
+    def _calibrate(self, tree: DraftTree, verdict: Verdict) -> None:
+        counts = calibration_counts(tree, verdict)
+        earlier = self._counts.get(tree.num_steps)
+        self._counts[tree.num_steps] = counts if earlier is None else earlier + counts
+        self._num_counted += 1
+        if self._num_counted % _CALIBRATE_EVERY == 0:
+            for total in self._counts.values():
+                self._calibrator.observe(total.tolist())
+            self._counts.clear()
+            self._tau_D = None
+
+
+class Verifier:
+    """Runs the target over root and tree, and moves what is accepted to its place."""
+
+    def __init__(self, model: Transformer, cache: KvCache, params: SamplingParams) -> None:
+        self._model = model
+        self._cache = cache
+        self._params = params
+        self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
+
+    def verify(
+        self, view: LaneView, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
+    ) -> tuple[Committed, Verdict]:
+        """One pass over B * R tokens. `noise_BSV[:, d]` is the noise of the token that follows a row at depth d."""
+        num_rows, num_queries = tree.row_depths_BR.shape
+        ancestors_BRR = ancestor_mask(tree)
+        rows_R = torch.arange(num_queries, device=self._model.device)
+        positions_BR = roots.positions_B.unsqueeze(1) + tree.row_depths_BR
+        slots_P = view.slots(roots.positions_B.unsqueeze(1) + rows_R)
+        length = view.read_length(roots.longest + num_queries)
+        bias_BRS = drafted_bias(view, roots.positions_B, ancestors_BRR, length)
+        hidden_PD = self._model.forward(
+            tree.row_token_ids_BR(roots.token_ids_B).view(-1),
+            positions_BR.view(-1),
+            LaneTreeAttention(view, slots_P, bias_BRS),
+        )
+        sampled = self._sample(hidden_PD, roots, tree, noise_BSV)
+        verdict = verify_noise_keyed(
+            tree,
+            sampled.token_ids_B.view(num_rows, num_queries),
+            ancestors_BRR=ancestors_BRR,
+            stop_token_ids=self._stop_ids,
+            max_commit_B=roots.rooms_B,
+        )
+        self._settle(view, roots, tree, verdict, hidden_PD)
+        path_BS = verdict.path_BS
+        committed = Committed(
+            token_ids_BS=verdict.committed_tokens_BS,
+            logprobs_BS=sampled.logprobs_B.view(num_rows, -1).gather(1, path_BS),
+            policy_logprobs_BS=sampled.policy_logprobs_B.view(num_rows, -1).gather(1, path_BS),
+            num_committed_B=verdict.num_committed_B,
+            num_accepted_B=verdict.num_accepted_B,
+        )
+        return committed, verdict
+
+    def _sample(
+        self, hidden_PD: Tensor, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
+    ) -> Sampled:
+        """The target's own draw after every row, with the arithmetic and the noise of plain decoding."""
+        params = self._params
+        noise_PV = None
+        if noise_BSV is not None:
+            num_rows, _, vocab_size = noise_BSV.shape
+            if tree.is_chain:
+                noise_PV = noise_BSV.reshape(-1, vocab_size)
+            else:
+                rows_B1 = torch.arange(num_rows, device=noise_BSV.device).unsqueeze(1)
+                noise_PV = noise_BSV[rows_B1, tree.row_depths_BR].view(-1, vocab_size)
+        return sample(
+            self._model.logits(hidden_PD),
+            roots.seeds_B,
+            roots.draw_positions_B,
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            noise_BV=noise_PV,
+        )
+
+    def _settle(
+        self, view: LaneView, roots: Roots, tree: DraftTree, verdict: Verdict, hidden_PD: Tensor
+    ) -> None:
+        """Keys, values, features and tokens of the committed path to consecutive positions; make them visible."""
+        cache, path_BS = self._cache, verdict.path_BS
+        num_rows, num_slots = path_BS.shape
+        base_B1 = roots.positions_B.unsqueeze(1)
+        steps_S = torch.arange(num_slots, device=path_BS.device)
+        target_P = view.slots(base_B1 + steps_S)
+        if not tree.is_chain:
+            cache.move_kv(view.slots(base_B1 + path_BS), target_P)
+        num_queries = hidden_PD.shape[0] // num_rows
+        rows_P = path_BS + (torch.arange(num_rows, device=path_BS.device) * num_queries).unsqueeze(
+            1
+        )
+        cache.features_TD.index_copy_(0, target_P, hidden_PD.index_select(0, rows_P.view(-1)))
+        cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
+        is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)
+        bias_BS = torch.where(is_committed_BS, 0.0, -torch.inf).to(cache.bias_T.dtype)
+        cache.bias_T.index_copy_(0, target_P, bias_BS.view(-1))

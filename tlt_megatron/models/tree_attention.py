@@ -1,0 +1,103 @@
+"""Attention of several query tokens per sequence over lanes: verifying draft trees, and the drafter's own passes.
+
+Made by engines/embedded/speculate.py for one pass. What to know: new keys go to slots behind a sequence's committed ones,
+and a bias says which of them each query may see, so that a chain, a tree and a plain extension are one kernel call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.layers import attend_with_lse
+
+_LANE_SLICE = 32  # lanes are read up to the longest sequence, rounded up to this
+
+
+class LaneView:
+    """B sequences, each contiguous in its own lane of `lane` slots: row b starts at slot b * lane."""
+
+    def __init__(self, cache: KvCache, *, num_rows: int, lane: int) -> None:
+        self.cache = cache
+        self.num_rows = num_rows
+        self.lane = lane
+        self.starts_B = torch.arange(num_rows, device=cache.device) * lane
+        self._lanes = [
+            layer[:, : num_rows * lane].view(layer.shape[0], num_rows, lane, -1).transpose(0, 1)
+            for layer in cache.layers
+        ]
+
+    def read_length(self, longest: int) -> int:
+        """Positions to read so that `longest` are covered: few distinct lengths, so that views are reused."""
+        return min(-(-longest // _LANE_SLICE) * _LANE_SLICE, self.lane)
+
+    def slots(self, positions_BR: Tensor) -> Tensor:
+        """[B*R] slots of positions of each row."""
+        return (positions_BR + self.starts_B.unsqueeze(1)).view(-1)
+
+    def kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, S, H] of the first `length` positions."""
+        lanes = self._lanes[layer][:, :, :length]
+        num_kv_heads = self.cache.num_kv_heads
+        return lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]
+
+    def committed_bias(self, length: int) -> Tensor:
+        """[B, 1, S]: 0 where a position is committed, -inf behind; a view."""
+        bias = self.cache.bias_T[: self.num_rows * self.lane].view(self.num_rows, 1, self.lane)
+        return bias[..., :length]
+
+
+class LaneTreeAttention:
+    """R queries per row; satisfies `transformer.Attention`. Tokens are packed row by row: [B*R]."""
+
+    def __init__(
+        self, view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
+    ) -> None:
+        """`bias_BRS` is 0 where a query may look; `first_layer` is where layer 0 of the caller's model is stored."""
+        self._view = view
+        self._slots_P = slots_P
+        self._first_layer = first_layer
+        self._bias_BRS = bias_BRS
+        self._bias: Tensor | None = None  # [B, 1, R * query heads per kv head, S]
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        view = self._view
+        cache, layer = view.cache, layer + self._first_layer
+        cache.write(layer, self._slots_P, kv_PKH)
+        num_tokens, num_heads, head_dim = query_PNH.shape
+        num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
+        num_queries = num_tokens // num_rows
+        repeat = num_heads // num_kv_heads
+        if self._bias is None:
+            bias = self._bias_BRS.unsqueeze(1)
+            self._bias = bias.repeat_interleave(repeat, dim=2) if repeat > 1 else bias
+        query = query_PNH.view(num_rows, num_queries, num_kv_heads, repeat, head_dim)
+        query = query.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
+        key, value = view.kv(layer, self._bias_BRS.shape[-1])
+        out, _ = attend_with_lse(query, key, value, self._bias)
+        out = out.view(num_rows, num_kv_heads, num_queries, repeat, head_dim).transpose(1, 2)
+        return out.reshape(num_tokens, num_heads * head_dim)
+
+
+def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
+    """[B, M, S]: a query at position t sees positions 0..t of its lane."""
+    device = view.cache.device
+    visible_BMS = torch.arange(length, device=device) <= positions_BM.unsqueeze(2)
+    zeros = torch.zeros((), dtype=view.cache.bias_T.dtype, device=device)
+    return torch.where(visible_BMS, zeros, -torch.inf)
+
+
+def drafted_bias(
+    view: LaneView, base_positions_B: Tensor, visible_BRX: Tensor, length: int
+) -> Tensor:
+    """[B, R, S]: every query sees the committed positions and, of the X slots from its row's base on, those marked."""
+    num_queries, num_drafted = visible_BRX.shape[1:]
+    bias = view.committed_bias(length).expand(-1, num_queries, -1).contiguous()
+    columns_BX = base_positions_B.unsqueeze(1) + torch.arange(
+        num_drafted, device=base_positions_B.device
+    )
+    drafted = torch.where(visible_BRX, 0.0, -torch.inf).to(bias.dtype)
+    columns = columns_BX.unsqueeze(1).expand(-1, num_queries, -1)
+    return bias.scatter_(2, columns, drafted)

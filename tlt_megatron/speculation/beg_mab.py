@@ -1,0 +1,139 @@
+"""BEG-MAB, the paper's selector: bucketed epsilon-greedy over medians of a sliding window.
+
+TLT (arXiv 2511.16665), section on the adaptive rollout engine. Strategies are grouped by tokens to verify, the largest
+budget goes to the bucket of the smallest batches, and inside a bucket the strategy of the highest median committed tokens
+per second wins, but for a share epsilon of uniform draws. One thing to know: `OFF` is the group that verifies nothing, so
+listing it and giving it the last threshold is the paper's elastic switch (its default: on below 32 requests).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from tlt_megatron.speculation.selector import (
+    Decision,
+    DecisionTrace,
+    check_state,
+    committed_per_s,
+)
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+
+
+class BegMabSelector:
+    """Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33): batches of 1-4 use 8_4_48, of 5-32 the
+    better of 8_4_16 and 4_4_16, larger ones decode plainly.
+
+    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one for each number of tokens to verify.
+    A strategy of the bucket without any reward yet is tried first, in the order given.
+    """
+
+    def __init__(
+        self,
+        strategies: Sequence[SpeculationStrategy],
+        thresholds: Sequence[int],
+        *,
+        epsilon: float = 0.1,
+        window: int = 300,
+        seed: int = 0,
+    ) -> None:
+        budgets = sorted({s.num_draft_tokens for s in strategies}, reverse=True)
+        if len(budgets) != len(thresholds):
+            raise ValueError(
+                f"thresholds={tuple(thresholds)}: {len(budgets)} needed, one for each number of tokens to verify "
+                f"{tuple(budgets)}"
+            )
+        if list(thresholds) != sorted(set(thresholds)) or thresholds[0] != 1:
+            raise ValueError(f"thresholds={tuple(thresholds)}: must ascend from 1")
+        if not 0.0 <= epsilon <= 1.0 or window < 1:
+            raise ValueError(f"epsilon={epsilon} must be in [0, 1], window={window} >= 1")
+        if len(set(strategies)) != len(strategies):
+            raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
+        self._strategies = tuple(strategies)
+        self._thresholds = tuple(thresholds)
+        self._buckets = [[s for s in strategies if s.num_draft_tokens == b] for b in budgets]
+        self._epsilon = epsilon
+        self._rewards = {s: _SlidingMedian(window) for s in strategies}
+        self._rng = random.Random(seed)
+        self._trace = DecisionTrace()
+
+    def choose(self, batch_size: int) -> SpeculationStrategy:
+        """Epsilon-greedy inside the bucket of the batch size."""
+        bucket = self._buckets[bisect_right(self._thresholds, batch_size) - 1]
+        if len(bucket) == 1:
+            chosen, reason = bucket[0], "only"
+        elif self._rng.random() < self._epsilon:
+            chosen, reason = self._rng.choice(bucket), "explore"
+        else:
+            chosen, reason = max(bucket, key=lambda s: self._rewards[s].median()), "exploit"
+        self._trace.chosen(batch_size, chosen, reason)
+        return chosen
+
+    def observe(
+        self,
+        strategy: SpeculationStrategy,
+        batch_size: int,
+        accepted_by_depth: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """Reward: (mean accepted + 1) * batch size / seconds."""
+        reward = committed_per_s(batch_size, accepted_by_depth, seconds)
+        self._trace.observed(strategy, batch_size, reward)
+        if strategy in self._rewards:
+            self._rewards[strategy].append(reward)
+
+    def decisions(self) -> list[Decision]:
+        """See `StrategySelector`."""
+        return self._trace.take()
+
+    def state_dict(self) -> dict[str, object]:
+        """Windows and random generator."""
+        version, words, gauss = self._rng.getstate()
+        return {
+            "kind": "beg_mab",
+            "strategies": [str(s) for s in self._strategies],
+            "rewards": {str(s): self._rewards[s].values() for s in self._strategies},
+            "rng": [version, list(words), gauss],
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `StrategySelector`."""
+        check_state(state, "beg_mab", self._strategies)
+        for strategy in self._strategies:
+            self._rewards[strategy].replace(state["rewards"][str(strategy)])
+        version, words, gauss = state["rng"]
+        self._rng.setstate((version, tuple(words), gauss))
+
+
+class _SlidingMedian:
+    """The median of the latest values, kept sorted: a step costs a binary search, not a sort."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._latest: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def append(self, value: float) -> None:
+        if len(self._latest) == self._window:
+            oldest = self._latest.popleft()
+            del self._sorted[bisect_right(self._sorted, oldest) - 1]
+        self._latest.append(value)
+        insort(self._sorted, value)
+
+    def median(self) -> float:
+        """Infinite without values, so that the strategy is tried."""
+        count = len(self._sorted)
+        if count == 0:
+            return float("inf")
+        return (self._sorted[(count - 1) // 2] + self._sorted[count // 2]) / 2
+
+    def values(self) -> list[float]:
+        return list(self._latest)
+
+    def replace(self, values: Iterable[float]) -> None:
+        self._latest.clear()
+        self._sorted.clear()
+        for value in values:
+            self.append(value)

@@ -1,0 +1,239 @@
+"""The cost-model selector: tokens a strategy brings, divided by seconds it takes, each learned apart.
+
+DESIGN 5.3. A bandit that learns only tokens per second must try every strategy at every batch size again and again. Here
+acceptance is learned by depth for all batch sizes at once (`acceptance_model`), and seconds by rows and steps for all
+strategies at once (`step_cost`), so one step informs every arm. Three rules make it safe:
+- the arm of the highest LOWER bound runs, and plain decoding is always an arm, so an uncertain gain is never relied upon;
+- another arm is tried only if its UPPER bound promises a gain, and only from a budget of a fixed share of the time, out of
+  which every trial pays what it lost. So trying costs at most that share, whatever the drafter does;
+- turning speculation on or off needs a gain above the hysteresis.
+One thing to know: knowledge fades, so bounds widen by themselves, and what lost long ago is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tlt_megatron.speculation.acceptance_model import AcceptanceEstimate, AcceptanceModel
+from tlt_megatron.speculation.selector import (
+    Decision,
+    DecisionTrace,
+    check_state,
+    committed_per_s,
+)
+from tlt_megatron.speculation.step_cost import StepCostModel
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+
+_NOTHING_ACCEPTED = AcceptanceEstimate(mean=0.0, own_error=0.0, shared_error=0.0, variance=0.0)
+
+_MAX_BUDGET = 20.0  # steps of the present length: a long calm pays for no long loss
+
+
+@dataclass(slots=True)
+class _Arm:
+    """A strategy at one batch size."""
+
+    strategy: SpeculationStrategy
+    seconds: float
+    tokens_per_s: float
+    own_error: float  # standard error of log tokens_per_s, from what is known of this arm alone
+    error: float  # with the doubt about the drafter, which all arms but OFF share
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What to do at one batch size until more is known."""
+
+    best: _Arm
+    trial: _Arm | None  # worth trying, if the budget allows
+    probe: _Arm | None  # the drafting arm that loses least, while plain decoding is best
+
+
+class CostModelSelector:
+    """Adaptive in both directions; OFF is an arm whether it is listed or not."""
+
+    def __init__(
+        self,
+        strategies: Sequence[SpeculationStrategy],
+        *,
+        half_life: float = 400.0,
+        explore_share: float = 0.01,
+        first_budget: float = 3.0,
+        hysteresis: float = 0.02,
+        caution: float = 0.5,
+        hope: float = 1.5,
+        probe_every: int = 100,
+        refresh_every: int = 12,
+    ) -> None:
+        """`half_life`: steps after which a measured time counts half. `explore_share`: share of the time that trials may
+        lose. `first_budget`: plain steps that they may lose at the start. `hysteresis`: relative gain that turning
+        speculation on or off needs. `caution`, `hope`: standard errors of the lower and the upper bound.
+        `probe_every`: steps without drafting after which the drafter is looked at again, if the budget allows.
+        `refresh_every`: steps between two looks at the models."""
+        drafting = [s for s in strategies if not s.is_off]
+        if len(set(drafting)) != len(drafting):
+            raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
+        if not 0.0 < explore_share < 1.0:
+            raise ValueError(f"explore_share={explore_share} is outside (0, 1)")
+        self._strategies = (OFF, *drafting)
+        self._listed = frozenset(self._strategies)
+        self._acceptance = AcceptanceModel(drafting)
+        self._cost = StepCostModel(self._strategies, half_life=half_life)
+        self._explore_share = explore_share
+        self._first_budget = first_budget
+        self._hysteresis = hysteresis
+        self._caution = caution
+        self._hope = hope
+        self._probe_every = probe_every
+        self._refresh_every = refresh_every
+        self._budget_s = 0.0
+        self._is_on = False
+        self._num_observed = 0
+        self._drafted_at = 0  # the last step that drafted
+        self._fitted_at = 0
+        self._refresh_at = 0
+        self._accepted: dict[SpeculationStrategy, AcceptanceEstimate] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._trial_rate = 0.0  # tokens per second that the running trial forgoes; 0 if none runs
+        self._trace = DecisionTrace()
+
+    def choose(self, batch_size: int) -> SpeculationStrategy:
+        """The best arm, or a trial that the budget pays for."""
+        self._trial_rate = 0.0
+        if self._cost.is_empty:
+            self._trace.chosen(batch_size, OFF, "first")
+            return OFF
+        plan = self._plans.get(batch_size)
+        if plan is None:
+            plan = self._plans[batch_size] = self._make_plan(batch_size)
+        best, trial = plan.best, plan.trial
+        if trial is None and self._num_observed - self._drafted_at >= self._probe_every:
+            trial = plan.probe
+        if trial is not None:
+            expected_loss_s = trial.seconds * (1.0 - trial.tokens_per_s / best.tokens_per_s)
+            if self._budget_s > max(expected_loss_s, 0.0):
+                self._trial_rate = best.tokens_per_s
+                self._trace.chosen(batch_size, trial.strategy, "explore")
+                return trial.strategy
+        self._is_on = not best.strategy.is_off
+        self._trace.chosen(batch_size, best.strategy, "exploit")
+        return best.strategy
+
+    def observe(
+        self,
+        strategy: SpeculationStrategy,
+        batch_size: int,
+        accepted_by_depth: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """Learn from any step of a listed strategy, also one that was not chosen here."""
+        rate = committed_per_s(batch_size, accepted_by_depth, seconds)
+        self._trace.observed(strategy, batch_size, rate)
+        if strategy not in self._listed:
+            return
+        if self._cost.is_empty:
+            self._budget_s = self._first_budget * seconds
+        earned_s = self._budget_s + self._explore_share * seconds
+        self._budget_s = min(earned_s, _MAX_BUDGET * seconds)
+        if self._trial_rate > 0.0:
+            self._budget_s -= max(seconds * (1.0 - rate / self._trial_rate), 0.0)
+        self._cost.observe(strategy, batch_size, seconds)
+        self._num_observed += 1
+        has_news = self._trial_rate > 0.0
+        if not strategy.is_off:
+            self._drafted_at = self._num_observed
+            expected = self._accepted.get(strategy)
+            if expected is None:
+                expected = self._acceptance.estimate(strategy)
+            has_news |= self._acceptance.observe(strategy, batch_size, accepted_by_depth, expected)
+        if has_news or self._num_observed >= self._refresh_at:
+            self._refresh()
+
+    def decisions(self) -> list[Decision]:
+        """See `StrategySelector`."""
+        return self._trace.take()
+
+    def _refresh(self) -> None:
+        self._cost.fit()
+        self._acceptance.fit(self._num_observed - self._fitted_at)
+        self._start_plans()
+
+    def _start_plans(self) -> None:
+        self._fitted_at = self._num_observed
+        self._accepted.clear()
+        self._plans.clear()
+        # While little is known every step is news.
+        self._refresh_at = self._num_observed + min(
+            self._refresh_every, self._num_observed // 4 + 1
+        )
+
+    def _make_plan(self, batch_size: int) -> _Plan:
+        """Among drafting arms the shared doubt cancels; against plain decoding it counts."""
+        arms = [self._arm(strategy, batch_size) for strategy in self._strategies]
+        plain, drafting = arms[0], arms[1:]
+        if not drafting:
+            return _Plan(best=plain, trial=None, probe=None)
+        best_drafting = max(
+            drafting, key=lambda arm: self._bound(arm, arm.own_error, -self._caution)
+        )
+        gain = self._bound(best_drafting, best_drafting.error, -self._caution) / self._bound(
+            plain, plain.error, -self._caution
+        )
+        needed = 1.0 - self._hysteresis if self._is_on else 1.0 + self._hysteresis
+        best = best_drafting if gain > needed else plain
+
+        def promise(arm: _Arm) -> float:
+            is_alike = arm.strategy.is_off == best.strategy.is_off
+            return self._bound(arm, arm.own_error if is_alike else arm.error, self._hope)
+
+        trial = max((arm for arm in arms if arm is not best), key=promise)
+        is_worth_it = promise(trial) > best.tokens_per_s * (1.0 + self._hysteresis / 2)
+        probe = max(drafting, key=lambda arm: arm.tokens_per_s) if best is plain else None
+        return _Plan(best=best, trial=trial if is_worth_it else None, probe=probe)
+
+    @staticmethod
+    def _bound(arm: _Arm, error: float, errors_away: float) -> float:
+        return arm.tokens_per_s * math.exp(errors_away * error)
+
+    def _arm(self, strategy: SpeculationStrategy, batch_size: int) -> _Arm:
+        accepted = self._accepted.get(strategy)
+        if accepted is None:
+            accepted = _NOTHING_ACCEPTED if strategy.is_off else self._acceptance.estimate(strategy)
+            self._accepted[strategy] = accepted
+        cost = self._cost.estimate(strategy, batch_size)
+        tokens = 1.0 + accepted.mean
+        own = math.hypot(accepted.own_error / tokens, cost.log_error)
+        return _Arm(
+            strategy=strategy,
+            seconds=cost.seconds,
+            tokens_per_s=batch_size * tokens / cost.seconds,
+            own_error=own,
+            error=math.hypot(own, accepted.shared_error / tokens),
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        """Both models and the budget."""
+        if self._num_observed > 0:
+            self._refresh()
+        return {
+            "kind": "cost_model",
+            "strategies": [str(s) for s in self._strategies],
+            "acceptance": self._acceptance.state_dict(),
+            "cost": self._cost.state_dict(),
+            "budget_s": self._budget_s,
+            "is_on": self._is_on,
+            "num_observed": self._num_observed,
+            "drafted_at": self._drafted_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `StrategySelector`."""
+        check_state(state, "cost_model", self._strategies)
+        self._acceptance.load_state_dict(state["acceptance"])
+        self._cost.load_state_dict(state["cost"])
+        self._budget_s, self._is_on = state["budget_s"], state["is_on"]
+        self._num_observed, self._drafted_at = state["num_observed"], state["drafted_at"]
+        self._trial_rate = 0.0
+        self._start_plans()
