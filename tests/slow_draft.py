@@ -60,7 +60,9 @@ def make_draft_model(
     return model.to(dtype)
 
 
-def make_sequence(model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int) -> DraftSequence:
+def make_sequence(
+    model: DraftModel, num_tokens: int, *, seed: int = 0, **fields: int
+) -> DraftSequence:
     """Random tokens and states."""
     generator = torch.Generator().manual_seed(1000 + seed)
     dtype = model.fc.weight.dtype
@@ -121,7 +123,9 @@ def slow_outputs(
         kv_head = n // (c.num_heads // c.num_kv_heads)
         scores = torch.stack([queries[-1][n] @ key[kv_head] for key in keys])
         weights = (scores / math.sqrt(c.head_dim)).softmax(dim=0)
-        heads.append(sum(weight * value[kv_head] for weight, value in zip(weights, values, strict=True)))
+        heads.append(
+            sum(weight * value[kv_head] for weight, value in zip(weights, values, strict=True))
+        )
     x = residuals[-1] + w[prefix + "self_attn.o_proj.weight"] @ torch.cat(heads)
     normed = slow_norm(x, w[prefix + "post_attention_layernorm.weight"], eps)
     gate = w[prefix + "mlp.gate_proj.weight"] @ normed

@@ -245,12 +245,12 @@ class DrafterSection:
     """The learned drafter and its training. One step trains on one packed batch per member."""
 
     algorithm: str = "eagle"  # eagle | hass | eagle3
-    path: str = ""  # folder of a drafter in the EAGLE / EAGLE-3 layout; empty: starts from random weights
-    aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three target layers; empty: default
+    path: str = ""  # folder of a drafter, EAGLE / EAGLE-3 layout; empty: random weights
+    aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three layers; empty: default
     dtype: str = "float32"  # of training arithmetic: float32 | bfloat16; weights stay float32
     unroll_steps: int = 0  # drafted steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
     unroll_decay: float = 0.8  # weight of each further step, (0, 1]
-    feature_weight: float | None = None  # of smooth L1 against cross entropy's 1; None: 10, eagle3 0
+    feature_weight: float | None = None  # smooth L1 per 1 of cross entropy; None: 10, eagle3 0
     batch_tokens: int = 4096  # packed rows of one batch, one longer sequence excepted
     head_chunk_tokens: int = 512  # rows whose vocabulary-sized logits exist at once
     lr: float = 1e-3  # constant after warm-up

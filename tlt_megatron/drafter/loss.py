@@ -50,12 +50,15 @@ def make_objective(section: DrafterSection) -> Objective:
 class DraftLoss:
     """A loss as an exact fraction, and sums by unroll step that are fractions over `counts_K`."""
 
-    loss_sum: Tensor  # scalar, differentiable; float32, as all sums here, or float64 for a float64 model
-    count: int  # trained rows; the gradient applied is that of loss_sum / count, both summed over ranks
+    loss_sum: (
+        Tensor  # scalar, differentiable; all sums here are float32, or float64 for such a model
+    )
+    count: int  # trained rows; what is minimized is loss_sum / count, both summed over ranks
     counts_K: Tensor  # rows that have a prediction at this step
     agreed_K: Tensor  # of which the most likely token is the target's
-    accepted_K: Tensor  # summed overlap of both distributions, sum_v min(p, q): the chance that one drafted token
-    # is accepted at temperature 1 (rejection sampling reaches it, shared noise stays little below)
+    # Summed overlap of both distributions, sum_v min(p, q): the chance that one drafted token is accepted at
+    # temperature 1 (rejection sampling reaches it, shared noise stays little below).
+    accepted_K: Tensor
 
 
 def draft_loss(

@@ -25,7 +25,7 @@ class DraftSequence:
     token_ids: Tensor  # [T] int64
     features: Tensor  # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
     final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features` is it
-    loss_start: int = 0  # index of the first token whose prediction is trained, usually the response's first
+    loss_start: int = 0  # first token whose prediction is trained, usually the response's first
 
     def __post_init__(self) -> None:
         num_tokens = self.token_ids.numel()

@@ -32,12 +32,13 @@ class DrafterStats:
 
     loss: float  # per trained row, all unroll steps weighted; nan without any row
     num_tokens: int  # trained rows
-    agreement: tuple[float, ...]  # by unroll step: how often the most likely token is the target's
-    accept_probability: tuple[float, ...]  # by unroll step: mean overlap with the target's distribution
+    # By unroll step: how often the most likely token is the target's; mean overlap with the target's distribution.
+    agreement: tuple[float, ...]
+    accept_probability: tuple[float, ...]
     flags: tuple[float, ...]  # summed over members
     grad_norm: float  # before clipping
     lr: float
-    is_skipped: bool  # nothing was changed: a gradient was not finite, or no member had a trained row
+    is_skipped: bool  # nothing changed: a gradient was not finite, or no one had a trained row
     num_updates: int  # of the drafter's life
 
     @property
@@ -105,13 +106,17 @@ class DrafterTrainer:
         loss_sum, count, *rest, norm_sum = torch.cat((sums, norm)).tolist()
         counts, agreed, accepted = (rest[i * num_steps : (i + 1) * num_steps] for i in range(3))
         grad_norm = norm_sum / count if count else math.nan
-        lr = self._section.lr * min(1.0, (self.num_updates + 1) / max(1, self._section.warmup_steps))
+        lr = self._section.lr * min(
+            1.0, (self.num_updates + 1) / max(1, self._section.warmup_steps)
+        )
         is_skipped = not math.isfinite(grad_norm)
         if not is_skipped:
             self._update(count, grad_norm, lr)
         elif count:
             self.num_skipped += 1
-            log.warning("drafter step skipped: gradient norm %s (%d so far)", grad_norm, self.num_skipped)
+            log.warning(
+                "drafter step skipped: gradient norm %s (%d so far)", grad_norm, self.num_skipped
+            )
         return DrafterStats(
             loss=loss_sum / count if count else math.nan,
             num_tokens=round(count),
@@ -190,7 +195,9 @@ class DrafterTrainer:
         wrong = sorted(own.keys() ^ state.keys())
         wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
         if wrong:
-            raise ValueError(f"drafter state: missing, unknown or misshapen: {', '.join(wrong[:5])}")
+            raise ValueError(
+                f"drafter state: missing, unknown or misshapen: {', '.join(wrong[:5])}"
+            )
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.num_updates, self.num_skipped = (int(state[n]) for n in ("num_updates", "num_skipped"))

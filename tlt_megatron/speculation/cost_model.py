@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt_megatron.speculation.acceptance_model import AcceptanceEstimate, AcceptanceModel
+from tlt_megatron.speculation.acceptance_model import AcceptanceModel
 from tlt_megatron.speculation.selector import (
     Decision,
     DecisionTrace,
@@ -26,7 +26,6 @@ from tlt_megatron.speculation.selector import (
 from tlt_megatron.speculation.step_cost import StepCostModel
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-_NOTHING_ACCEPTED = AcceptanceEstimate(mean=0.0, own_error=0.0, shared_error=0.0, variance=0.0)
 
 _MAX_BUDGET = 20.0  # steps of the present length: a long calm pays for no long loss
 
@@ -35,11 +34,13 @@ _MAX_BUDGET = 20.0  # steps of the present length: a long calm pays for no long 
 class _Arm:
     """A strategy at one batch size."""
 
+    index: int  # 0 is OFF
     strategy: SpeculationStrategy
     seconds: float
     tokens_per_s: float
-    own_error: float  # standard error of log tokens_per_s, from what is known of this arm alone
-    error: float  # with the doubt about the drafter, which all arms but OFF share
+    log_lower: float  # of log tokens_per_s
+    accept_covariance: list[float]  # of log tokens per step, with each drafting arm
+    cost_variance: float  # of log seconds
 
 
 @dataclass(slots=True)
@@ -94,7 +95,6 @@ class CostModelSelector:
         self._drafted_at = 0  # the last step that drafted
         self._fitted_at = 0
         self._refresh_at = 0
-        self._accepted: dict[SpeculationStrategy, AcceptanceEstimate] = {}
         self._plans: dict[int, _Plan] = {}
         self._trial_rate = 0.0  # tokens per second that the running trial forgoes; 0 if none runs
         self._trace = DecisionTrace()
@@ -144,10 +144,7 @@ class CostModelSelector:
         has_news = self._trial_rate > 0.0
         if not strategy.is_off:
             self._drafted_at = self._num_observed
-            expected = self._accepted.get(strategy)
-            if expected is None:
-                expected = self._acceptance.estimate(strategy)
-            has_news |= self._acceptance.observe(strategy, batch_size, accepted_by_depth, expected)
+            has_news |= self._acceptance.observe(strategy, batch_size, accepted_by_depth)
         if has_news or self._num_observed >= self._refresh_at:
             self._refresh()
 
@@ -162,7 +159,6 @@ class CostModelSelector:
 
     def _start_plans(self) -> None:
         self._fitted_at = self._num_observed
-        self._accepted.clear()
         self._plans.clear()
         # While little is known every step is news.
         self._refresh_at = self._num_observed + min(
@@ -170,47 +166,49 @@ class CostModelSelector:
         )
 
     def _make_plan(self, batch_size: int) -> _Plan:
-        """Among drafting arms the shared doubt cancels; against plain decoding it counts."""
-        arms = [self._arm(strategy, batch_size) for strategy in self._strategies]
+        arms = [self._arm(index, batch_size) for index in range(len(self._strategies))]
         plain, drafting = arms[0], arms[1:]
         if not drafting:
             return _Plan(best=plain, trial=None, probe=None)
-        best_drafting = max(
-            drafting, key=lambda arm: self._bound(arm, arm.own_error, -self._caution)
+        best_drafting = max(drafting, key=lambda arm: arm.log_lower)
+        stay = self._hysteresis if self._is_on else -self._hysteresis
+        best = best_drafting if best_drafting.log_lower + stay > plain.log_lower else plain
+        others = [arm for arm in arms if arm is not best]
+        promises = [self._promise(arm, best) for arm in others]
+        trial = (
+            others[promises.index(max(promises))] if max(promises) > self._hysteresis / 2 else None
         )
-        gain = self._bound(best_drafting, best_drafting.error, -self._caution) / self._bound(
-            plain, plain.error, -self._caution
-        )
-        needed = 1.0 - self._hysteresis if self._is_on else 1.0 + self._hysteresis
-        best = best_drafting if gain > needed else plain
-
-        def promise(arm: _Arm) -> float:
-            is_alike = arm.strategy.is_off == best.strategy.is_off
-            return self._bound(arm, arm.own_error if is_alike else arm.error, self._hope)
-
-        trial = max((arm for arm in arms if arm is not best), key=promise)
-        is_worth_it = promise(trial) > best.tokens_per_s * (1.0 + self._hysteresis / 2)
         probe = max(drafting, key=lambda arm: arm.tokens_per_s) if best is plain else None
-        return _Plan(best=best, trial=trial if is_worth_it else None, probe=probe)
+        return _Plan(best=best, trial=trial, probe=probe)
 
-    @staticmethod
-    def _bound(arm: _Arm, error: float, errors_away: float) -> float:
-        return arm.tokens_per_s * math.exp(errors_away * error)
+    def _promise(self, arm: _Arm, best: _Arm) -> float:
+        """Upper bound of the log of the gain over the best arm. What both share, such as the drafter's quality, cancels."""
+        variance = arm.cost_variance + best.cost_variance
+        for one, other, sign in ((arm, arm, 1), (best, best, 1), (arm, best, -2)):
+            if one.index > 0 and other.index > 0:
+                variance += sign * one.accept_covariance[other.index - 1]
+        gain = math.log(arm.tokens_per_s / best.tokens_per_s)
+        return gain + self._hope * math.sqrt(max(variance, 0.0))
 
-    def _arm(self, strategy: SpeculationStrategy, batch_size: int) -> _Arm:
-        accepted = self._accepted.get(strategy)
-        if accepted is None:
-            accepted = _NOTHING_ACCEPTED if strategy.is_off else self._acceptance.estimate(strategy)
-            self._accepted[strategy] = accepted
+    def _arm(self, index: int, batch_size: int) -> _Arm:
+        strategy = self._strategies[index]
         cost = self._cost.estimate(strategy, batch_size)
-        tokens = 1.0 + accepted.mean
-        own = math.hypot(accepted.own_error / tokens, cost.log_error)
+        tokens, covariance, variance = 1.0, [], 0.0
+        if index > 0:
+            accepted = self._acceptance.estimates()
+            tokens = 1.0 + accepted.means[index - 1]
+            covariance = accepted.covariance[index - 1]
+            variance = covariance[index - 1]
+        rate = batch_size * tokens / cost.seconds
+        cost_variance = cost.log_error**2
         return _Arm(
+            index=index,
             strategy=strategy,
             seconds=cost.seconds,
-            tokens_per_s=batch_size * tokens / cost.seconds,
-            own_error=own,
-            error=math.hypot(own, accepted.shared_error / tokens),
+            tokens_per_s=rate,
+            log_lower=math.log(rate) - self._caution * math.sqrt(variance + cost_variance),
+            accept_covariance=covariance,
+            cost_variance=cost_variance,
         )
 
     def state_dict(self) -> dict[str, object]:

@@ -51,7 +51,9 @@ def test_unrolled_steps_equal_drafting_on_kept_keys(architecture: str) -> None:
 def test_loss_and_metrics_equal_the_definition(algorithm: str) -> None:
     model = make_draft_model(architecture_of(algorithm))
     section = DrafterSection(algorithm=algorithm, unroll_decay=0.7)
-    objective = dataclasses.replace(make_objective(section), num_steps=1 if algorithm == "eagle" else 3)
+    objective = dataclasses.replace(
+        make_objective(section), num_steps=1 if algorithm == "eagle" else 3
+    )
     sequences = [make_sequence(model, n, seed=n, loss_start=start) for n, start in ((7, 4), (5, 0))]
     batch = pack_batch(sequences)
     loss = draft_loss(model, batch, objective, head_chunk_tokens=3)
@@ -113,7 +115,9 @@ def test_packed_batch_equals_each_sequence_alone(algorithm: str) -> None:
     objective = make_objective(DrafterSection(algorithm=algorithm))
     sequences = [make_sequence(model, n, seed=n, loss_start=n // 3) for n in (8, 3, 6, 11)]
     packed = draft_loss(model, pack_batch(sequences), objective, head_chunk_tokens=5)
-    alone = [draft_loss(model, pack_batch([s]), objective, head_chunk_tokens=512) for s in sequences]
+    alone = [
+        draft_loss(model, pack_batch([s]), objective, head_chunk_tokens=512) for s in sequences
+    ]
     summed = sum(loss.loss_sum for loss in alone)
     torch.testing.assert_close(packed.loss_sum, summed)
     assert packed.count == sum(loss.count for loss in alone)

@@ -60,7 +60,12 @@ def test_loaded_drafter_has_the_same_outputs(architecture: str, tmp_path: Path) 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_files_are_what_sglang_reads(architecture: str, tmp_path: Path) -> None:
     model = make_draft_model(architecture)
-    save_drafter(tmp_path, model, DrafterTrainer(model, section_for(architecture)).state_dict(), dtype=torch.bfloat16)
+    save_drafter(
+        tmp_path,
+        model,
+        DrafterTrainer(model, section_for(architecture)).state_dict(),
+        dtype=torch.bfloat16,
+    )
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
     tensors = load_file(tmp_path / "model.safetensors")
     assert set(tensors) == set(model.state_dict())

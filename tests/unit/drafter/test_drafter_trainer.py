@@ -25,7 +25,9 @@ def world_group() -> Group:
     return group_of(torch.distributed.group.WORLD)
 
 
-def make_trainer(algorithm: str = "eagle", group: Group | None = None, **settings) -> DrafterTrainer:
+def make_trainer(
+    algorithm: str = "eagle", group: Group | None = None, **settings
+) -> DrafterTrainer:
     model = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
     section = DrafterSection(algorithm=algorithm, **{"warmup_steps": 0} | settings)
     return DrafterTrainer(model, section, group) if group else DrafterTrainer(model, section)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -83,3 +86,90 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(
             torch.testing.assert_close(a.policy_logprobs, b.policy_logprobs, atol=1e-5, rtol=0)
             assert a.finish_reason == b.finish_reason
             assert sum(a.accept_lengths) <= a.token_ids.numel()
+
+
+def test_switching_at_every_step_and_in_the_middle_changes_nothing(make_engine, tiny_path) -> None:
+    engine = make_engine()
+    plain = engine.generate(prompts(), PARAMS, policy_version=1)
+    selector = CyclingSelector([OFF, *STRATEGIES, OFF, OFF, STRATEGIES[1]])
+    engine.set_speculation(speculation_for(engine, tiny_path, selector))
+    assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == tokens(plain)
+    assert {s for s, _, _ in selector.observed} == {OFF, *STRATEGIES}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.3, "stop_token_ids": tuple(range(12))},
+        {"max_new_tokens": 2},
+    ],
+    ids=str,
+)
+def test_sampling_settings_stops_and_limits_hold_inside_a_draft(
+    make_engine, tiny_path, params: dict
+) -> None:
+    params = dataclasses.replace(PARAMS, **params)
+    engine = make_engine()
+    plain = engine.generate(prompts(), params, policy_version=1)
+    selector = CyclingSelector(STRATEGIES)
+    engine.set_speculation(speculation_for(engine, tiny_path, selector))
+    assert tokens(engine.generate(prompts(), params, policy_version=1)) == tokens(plain)
+
+
+def test_features_are_those_of_plain_decoding_and_of_one_plain_pass(
+    make_engine, tiny_path: Path
+) -> None:
+    """The states that the verify pass leaves behind, moved and committed, are the target's."""
+
+    def features(engine: EmbeddedEngine) -> dict[tuple[int, int], torch.Tensor]:
+        kept = {}
+        engine.generate(
+            prompts(),
+            PARAMS,
+            policy_version=1,
+            on_features=lambda r, f: kept.update({(r.draw_index, r.sample_index): (r, f)}),
+        )
+        return kept
+
+    engine = make_engine()
+    plain = features(engine)
+    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector([*STRATEGIES, OFF])))
+    speculative = features(engine)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_path).double().eval()
+    for key, (rollout, mine) in speculative.items():
+        torch.testing.assert_close(mine, plain[key][1], atol=1e-10, rtol=0)
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.token_ids])[None, :-1]
+        with torch.no_grad():
+            theirs = model.model(ids).last_hidden_state[0]
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+
+
+def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tiny_path) -> None:
+    """A drafter that has drafted, been rejected and switched proposes what one that starts now proposes: the same number
+    of tokens is accepted from the same place on."""
+    strategy = STRATEGIES[3]
+    engine = make_engine()
+    alone = dataclasses.replace(PARAMS, num_samples=1)
+    one = prompts(1)
+    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector([strategy])))
+    steady = engine.generate(one, alone, policy_version=1)[0].rollouts[0].accept_lengths
+    for num_steps in range(1, len(steady) - 1):
+        num_plain = sum(steady[:num_steps])
+        late = CyclingSelector([OFF] * num_plain + [strategy] * 100)
+        engine.set_speculation(speculation_for(engine, tiny_path, late))
+        resumed = engine.generate(one, alone, policy_version=1)[0].rollouts[0].accept_lengths
+        assert resumed == steady[num_steps:]
+
+
+def test_swapping_or_removing_the_drafter_changes_no_token(make_engine, tiny_path) -> None:
+    engine = make_engine()
+    plain = tokens(engine.generate(prompts(), PARAMS, policy_version=1))
+    for seed in (1, 2):
+        selector = CyclingSelector(STRATEGIES)
+        engine.set_speculation(speculation_for(engine, tiny_path, selector, seed=seed))
+        assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
+    engine.set_speculation(None)
+    assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain

@@ -39,7 +39,7 @@ class GrowingKv:
         start = 0 if self.kv_SKH is None else self.kv_SKH.shape[0]
         parts = [kv_PKH] if self.kv_SKH is None else [self.kv_SKH, kv_PKH]
         self.kv_SKH = torch.cat(parts).detach()
-        num_new, num_heads, head_dim = query_PNH.shape
+        num_new, _, head_dim = query_PNH.shape
         num_kv_heads = kv_PKH.shape[1] // 2
         key, value = self.kv_SKH.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
         query = query_PNH.reshape(num_new, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Scheduler, make_requests
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request, Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import ModelConfig
@@ -222,15 +222,20 @@ class EmbeddedEngine:
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
         max_new_tokens: Sequence[Sequence[int]] | None = None,
+        on_features: Callable[[Rollout, Tensor], None] | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` limits single requests below params' limit."""
+        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` limits single requests below params' limit.
+
+        `on_features` is given, with each response, what a drafter trains on: the hidden states after the final norm
+        [prompt + response - 1, D] that decoding computed anyway.
+        """
         self._require_awake()
         if self._model is None or self._version != policy_version:
             raise RuntimeError(
                 f"policy_version={policy_version} is asked for, the engine holds {self._version}"
             )
         started = time.perf_counter()
-        cache = self._ready_cache(prompts, params)
+        cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         requests = make_requests(prompts, params, max_new_tokens)
         speculation = self._speculation
         scheduler = Scheduler(
@@ -262,9 +267,11 @@ class EmbeddedEngine:
             step_started = time.perf_counter()
             ended = batch.sample()
             for end in ended:
-                scheduler.finish(end.request)
                 rollout = self._make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
+                if on_features is not None:
+                    on_features(rollout, _features_of(end.request, rollout, cache))
+                scheduler.finish(end.request)
                 if on_finish is not None:
                     on_finish(rollout)
             batch.remove([end.row for end in ended])
@@ -298,7 +305,9 @@ class EmbeddedEngine:
         )
         return _group(prompts, params.num_samples, rollouts)
 
-    def _ready_cache(self, prompts: Sequence[Prompt], params: SamplingParams) -> KvCache:
+    def _ready_cache(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool
+    ) -> KvCache:
         """Check that every request fits alone, then allocate (the first time) and empty the KV."""
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
         longest = 0
@@ -320,7 +329,8 @@ class EmbeddedEngine:
             num_positions += self._speculation.draft_slots
             self._speculation.draft.rotary.reserve(num_positions)
         self._model.rotary.reserve(num_positions)
-        if self._cache is None:
+        keeps_features = keeps_features or self._speculation is not None
+        if self._cache is None or (keeps_features and not self._cache.has_features):
             self._cache = KvCache(
                 self._config,
                 num_pages=num_pages,
@@ -328,7 +338,7 @@ class EmbeddedEngine:
                 dtype=self._dtype,
                 device=self._device.torch_device,
                 num_draft_layers=0 if self._speculation is None else 1,
-                feature_size=0 if self._speculation is None else self._config.hidden_size,
+                feature_size=self._config.hidden_size if keeps_features else 0,
             )
         self._cache.reset()
         return self._cache
@@ -396,6 +406,18 @@ class EmbeddedEngine:
             policy_version=policy_version,
             accept_lengths=tuple(end.request.accept_lengths),
         )
+
+
+def _features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
+    """A copy of the features at every position but the last, whose token nobody has computed."""
+    num_prompt = len(rollout.prompt_ids)
+    num_own = rollout.token_ids.numel() - 1
+    if request.kv.prompt is None:  # in a lane
+        slots = cache.slots(request.kv.pages, 0, num_prompt + num_own)
+    else:
+        own = cache.slots(request.kv.pages, 0, num_own)
+        slots = torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
+    return cache.features_TD.index_select(0, slots)
 
 
 def _group(
