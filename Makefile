@@ -45,7 +45,7 @@ lint: setup  ## ruff check and format
 
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
-	@$(PY) tools/bench_rollout.py --model build/tiny_policy --out build/bench/rollout.json
+	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl --out build/bench/rollout.json
 	@$(PY) tools/bench_step.py --out build/bench/step_phases.json
 
 clean:  ## everything that can be made again, but not runs/

@@ -66,7 +66,7 @@ class CostModelSelector:
         caution: float = 0.5,
         hope: float = 1.5,
         probe_every: int = 100,
-        refresh_every: int = 12,
+        refresh_every: int = 16,
     ) -> None:
         """`half_life`: steps after which a measured time counts half. `explore_share`: share of the time that trials may
         lose. `first_budget`: plain steps that they may lose at the start. `hysteresis`: relative gain that turning
@@ -135,10 +135,11 @@ class CostModelSelector:
             return
         if self._cost.is_empty:
             self._budget_s = self._first_budget * seconds
-        earned_s = self._budget_s + self._explore_share * seconds
-        self._budget_s = min(earned_s, _MAX_BUDGET * seconds)
+        self._budget_s += self._explore_share * seconds
         if self._trial_rate > 0.0:
-            self._budget_s -= max(seconds * (1.0 - rate / self._trial_rate), 0.0)
+            # A lucky trial pays back, else the noise alone would use up the budget.
+            self._budget_s -= seconds * (1.0 - rate / self._trial_rate)
+        self._budget_s = min(self._budget_s, _MAX_BUDGET * seconds)
         self._cost.observe(strategy, batch_size, seconds)
         self._num_observed += 1
         has_news = self._trial_rate > 0.0

@@ -1,0 +1,189 @@
+"""Trains a drafter for a policy before any RL: the policy answers prompts, the drafter learns from those very passes.
+
+    python tools/warmup_drafter.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
+        --eval build/tiny_policy/eval.jsonl --out build/tiny_drafter
+
+Prints the accept length on held-out prompts before and after, measured by decoding with the drafter. The folder holds an
+EAGLE checkpoint (config.json, safetensors) that SGLang's loader reads, and the optimizer's state beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; --threads raises it
+
+import torch
+from rich.console import Console
+
+from tlt_megatron.config.schema import DataSection, DrafterSection, RolloutSection
+from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+
+def main() -> None:
+    """Generate, train, measure, save."""
+    options = _parse()
+    torch.set_num_threads(options.threads)
+    console = Console()
+    engine = make_engine(options.model, options.dtype, max_new_tokens=options.max_new_tokens)
+    tokenizer = load_tokenizer(options.model)
+    section = DataSection(max_prompt_tokens=256)
+    params = SamplingParams(
+        num_samples=options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=options.seed,
+    )
+    train = load_prompts(options.prompts, tokenizer, section).prompts(options.num_prompts)
+    sequences = collect_sequences(engine, train, params)
+    num_tokens = sum(sequence.token_ids.numel() for sequence in sequences)
+    console.print(f"{len(sequences)} responses, {num_tokens:,} tokens from {len(train)} prompts")
+
+    embedding, head = engine.target_tensors()
+    drafter_section = DrafterSection(
+        algorithm=options.algorithm, lr=options.lr, batch_tokens=options.batch_tokens
+    )
+    config = make_draft_config(load_model_config(options.model), "eagle", embedding)
+    model = DraftModel(
+        config, embedding_VD=embedding.float(), lm_head_VD=head.float(), seed=options.seed
+    )
+    trainer = DrafterTrainer(model, drafter_section)
+    strategy = SpeculationStrategy.parse(options.strategy)
+    held_out = load_prompts(options.eval, tokenizer, section).prompts(options.num_eval_prompts)
+    console.print(
+        f"accept length, random: {_measure(engine, model, strategy, held_out, params):.2f}"
+    )
+    _train(trainer, sequences, options, console)
+    console.print(
+        f"accept length, trained: {_measure(engine, model, strategy, held_out, params):.2f}"
+    )
+    save_drafter(Path(options.out), model, trainer.state_dict())
+    console.print(f"drafter: {options.out}")
+
+
+def make_engine(model: str, dtype: str, **settings: int) -> EmbeddedEngine:
+    """An engine over the Hugging Face folder `model`, weights of version 0 loaded."""
+    engine = EmbeddedEngine(
+        load_model_config(model),
+        RolloutSection(dtype=dtype, **settings),
+        select_device("cpu"),
+        max_prompt_tokens=256,
+    )
+    tensors = [(name, tensor.to(getattr(torch, dtype))) for name, tensor in HfReader(model).items()]
+    total = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+    engine.load_weights(tensors, version=0, checksum=lambda: total)
+    return engine
+
+
+def collect_sequences(
+    engine: EmbeddedEngine, prompts: Sequence[Prompt], params: SamplingParams
+) -> list[DraftSequence]:
+    """The policy's answers with the states that decoding computed anyway; too short ones are left out."""
+    sequences: list[DraftSequence] = []
+
+    def keep(rollout: Rollout, features_TD: torch.Tensor) -> None:
+        sequence = DraftSequence(
+            token_ids=torch.cat([torch.tensor(rollout.prompt_ids), rollout.token_ids]),
+            features=features_TD.float().cpu(),
+            loss_start=len(rollout.prompt_ids),
+        )
+        if sequence.num_rows > 0:
+            sequences.append(sequence)
+
+    engine.generate(prompts, params, policy_version=0, on_features=keep)
+    return sequences
+
+
+def accept_length(groups: Sequence[RolloutGroup]) -> float:
+    """Tokens out per verify pass, bonus token included."""
+    lengths = [n for g in groups for r in g.rollouts for n in r.accept_lengths]
+    return statistics.fmean(lengths) if lengths else 1.0
+
+
+def _measure(
+    engine: EmbeddedEngine,
+    model: DraftModel,
+    strategy: SpeculationStrategy,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+) -> float:
+    embedding, head = engine.target_tensors()
+    twin = DraftModel(model.config, embedding_VD=embedding, lm_head_VD=head)
+    twin.load_state_dict(model.state_dict())
+    draft = DraftInference(twin, embedding.dtype)
+    engine.set_speculation(Speculation(draft, FixedSelector(strategy), [strategy]))
+    groups = engine.generate(prompts, params, policy_version=0)
+    engine.set_speculation(None)
+    return accept_length(groups)
+
+
+def _train(
+    trainer: DrafterTrainer,
+    sequences: list[DraftSequence],
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
+    shuffle = random.Random(options.seed)
+    started, num_steps = time.perf_counter(), 0
+    while num_steps < options.steps:
+        shuffle.shuffle(sequences)
+        batches = pack_sequences(sequences, options.batch_tokens)
+        shuffle.shuffle(batches)
+        for batch in batches[: options.steps - num_steps]:
+            stats = trainer.step(batch)
+            num_steps += 1
+            if num_steps % 50 == 0 or num_steps == options.steps:
+                seconds = time.perf_counter() - started
+                console.print(
+                    f"step {num_steps}/{options.steps} loss {stats.loss:.3f} "
+                    f"agreement {stats.agreement[0]:.3f} {seconds:.0f} s"
+                )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="build/tiny_policy")
+    parser.add_argument("--prompts", default="build/tiny_policy/train.jsonl")
+    parser.add_argument("--eval", default="build/tiny_policy/eval.jsonl")
+    parser.add_argument("--out", default="build/tiny_drafter")
+    parser.add_argument("--algorithm", default="hass", choices=("eagle", "hass"))
+    parser.add_argument(
+        "--strategy", default="6_1_6", help="with which the accept length is measured"
+    )
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--num-samples", type=int, default=2)
+    parser.add_argument("--num-eval-prompts", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=600)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
