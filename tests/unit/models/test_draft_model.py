@@ -182,6 +182,16 @@ def test_same_seed_gives_same_weights() -> None:
     assert not torch.equal(first, other)
 
 
+def test_small_embeddings_weigh_as_much_as_features_at_the_start() -> None:
+    embedding = 0.02 * torch.randn(64, HIDDEN_SIZE)
+    config = make_draft_config(make_target_config(vocab_size=64), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=embedding)
+    from_token, from_feature = model.fc.weight.chunk(2, dim=1)
+    token_part = embedding @ from_token.t()
+    feature_part = torch.randn(64, HIDDEN_SIZE) @ from_feature.t()
+    assert 0.7 < token_part.std() / feature_part.std() < 1.4
+
+
 def test_embedding_hash_survives_training_and_rounding_and_tells_targets_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(300, 24, generator=generator) + 0.3

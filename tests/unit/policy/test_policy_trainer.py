@@ -1,0 +1,151 @@
+"""The policy trainer over a fake model: shares of data-parallel ranks make up the whole, numbers do not depend on the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.interfaces import LossFunction, OptimizerStats
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
+from tlt_megatron.types import (
+    FinishReason,
+    MicroBatch,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredGroup,
+    TokenLogprobs,
+)
+
+
+class FakeModel:
+    """Log-probs that depend on the label alone; remembers the loss weights it was given."""
+
+    def __init__(self) -> None:
+        self.updates: list[list[MicroBatch]] = []
+
+    def infer_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, *, reference: bool = False
+    ) -> list[TokenLogprobs]:
+        return [self._predict(batch, 0.5 if reference else 0.0) for batch in micro_batches]
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction
+    ) -> dict[str, float]:
+        self.updates.append(list(micro_batches))
+        sums: dict[str, float] = {}
+        for batch in micro_batches:
+            result = loss_fn(self._predict(batch, 0.1), batch)
+            for name, value in result.metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def optimizer_step(self) -> OptimizerStats:
+        return OptimizerStats(grad_norm=2.0, lr=0.1, is_skipped=False)
+
+    @staticmethod
+    def _predict(batch: MicroBatch, shift: float) -> TokenLogprobs:
+        logprobs = -batch.labels.float() / 10 - shift
+        return TokenLogprobs(
+            logprobs=logprobs, entropy=torch.ones_like(logprobs), policy_logprobs=logprobs
+        )
+
+
+def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]:
+    generator = torch.Generator().manual_seed(2)
+    groups = []
+    for i in range(num_groups):
+        prompt = Prompt(prompt_id=str(i), draw_index=i, token_ids=(1, 2, 3))
+        rollouts = []
+        for g in range(num_samples):
+            tokens = torch.randint(0, 9, (2 + 3 * g + i,), generator=generator)
+            rollouts.append(
+                Rollout(
+                    prompt_id=prompt.prompt_id,
+                    draw_index=i,
+                    sample_index=g,
+                    prompt_ids=prompt.token_ids,
+                    token_ids=tokens,
+                    logprobs=-tokens.float() / 10,
+                    policy_logprobs=-tokens.float() / 10 - 0.25,
+                    finish_reason=FinishReason.STOP,
+                    policy_version=0,
+                )
+            )
+        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+        groups.append(ScoredGroup(group=group, rewards=(1.0, 0.0, float(i % 2))))
+    return groups
+
+
+def run(
+    section: AlgorithmSection, groups: ProcessGroups
+) -> tuple[dict, dict, list[list[MicroBatch]]]:
+    model = FakeModel()
+    trainer = PolicyTrainer(
+        model, section, groups=groups, micro_batch_tokens=20, temperature=1.0, max_new_tokens=32
+    )
+    inference = trainer.infer_logprobs(scored_batch())
+    return inference.metrics, trainer.update(inference), model.updates
+
+
+def run_on_ranks(world: int, section: AlgorithmSection) -> list:
+    def on_rank() -> tuple[dict, dict, list[list[MicroBatch]]]:
+        everyone = group_of(dist.group.WORLD)
+        return run(section, ProcessGroups(world=everyone, dp=everyone))
+
+    return run_ranks(world, on_rank)
+
+
+SECTIONS = [
+    AlgorithmSection(num_minibatches=2, num_epochs=2),
+    AlgorithmSection(advantage="rloo", aggregation="sequence_mean", kl_coef=0.1, tis_cap=2.0),
+    AlgorithmSection(advantage="reinforce_plus_plus", kl_coef=0.1, kl_placement="reward"),
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.advantage)
+def test_metrics_and_updates_do_not_depend_on_the_number_of_ranks(
+    section: AlgorithmSection,
+) -> None:
+    inferred, updated, calls = run(section, ProcessGroups(world=SINGLE))
+    for mine in run_on_ranks(3, section):
+        assert mine[0] == pytest.approx(inferred)
+        assert mine[1] == pytest.approx(updated, rel=1e-5, abs=1e-6)
+        assert len(mine[2]) == len(calls)
+    assert updated["actor/num_updates"] == section.num_minibatches * section.num_epochs
+
+
+def test_ranks_share_every_sequence_out_once() -> None:
+    section = AlgorithmSection(num_minibatches=2)
+
+    def tokens(updates: list[list[MicroBatch]]) -> list[list[int]]:
+        return sorted(
+            batch.token_ids[start:end].tolist()
+            for update in updates
+            for batch in update
+            for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+        )
+
+    whole = tokens(run(section, ProcessGroups(world=SINGLE))[2])
+    shares = [tokens(result[2]) for result in run_on_ranks(4, section)]
+    assert sorted(sequence for share in shares for sequence in share) == whole
+    assert len(whole) == 15
+
+
+def test_engines_are_compared_on_the_raw_policy_per_token() -> None:
+    metrics = run(AlgorithmSection(), ProcessGroups(world=SINGLE))[0]
+    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.25)
+    assert metrics["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.25)
+
+
+def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
+    """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine said."""
+    updated = run(AlgorithmSection(), ProcessGroups(world=SINGLE))[1]
+    assert updated["actor/ppo_kl"] == pytest.approx(0.1, rel=1e-5)
+    assert updated["actor/entropy"] == pytest.approx(1.0)

@@ -1,0 +1,61 @@
+"""Metrics of a batch by hand, and weights that differ between ranks are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.rollout_worker import rollout_metrics
+from tlt_megatron.trainer.weight_sync import WeightSync
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+
+
+def scored(lengths: tuple[int, ...], rewards: tuple[float, ...], limit: int) -> ScoredGroup:
+    prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1, 2))
+    rollouts = tuple(
+        Rollout(
+            prompt_id="p",
+            draw_index=0,
+            sample_index=g,
+            prompt_ids=prompt.token_ids,
+            token_ids=torch.zeros(length, dtype=torch.int64),
+            logprobs=torch.zeros(length),
+            policy_logprobs=torch.zeros(length),
+            finish_reason=FinishReason.LENGTH if length == limit else FinishReason.STOP,
+            policy_version=0,
+        )
+        for g, length in enumerate(lengths)
+    )
+    return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), rewards=rewards)
+
+
+def test_rollout_metrics_by_hand() -> None:
+    metrics = rollout_metrics([scored((2, 4), (1.0, 1.0), 8), scored((6, 8), (0.0, -0.5), 8)])
+    assert metrics["critic/rewards/mean"] == pytest.approx(0.375)
+    assert (metrics["critic/rewards/max"], metrics["critic/rewards/min"]) == (1.0, -0.5)
+    assert metrics["response_length/mean"] == 5
+    assert metrics["response_length/clip_ratio"] == 0.25
+    assert metrics["rollout/num_tokens"] == 20 + 4 * 2
+    assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
+
+
+def test_ranks_that_are_sent_other_weights_are_named() -> None:
+    class Engine:
+        def load_weights(self, tensors, *, version, checksum) -> None:
+            dict(tensors)
+
+    class Model:
+        def export_hf_weights(self):
+            yield "w", torch.full((3,), float(dist.get_rank() == 1))
+
+    def push() -> str:
+        world = group_of(dist.group.WORLD)
+        with pytest.raises(RuntimeError) as raised:
+            WeightSync(Model(), Engine(), dtype=torch.float32, world=world).push_policy(7)
+        return str(raised.value)
+
+    for message in run_ranks(3, push):
+        assert message == "policy version 7: ranks [1] were sent other weights than rank 0"
