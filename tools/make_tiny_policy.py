@@ -91,7 +91,7 @@ class Settings:
 
 def main(arguments: list[str] | None = None) -> None:
     out, settings, eval_samples = _parse(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     if is_made(out, settings):
         console.print(f"{out} is there, made with the same settings")
         return
@@ -340,7 +340,9 @@ def _make(
 ) -> dict[str, object]:
     """Write everything into `folder`; returns the measured results."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     started = time.perf_counter()
     train_problems, eval_problems = split_problems(settings.seed)

@@ -267,14 +267,18 @@ class DraftModel(nn.Module):
         self.to(device, dtype)
         self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
 
+    @torch.no_grad()
     def _initialize(self, seed: int) -> None:
-        """Variance-keeping matrices, the same on every rank for one seed."""
+        """Variance-keeping matrices, the same on every rank for one seed and one target."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
         if not self.config.is_eagle3:
             nn.init.zeros_(self.fc.bias)
+            # Embeddings are far smaller than features and not normed here; without this the token is learned late.
+            scale = self.embedding_VD.double().square().mean().sqrt().clamp(min=1e-6)
+            self.fc.weight[:, : self.config.hidden_size] /= scale.to("cpu", torch.float32)
 
     @property
     def layer(self) -> DraftLayer:
