@@ -132,6 +132,42 @@ class RolloutSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSection:
+    """Speculative rollouts: they change no token, only the time it takes to draw it."""
+
+    enabled: bool = False
+    drafter: str = ""  # folder of an EAGLE drafter of this policy (tools/warmup_drafter.py)
+    strategies: list[str] = field(
+        default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]
+    )  # num_steps_topk_num_draft_tokens; with beg_mab also off
+    selector: str = "cost_model"  # cost_model | beg_mab | fixed (the first strategy, always)
+    beg_thresholds: list[int] = field(
+        default_factory=list
+    )  # beg_mab: smallest batch of each bucket, from 1
+    ranking: str = (
+        "noise"  # of drafted tokens: noise (those the policy will draw) | probability (EAGLE-2)
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.drafter) or not self.enabled,
+            "speculation.drafter",
+            self.drafter,
+            "the folder of a drafter where speculation.enabled is true",
+        )
+        _require(bool(self.strategies), "speculation.strategies", self.strategies, "not empty")
+        for strategy in self.strategies:
+            _require(
+                isinstance(strategy, str),
+                "speculation.strategies",
+                strategy,
+                "text such as '4_2_8' (in quotes: YAML reads 4_2_8 as a number)",
+            )
+        _one_of("speculation.selector", self.selector, ("cost_model", "beg_mab", "fixed"))
+        _one_of("speculation.ranking", self.ranking, ("noise", "probability"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
     """Advantage and policy loss."""
 
@@ -372,6 +408,7 @@ class RunConfig:
     data: DataSection = field(default_factory=DataSection)
     reward: RewardSection = field(default_factory=RewardSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    speculation: SpeculationSection = field(default_factory=SpeculationSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     mcore: McoreSection = field(default_factory=McoreSection)

@@ -58,5 +58,11 @@ class RolloutEngine(Protocol):
     def stats(self) -> EngineStats:
         """Counters of the last `generate`."""
 
+    def state_dict(self) -> dict[str, object]:
+        """What the engine has learned about speed, JSON-able; it changes no token."""
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from `state_dict`, of an engine with the same settings."""
+
     def close(self) -> None:
         """Free everything. The engine cannot be used again."""

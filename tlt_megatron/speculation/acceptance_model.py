@@ -58,7 +58,9 @@ class AcceptanceModel:
         self._x = np.array([_PRIOR_QUALITY + _prior_offset(s) for s, _ in cells], dtype=np.float64)
 
         def same(keys: list[object]) -> np.ndarray:
-            return np.array([[float(a == b) for b in keys] for a in keys]).reshape(len(keys), -1)
+            return np.array([float(a == b) for a in keys for b in keys]).reshape(
+                len(keys), len(keys)
+            )
 
         self._shapes = (
             _DEPTH * same([d for _, d in cells])
@@ -67,6 +69,7 @@ class AcceptanceModel:
             + _CELL * np.eye(len(cells))
         )
         self._covariance = self._shapes + _QUALITY
+        self._most_doubt = 2.0 * float(self._covariance.trace())
         self._noted: dict[SpeculationStrategy, list[int]] = {}  # reached at depth 1, 2, ..
         self._surprise = 0.0
         self._surprise_variance = 0.0
@@ -87,9 +90,8 @@ class AcceptanceModel:
 
     def fit(self, num_steps: int) -> None:
         """Learn what was noted; `num_steps` steps have passed since the last time, drafting or not."""
-        quality = _QUALITY_DRIFT if self._covariance.min(initial=0.0) < _QUALITY else 0.0
-        if num_steps > 0:
-            self._covariance += num_steps * (quality + _SHAPE_DRIFT * self._shapes)
+        if self._covariance.trace() < self._most_doubt:
+            self._covariance += num_steps * (_QUALITY_DRIFT + _SHAPE_DRIFT * self._shapes)
         for strategy, noted in self._noted.items():
             start = self._starts[strategy]
             for depth in range(strategy.num_steps):
@@ -152,7 +154,9 @@ class AcceptanceModel:
         self._surprise_variance = _JUMP_MEMORY**2 * self._surprise_variance + variance
         if abs(self._surprise) <= _JUMP_SIGMAS * math.sqrt(self._surprise_variance):
             return False
-        self._covariance += _QUALITY
+        # Trees gain over chains differently at another quality, so the shapes are in doubt again too.
+        if self._covariance.trace() < self._most_doubt:
+            self._covariance += 0.1 * self._shapes + _QUALITY
         self._surprise = self._surprise_variance = 0.0
         self._estimates = None
         return True

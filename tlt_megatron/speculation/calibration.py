@@ -66,8 +66,6 @@ class AcceptanceCalibrator:
         for depth, num_parents in enumerate(parents):
             if num_parents <= 0.0:
                 continue
-            if self._num_parents[depth] == 0.0 and depth > 0:
-                self._log_tau[depth] = self._log_tau[depth - 1]
             self._num_parents[depth] += num_parents
             rate = max(_MIN_RATE, 1.0 / (20.0 + self._num_parents[depth]))
             step = _GAIN * rate * (predicted[depth] - accepted[depth])

@@ -18,17 +18,16 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 # draft step is a small fraction of the target.
 _PRIOR_LAW = (1.0, 0.02, 0.10, 0.002)
 _LAW_WEIGHT = 0.3  # steps that the prior counts for, for each of the four coefficients
-_LAW_SWEEPS = 5  # of coordinate descent; it starts from the last solution
+_LAW_SWEEPS = 3  # of coordinate descent; it starts from the last solution
 _SMALLEST = 0.02  # multiple of a prior coefficient
 
-_NEIGHBOURS = 3  # bins on each side that inform a bin
-_NEIGHBOUR_SHARE = 0.5  # of the weight, for each bin further away
+# How far away a bin still informs, and with what share of its weight.
+_NEIGHBOURS = ((0, 1.0), (-1, 0.5), (1, 0.5), (-2, 0.25), (2, 0.25), (-3, 0.125), (3, 0.125))
 _CORRECTION_WEIGHT = 0.3  # steps that the uncorrected law counts for
 _UNKNOWN = 0.3  # standard deviation of the log of the law where it was never checked
 _NOISE = 0.1  # of the log of one measured step
-_CLIP = (
-    0.5  # of one step's surprise in the log; a hiccup of the machine is longer, and counts no more
-)
+_NUM_FIRST = 5  # measurements of which the median counts
+_CLIP = 0.25  # of one step's surprise in the log: a hiccup of the machine counts no more
 _MAX_WEIGHT = 1e100
 
 
@@ -41,20 +40,29 @@ class CostEstimate:
 
 
 class _Bin:
-    """Fading sums of one strategy at neighbouring batch sizes."""
+    """Fading mean of one strategy at neighbouring batch sizes. The first few measurements give their (lower) median."""
 
-    __slots__ = ("batch_size", "log_seconds", "weight")
+    __slots__ = ("batch_size", "first", "log_seconds", "weight")
 
     def __init__(self) -> None:
         self.weight = 0.0
-        self.log_seconds = 0.0  # mean
+        self.log_seconds = 0.0
         self.batch_size = 0.0  # mean
+        self.first: list[float] = []
 
-    def add(self, log_seconds: float, batch_size: int, weight: float) -> None:
+    def add(self, log_seconds: float, batch_size: int, weight: float) -> float:
+        """Returns what was believed of `log_seconds`: a hiccup is cut."""
         self.weight += weight
         share = weight / self.weight
-        self.log_seconds += share * (log_seconds - self.log_seconds)
         self.batch_size += share * (batch_size - self.batch_size)
+        if len(self.first) < _NUM_FIRST:
+            self.first.append(log_seconds)
+            self.log_seconds = sorted(self.first)[(len(self.first) - 1) // 2]
+            return min(max(log_seconds, self.log_seconds - _CLIP), self.log_seconds + _CLIP)
+        surprise = min(max(log_seconds - self.log_seconds, -_CLIP), _CLIP)
+        believed = self.log_seconds + surprise
+        self.log_seconds += share * surprise
+        return believed
 
 
 class StepCostModel:
@@ -108,10 +116,10 @@ class StepCostModel:
         center, bins = _bin_of(batch_size), self._bins[strategy]
         constant_s, slope_s = self._lines[strategy]
         weight, correction = 0.0, 0.0
-        for index in range(center - _NEIGHBOURS, center + _NEIGHBOURS + 1):
-            near = bins.get(index)
+        for offset, share in _NEIGHBOURS if bins else ():
+            near = bins.get(center + offset)
             if near is not None:
-                share = near.weight * _NEIGHBOUR_SHARE ** abs(index - center)
+                share *= near.weight
                 weight += share
                 law_s = constant_s + slope_s * near.batch_size
                 correction += share * (near.log_seconds - math.log(law_s))
@@ -125,19 +133,13 @@ class StepCostModel:
 
     def _learn(self, strategy: SpeculationStrategy, batch_size: int, noted: list[float]) -> None:
         index = _bin_of(batch_size)
-        expected = math.log(self.estimate(strategy, batch_size).seconds) if self._lines else None
         known = self._bins[strategy].get(index)
         if known is None:
             known = self._bins[strategy][index] = _Bin()
         inverse = inverse_square = 0.0
         for seconds in noted:
-            log_seconds = math.log(seconds)
-            if known.weight > 2.0 * self._weight:
-                expected = known.log_seconds
-            if expected is not None:
-                log_seconds = expected + min(max(log_seconds - expected, -_CLIP), _CLIP)
-            known.add(log_seconds, batch_size, self._weight)
-            relative = self._unit_s * math.exp(-log_seconds)
+            believed = known.add(math.log(seconds), batch_size, self._weight)
+            relative = self._unit_s * math.exp(-believed)
             inverse += relative
             inverse_square += relative * relative
         features = _features(strategy, batch_size)
@@ -152,11 +154,10 @@ class StepCostModel:
         ridge = _LAW_WEIGHT * self._weight
         target, law = self._target, self._law
         for _ in range(_LAW_SWEEPS):
-            for i, line in enumerate(self._gram):
-                all_others = (
-                    line[0] * law[0] + line[1] * law[1] + line[2] * law[2] + line[3] * law[3]
-                ) - line[i] * law[i]
-                law[i] = max((target[i] + ridge - all_others) / (line[i] + ridge), _SMALLEST)
+            for i, (a, b, c, d) in enumerate(self._gram):
+                own = self._gram[i][i]
+                others = a * law[0] + b * law[1] + c * law[2] + d * law[3] - own * law[i]
+                law[i] = max((target[i] + ridge - others) / (own + ridge), _SMALLEST)
         self._set_lines()
 
     def _set_lines(self) -> None:
@@ -185,7 +186,9 @@ class StepCostModel:
             "gram": [list(line) for line in self._gram],
             "target": list(self._target),
             "bins": {
-                str(strategy): [[i, b.weight, b.log_seconds, b.batch_size] for i, b in bins.items()]
+                str(strategy): [
+                    [i, b.weight, b.log_seconds, b.batch_size, b.first] for i, b in bins.items()
+                ]
                 for strategy, bins in self._bins.items()
             },
         }
@@ -198,9 +201,10 @@ class StepCostModel:
         self._gram, self._target = [list(line) for line in state["gram"]], list(state["target"])
         for strategy, bins in self._bins.items():
             bins.clear()
-            for index, weight, log_seconds, batch_size in state["bins"][str(strategy)]:
-                bins[index] = _Bin()
-                bins[index].add(log_seconds, batch_size, weight)
+            for index, weight, log_seconds, batch_size, first in state["bins"][str(strategy)]:
+                restored = bins[index] = _Bin()
+                restored.weight, restored.log_seconds = weight, log_seconds
+                restored.batch_size, restored.first = batch_size, list(first)
         self._set_lines()
 
 

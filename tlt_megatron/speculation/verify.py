@@ -57,7 +57,7 @@ def verify_noise_keyed(
     how many tokens each request may still commit.
     """
     sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
-    is_match_BQ = (sampled_BQ == tree.token_ids_BQ) & (tree.token_ids_BQ != UNUSED)
+    is_match_BQ = sampled_BQ == tree.token_ids_BQ  # never of an unused node: no sample is negative
     num_slots = tree.num_steps + 1
     if tree.is_chain:
         num_accepted_B = is_match_BQ.cumprod(dim=1).sum(dim=1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +15,13 @@ from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.device import Device
@@ -28,6 +31,11 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
@@ -131,7 +139,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
             stop=StopRequest(),
             world=world,
         )
-        is_resumed = resume_root is not None and trainer.restore(resume_root)
+        is_resumed = trainer.start(resume_root, partial(attach_drafter, config, engine))
         if world.is_first:
             (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             trainer.metrics = MetricsWriter(
@@ -145,7 +153,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
         yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
 
 
-def build_engine(config: RunConfig, device: Device) -> RolloutEngine:
+def build_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
     """The rollout engine of this rank. Says what memory it will take, and refuses what cannot fit, before taking it."""
     engine = EmbeddedEngine(
         load_model_config(config.model.path),
@@ -166,6 +174,32 @@ def build_engine(config: RunConfig, device: Device) -> RolloutEngine:
             f"(now {config.rollout.kv_cache_tokens}, planned {plan.kv_tokens})"
         )
     return engine
+
+
+def attach_drafter(config: RunConfig, engine: EmbeddedEngine) -> None:
+    """Make the engine speculate, if the settings say so. It must hold the policy: drafter and policy are compared.
+
+    ValueError for a drafter of another policy, or strategies that do not exist.
+    """
+    section = config.speculation
+    if not section.enabled:
+        return
+    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
+    embedding_VD, lm_head_VD = engine.target_tensors()
+    model = load_drafter(section.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+    selectors: dict[str, Callable[[], StrategySelector]] = {
+        "cost_model": lambda: CostModelSelector(strategies),
+        "beg_mab": lambda: BegMabSelector(strategies, section.beg_thresholds),
+        "fixed": lambda: FixedSelector(strategies[0]),
+    }
+    engine.set_speculation(
+        Speculation(
+            DraftInference(model, embedding_VD.dtype),
+            selectors[section.selector](),
+            strategies,
+            ranking=Ranking(section.ranking),
+        )
+    )
 
 
 def _mebibytes(num_bytes: int) -> str:

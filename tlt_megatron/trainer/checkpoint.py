@@ -31,10 +31,13 @@ class CheckpointManager:
         self.model = model
         self.keep = keep
         self.world = world
+        self._current: int | None = None  # the step that this run has saved or restored last
 
     def save(self, step: int, state: Mapping[str, object]) -> Path:
-        """Write the checkpoint of `step`; `state` is rank 0's, JSON-able."""
+        """Write the checkpoint of `step`, unless it stands already; `state` is rank 0's, JSON-able."""
         final = self.root / f"iter_{step:07d}"
+        if self._current == step:
+            return final
         temporary = self.root / f"{final.name}.tmp"
         if self.world.is_first:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -52,6 +55,7 @@ class CheckpointManager:
             _replace_text(self.root / POINTER, str(step))
             self._drop_old()
         barrier(self.world)
+        self._current = step
         return final
 
     def load_latest(self, root: Path | None = None) -> dict[str, object] | None:
@@ -69,6 +73,8 @@ class CheckpointManager:
                 f"{root / POINTER} names step {step}, but {folder} is not a checkpoint"
             )
         self.model.load(folder / "policy")
+        if root == self.root:
+            self._current = step
         log.info("restored %s", folder)
         return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
 

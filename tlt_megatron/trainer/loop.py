@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,10 @@ class RLTrainer:
         self.history = RunHistory()
 
     def train(self) -> None:
-        """From the current step to the last, or to a stop request; ends with a checkpoint either way."""
-        self.push_policy()
+        """From the current step to the last, or to a stop request; ends with a checkpoint either way.
+
+        `start` comes first.
+        """
         if self.step == 0:
             self.evaluate()
         while self.step < self.settings.num_steps and not agree_any(
@@ -134,21 +137,27 @@ class RLTrainer:
                 "step": self.step,
                 "sampler": self.sampler.state_dict(),
                 "rng": gather_objects(rng_state(), self.world),
+                "engine": gather_objects(self.engine.state_dict(), self.world),
                 "history": self.history.state_dict(),
             }
             self.checkpoints.save(self.step, state)
 
-    def restore(self, root: Path | None = None) -> bool:
-        """Continue from the newest checkpoint, of another run if `root` is given; False where there is none."""
-        state = self.checkpoints.load_latest(root)
-        if state is None:
-            return False
-        self.step = state["step"]
-        self.sampler.load_state_dict(state["sampler"])
-        self.history.load_state_dict(state["history"])
-        if len(state["rng"]) == self.world.size:
+    def start(self, resume_root: Path | None, attach_drafter: Callable[[], None]) -> bool:
+        """Restore from the newest checkpoint under `resume_root`, if any, and give the engines policy and drafter.
+
+        `attach_drafter` is called once the engine holds weights. Returns whether the run was resumed.
+        """
+        state = self.checkpoints.load_latest(resume_root) if resume_root else None
+        if state is not None:
+            self.step = state["step"]
+            self.sampler.load_state_dict(state["sampler"])
+            self.history.load_state_dict(state["history"])
+        self.push_policy()
+        attach_drafter()
+        if state is not None and len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
-        return True
+            self.engine.load_state_dict(state["engine"][self.world.rank])
+        return state is not None
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0 and self.step < self.settings.num_steps

@@ -100,6 +100,10 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics[f"{name}/min"] = float(values.min())
     metrics["response_length/median"] = float(lengths.median())
     metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
+    accepted = [n for r in rollouts for n in r.accept_lengths]
+    if accepted:  # tokens out per verify pass, bonus token included
+        metrics["rollout/spec_accept_length"] = sum(accepted) / len(accepted)
+        metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
     metrics["prompt_length/mean"] = sum(len(g.group.prompt.token_ids) for g in groups) / len(groups)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: min(g.rewards) >= 1)

@@ -133,7 +133,7 @@ def test_dump_of_defaults_reads_back_equal_and_shows_every_key(tmp_path: Path) -
     for section in dataclasses.fields(RunConfig):
         assert f"\n{section.name}:\n" in "\n" + text
         for key in dataclasses.fields(getattr(RunConfig(), section.name)):
-            assert f"  {key.name}: " in text
+            assert f"  {key.name}:" in text
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ def test_the_largest_budget_goes_to_the_smallest_batches() -> None:
 def test_greedy_choice_is_the_median_of_the_window() -> None:
     """Rewards by hand, batch size 10, 1 s: 10 requests + accepted. Window 3.
 
-    LONG: 30 (3 requests of 10 accept 2: 10 + 20), 20, 90 -> median 30. SHORT: 25, 26 -> median 25.5. Then LONG gets 20, its
-    first 30 leaves the window: 20, 90, 20 -> median 20, and SHORT leads.
+    LONG: 30 (all accept 2: 10 + 20), 20, 90 -> median 30. SHORT: 23, 25 -> median 24. Then LONG gets 20, its first 30 leaves
+    the window: 20, 90, 20 -> median 20, and SHORT leads. (Of all four the median would be 25.)
     """
     selector = BegMabSelector([WIDE, LONG, SHORT], (1, 5), epsilon=0.0, window=3)
     assert selector.choose(10) == LONG  # without rewards: in the order given
     selector.observe(LONG, 10, [10, 10], 1.0)
     assert selector.choose(10) == SHORT  # never tried
-    for accepted in (15, 16):
+    for accepted in (13, 15):
         selector.observe(SHORT, 10, [10, accepted - 10], 1.0)
     for counts in ([10], [10, 10, 10, 10, 10, 10, 10, 10]):
         selector.observe(LONG, 10, counts, 1.0)

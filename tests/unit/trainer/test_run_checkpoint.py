@@ -92,3 +92,24 @@ def test_a_pointer_to_nothing_is_refused(tmp_path: Path, model: FileModel) -> No
     (tmp_path / POINTER).write_text("seven")
     with pytest.raises(ValueError, match="must be a step number"):
         manager(tmp_path, model).load_latest()
+
+
+def test_a_step_that_stands_is_not_written_again(tmp_path: Path, model: FileModel) -> None:
+    checkpoints = manager(tmp_path, model)
+    checkpoints.save(3, {"step": 3})
+    model.fail = True
+    assert checkpoints.save(3, {"step": 3}) == tmp_path / "iter_0000003"
+    resumed = manager(tmp_path, model)
+    resumed.load_latest()
+    resumed.save(3, {"step": 3})
+
+
+def test_another_run_in_the_same_folder_does_write_its_own(
+    tmp_path: Path, model: FileModel
+) -> None:
+    manager(tmp_path, model).save(3, {"step": 3})
+    model.value = 8
+    manager(tmp_path, model).save(3, {"step": 3})
+    model.value = 0
+    manager(tmp_path, model).load_latest()
+    assert model.value == 8

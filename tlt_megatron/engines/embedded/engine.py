@@ -197,6 +197,15 @@ class EmbeddedEngine:
         """Counters of the last `generate`."""
         return self._stats
 
+    def state_dict(self) -> dict[str, object]:
+        """Of the speculation; {} without."""
+        return {} if self._speculation is None else self._speculation.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """A state without speculation, or one for an engine without, is no news."""
+        if state and self._speculation is not None:
+            self._speculation.load_state_dict(state)
+
     def close(self) -> None:
         """Free everything."""
         self._model = self._cache = self._version = None

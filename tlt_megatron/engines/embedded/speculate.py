@@ -11,8 +11,9 @@ from what is there: it computes its own layer over the positions that it has not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,18 @@ class Speculation:
         self.ranking = ranking
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in drafting), default=1))
         self.draft_slots = max((slots_behind_root(s) for s in drafting), default=0)
+
+    def state_dict(self) -> dict[str, object]:
+        """What was learned about acceptance and speed, JSON-able."""
+        return {
+            "selector": self.selector.state_dict(),
+            "calibrator": self.calibrator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """ValueError if it is of another selector or other strategies."""
+        self.selector.load_state_dict(state["selector"])
+        self.calibrator.load_state_dict(state["calibrator"])
 
     def start(self, model: Transformer, cache: KvCache, params: SamplingParams) -> Speculator:
         """For the requests of one `generate` call."""

@@ -1,0 +1,66 @@
+"""Speculation in a whole RL run: the same tokens, rewards and weights as without it, and refusals of wrong drafters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.test_pretrain import answers, metric_rows, plain_environment, run, weights
+from tests.tiny_models import make_tiny_hf
+from tests.tiny_task import REPO, make_tiny_task, torchrun
+from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.hf_io import HfReader
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_task(tmp_path_factory.mktemp("task"))
+
+
+def make_drafter(model: Path, out: Path) -> Path:
+    """Random weights, in the layout of a trained one."""
+    reader = HfReader(model)
+    embedding, head = reader["model.embed_tokens.weight"], reader["lm_head.weight"]
+    config = make_draft_config(load_model_config(model), "eagle", embedding)
+    save_drafter(out, DraftModel(config, embedding_VD=embedding, lm_head_VD=head))
+    return out
+
+
+def test_five_steps_with_speculation_are_five_steps_without(config: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(config.parent / "model", tmp_path / "drafter")
+    common = ["run.num_steps=5", "data.eval=", "logging.tensorboard=false"]
+    run(2, config, tmp_path / "off", *common)
+    on = [
+        "speculation.enabled=true",
+        f"speculation.drafter={drafter}",
+        "speculation.selector=beg_mab",
+    ]
+    on += ["speculation.strategies=['3_1_3', '4_4_12']", "speculation.beg_thresholds=[1, 2]"]
+    run(2, config, tmp_path / "on", *common, *on)
+    assert answers(tmp_path / "on") == answers(tmp_path / "off")
+    for name, tensor in weights(tmp_path / "off").items():
+        assert torch.equal(weights(tmp_path / "on")[name], tensor), name
+    rows = metric_rows(tmp_path / "on")
+    assert all(row["rollout/spec_accept_length"] > 1 for row in rows)
+    assert not any("rollout/spec_accept_length" in row for row in metric_rows(tmp_path / "off"))
+
+
+def test_a_drafter_of_another_policy_is_refused(config: Path, tmp_path: Path) -> None:
+    other = make_tiny_hf(tmp_path / "other", "qwen2", vocab_size=48, num_layers=2, seed=5)
+    drafter = make_drafter(other, tmp_path / "drafter")
+    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config)]
+    command += [f"run.dir={tmp_path / 'run'}", "logging.progress=none"]
+    command += ["speculation.enabled=true", f"speculation.drafter={drafter}"]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=os.environ | plain_environment()
+    )
+    assert done.returncode == 2
+    assert "the drafter belongs to another target" in done.stderr
