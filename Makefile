@@ -35,6 +35,10 @@ quickstart: setup  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
 
+drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_drafter
+	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
+	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
+
 test: setup  ## the whole test suite (CPU)
 	@echo "test: pytest"
 	@$(PY) -m pytest
@@ -47,8 +51,10 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl --out build/bench/rollout.json
 	@$(PY) tools/bench_step.py --out build/bench/step_phases.json
+	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
+	@$(PY) tools/bench_speculation.py --model build/tiny_policy --drafter build/tiny_drafter --out build/bench/speculation.json
 
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV)
 
-.PHONY: help setup quickstart test lint bench clean
+.PHONY: help setup quickstart drafter test lint bench clean

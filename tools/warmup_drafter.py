@@ -62,7 +62,10 @@ def main() -> None:
 
     embedding, head = engine.target_tensors()
     drafter_section = DrafterSection(
-        algorithm=options.algorithm, lr=options.lr, batch_tokens=options.batch_tokens
+        algorithm=options.algorithm,
+        lr=options.lr,
+        batch_tokens=options.batch_tokens,
+        feature_weight=options.feature_weight,
     )
     config = make_draft_config(load_model_config(options.model), "eagle", embedding)
     model = DraftModel(
@@ -171,8 +174,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--strategy", default="6_1_6", help="with which the accept length is measured"
     )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--feature-weight", type=float, default=1.0, help="of smooth L1 on features"
+    )
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--num-prompts", type=int, default=256)
     parser.add_argument("--num-samples", type=int, default=2)
