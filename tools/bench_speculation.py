@@ -30,7 +30,7 @@ from rich.table import Table
 
 from tlt_megatron.config.schema import DataSection, RolloutSection
 from tlt_megatron.data.prompts import load_prompts
-from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -42,7 +42,7 @@ from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
+from tlt_megatron.types import FinishReason, Prompt, RolloutGroup, SamplingParams
 from tools.warmup_drafter import accept_length
 
 PLAIN = "off"
@@ -57,6 +57,7 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     section = DataSection(max_prompt_tokens=256)
     prompts = load_prompts(options.prompts, tokenizer, section).prompts()
+    long_prompts = _long_prompts(engine, prompts, tokenizer, options)
     variants = _make_variants(engine, options)
     result: dict[str, object] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
@@ -66,7 +67,7 @@ def main() -> None:
         "speedup_by_batch": {},
     }
     table = Table(
-        title=f"tokens/s against plain decoding, {result['num_layers']} layers, {options.dtype}"
+        title=f"speed-up over plain decoding, {result['num_layers']} layers, {options.dtype}"
     )
     for column in ("batch", PLAIN + " tok/s", *(name for name in variants if name != PLAIN)):
         table.add_column(column, justify="right")
@@ -75,7 +76,8 @@ def main() -> None:
             max_new_tokens=options.num_tokens, temperature=options.temperature, seed=1
         )
         chosen = [
-            dataclasses.replace(prompts[i % len(prompts)], draw_index=i) for i in range(batch_size)
+            dataclasses.replace(long_prompts[i % len(long_prompts)], draw_index=i)
+            for i in range(batch_size)
         ]
         ratios, plain_rate, accepted = _compare(engine, variants, chosen, params, options.rounds)
         result["speedup_by_batch"][str(batch_size)] = ratios
@@ -89,11 +91,29 @@ def main() -> None:
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
+def _long_prompts(
+    engine: EmbeddedEngine,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    options: argparse.Namespace,
+) -> list[Prompt]:
+    """Prompts that the policy itself answers at length: what it is made to write after its end is nothing to measure."""
+    params = SamplingParams(
+        max_new_tokens=options.num_tokens,
+        temperature=options.temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=1,
+    )
+    groups = engine.generate(prompts, params, policy_version=0)
+    ends = [group.rollouts[0].finish_reason for group in groups]
+    return [p for p, end in zip(prompts, ends, strict=True) if end == FinishReason.LENGTH]
+
+
 def _long_tail(
     engine: EmbeddedEngine,
     variants: dict[str, Speculation | None],
     prompts: Sequence[Prompt],
-    tokenizer: object,
+    tokenizer: Tokenizer,
     options: argparse.Namespace,
     console: Console,
 ) -> dict[str, dict[str, float]]:
@@ -210,7 +230,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--deepen", type=int, default=20, help="identity layers put behind the policy"
     )
-    parser.add_argument("--strategies", nargs="+", default=["3_1_3", "6_1_6", "4_2_8", "6_4_16"])
+    parser.add_argument(
+        "--strategies", nargs="+", default=["3_1_3", "6_1_6", "10_1_10", "14_1_14", "4_2_8"]
+    )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument(
         "--num-tokens", type=int, default=120, help="of each response, by batch size"

@@ -182,23 +182,26 @@ class CostModelSelector:
         best_drafting = max(drafting, key=lambda arm: arm.log_lower)
         stay = self._hysteresis if self._is_on else -self._hysteresis
         best = best_drafting if best_drafting.log_lower + stay > plain.log_lower else plain
-        promises = [self._promise(arm, best) if arm is not best else 0.0 for arm in arms]
-        promise = max(promises)
-        trial = arms[promises.index(promise)] if promise > self._hysteresis / 2 else None
+        others = [arm for arm in arms if arm is not best]
+        promises = [self._promise(arm, best) for arm in others]
+        trial = others[promises.index(max(promises))] if max(promises) > 0.0 else None
         # Of the doubts, only that about the plain step itself goes away by running it.
         plain_gain = math.log(plain.tokens_per_s / best.tokens_per_s)
         plain_gain += self._caution * math.sqrt(plain.variance)
-        is_owed = best is not plain and plain_gain > self._hysteresis / 2
+        is_owed = best is not plain and plain_gain > self._hysteresis
         probe = max(drafting, key=lambda arm: arm.tokens_per_s) if best is plain else plain
         return _Plan(best=best, trial=plain if is_owed else trial, is_owed=is_owed, probe=probe)
 
     def _promise(self, arm: _Arm, best: _Arm) -> float:
-        """Upper bound of the log of the gain over the best arm. What both share, such as the drafter's quality, cancels."""
+        """Upper bound of the log of the gain over the best arm, less what a change needs. What both arms share, such as the
+        drafter's quality, cancels."""
         variance = arm.variance + best.variance
         if arm.index > 0 and best.index > 0:
             variance -= 2.0 * arm.accept_covariance[best.index - 1]
         gain = math.log(arm.tokens_per_s / best.tokens_per_s)
-        return gain + self._hope * math.sqrt(max(variance, 0.0))
+        is_switch = arm.strategy.is_off != best.strategy.is_off
+        needed = self._hysteresis if is_switch else self._hysteresis / 2
+        return gain + self._hope * math.sqrt(max(variance, 0.0)) - needed
 
     def _arm(self, index: int, batch_size: int) -> _Arm:
         strategy = self._strategies[index]

@@ -93,24 +93,25 @@ def test_speculation_goes_on_and_off_with_the_batch_size() -> None:
 
 
 def test_hysteresis_holds_both_ways() -> None:
-    """Hysteresis of 0.3 in the log of the throughput: a gain of 15 % neither turns speculation on nor off."""
-    chain = SpeculationStrategy.parse("1_1_1")
+    """Hysteresis of 0.3 in the log of the throughput: a gain or loss of 15 % neither turns speculation on nor off."""
+    chain = SpeculationStrategy.parse("4_1_4")
     world, selector = SyntheticDecoding(seed=0), CostModelSelector([chain], hysteresis=0.3)
 
-    def shares_on(log_gain: float) -> float:
-        gain = math.exp(log_gain) * world.seconds(chain, 8) / world.seconds(OFF, 8)
-        rate_at_1 = world.rates(chain)[0] / world.quality
-        world.quality = (gain - 1.0) / rate_at_1
+    def share_on(log_gain: float) -> float:
+        qualities = [step / 1000 for step in range(50, 1000)]
+        for world.quality in qualities:
+            if world.tokens_per_s(chain, 32) > math.exp(log_gain) * world.tokens_per_s(OFF, 32):
+                break
         selector.decisions()
-        run_selector(selector, world, [8] * 200)
+        run_selector(selector, world, [32] * 200)
         decisions = [d for d in selector.decisions()[60:] if d.reason == "exploit"]
         return sum(not d.strategy.is_off for d in decisions) / len(decisions)
 
-    assert shares_on(0.14) < 0.1
-    assert shares_on(0.5) > 0.9
-    assert shares_on(0.14) > 0.9
-    assert shares_on(-0.14) > 0.9
-    assert shares_on(-0.5) < 0.1
+    assert share_on(0.14) < 0.1
+    assert share_on(0.5) > 0.9
+    assert share_on(0.14) > 0.9
+    assert share_on(-0.14) > 0.9
+    assert share_on(-0.5) < 0.1
 
 
 def test_trials_lose_no_more_than_their_share_of_the_time() -> None:
