@@ -149,9 +149,11 @@ def _compare(
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     accepted: dict[str, float] = {}
     num_tokens = 0
+    warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
     for round_index in range(rounds + 1):
         for name, speculation in variants.items():
             engine.set_speculation(speculation)
+            engine.generate(prompts[:1], warm_up, policy_version=0)  # allocates the KV
             groups: list[RolloutGroup] = []
             spent = _time(
                 lambda g=groups: g.extend(engine.generate(prompts, params, policy_version=0))
