@@ -25,7 +25,6 @@ setup(
         "rich",
         "math-verify>=0.8",
         "pyarrow",
-        "psutil",  # megatron-core's checkpoint writer needs it and does not say so
     ],
     extras_require={
         "dev": ["pytest>=8", "ruff==0.17.6", "pre-commit"],

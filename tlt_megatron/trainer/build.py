@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.metrics import MetricsWriter
-from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
@@ -65,44 +65,22 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
 
     Cheap checks come first: reward function and prompts are refused before any model is built.
     """
+    resume_root = _resume_root(config, run_dir)
     with ExitStack() as stack:
-        rewards = RewardPool(
-            config.reward.function,
-            num_workers=config.reward.num_workers,
-            timeout_s=config.reward.timeout_s,
-            on_error=config.reward.on_error,
-        )
-        stack.callback(rewards.close)
+        rewards = stack.enter_context(_start_rewards(config))
         tokenizer = load_tokenizer(config.model.path)
         prompts = load_prompts(config.data.train, tokenizer, config.data)
-        sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
         rewards.wait_ready()
 
         seed_everything(config.run.seed)
         groups = initialize_model_parallel(config.parallel, world, config.run.seed)
         stack.callback(destroy_model_parallel)
-        engine = build_engine(config, device)
-        stack.callback(engine.close)
-        model = McorePolicyModel(
-            model_path=Path(config.model.path),
-            model=config.model,
-            parallel=config.parallel,
-            mcore=config.mcore,
-            optimizer=config.optimizer,
-            groups=groups,
-            device=device,
-            keep_reference=config.algorithm.kl_coef > 0,
+        engine = stack.enter_context(closing(build_engine(config, device)))
+        model = _build_policy(config, groups, device)
+        phases = Phases(
+            stack.enter_context(closing(_open_timeline(config, run_dir, world))),
+            stack.enter_context(closing(_open_progress(config, world))),
         )
-
-        resume_root = _resume_root(config, run_dir)
-        timeline = Timeline(
-            run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl" if config.logging.trace else None,
-            world.rank,
-        )
-        stack.callback(timeline.close)
-        progress = Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
-        stack.callback(progress.close)
-        phases = Phases(timeline, progress)
         worker = RolloutWorker(engine, rewards, tokenizer.decode, replicas=world, phases=phases)
         trainer = RLTrainer(
             LoopSettings(
@@ -111,18 +89,11 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
                 eval_interval=config.eval.interval,
                 checkpoint_interval=config.checkpoint.interval,
             ),
-            sampler=sampler,
+            sampler=PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed),
             sampling=_train_sampling(config, tokenizer),
             engine=engine,
             rollout_worker=worker,
-            policy_trainer=PolicyTrainer(
-                model,
-                config.algorithm,
-                groups=groups,
-                micro_batch_tokens=config.mcore.micro_batch_tokens,
-                temperature=config.rollout.temperature,
-                max_new_tokens=config.rollout.max_new_tokens,
-            ),
+            policy_trainer=_build_policy_trainer(config, model, groups),
             weight_sync=WeightSync(
                 model, engine, dtype=getattr(torch, config.rollout.dtype), world=world
             ),
@@ -131,26 +102,74 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
                 run_dir / "checkpoints", model, keep=config.checkpoint.keep, world=world
             ),
             phases=phases,
-            progress=progress,
-            metrics=None,
-            rollout_log=RolloutLog(run_dir / "rollouts", tokenizer.decode)
-            if config.logging.rollouts and world.is_first
-            else None,
             stop=StopRequest(),
             world=world,
         )
         is_resumed = trainer.start(resume_root, partial(attach_drafter, config, engine))
         if world.is_first:
             (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-            trainer.metrics = MetricsWriter(
-                run_dir,
-                tensorboard=config.logging.tensorboard,
-                wandb_project=config.logging.wandb_project,
-                resume_step=trainer.step + 1 if is_resumed else None,
+            first_step = trainer.step + 1 if is_resumed else None
+            trainer.metrics = stack.enter_context(
+                closing(_open_metrics(config, run_dir, first_step))
             )
-            stack.callback(trainer.metrics.close)
+            if config.logging.rollouts:
+                trainer.rollout_log = RolloutLog(run_dir / "rollouts", tokenizer.decode)
         trainer.stop.install()
         yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
+
+
+def _start_rewards(config: RunConfig) -> RewardPool:
+    return RewardPool(
+        config.reward.function,
+        num_workers=config.reward.num_workers,
+        timeout_s=config.reward.timeout_s,
+        on_error=config.reward.on_error,
+    )
+
+
+def _open_timeline(config: RunConfig, run_dir: Path, world: Group) -> Timeline:
+    path = run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
+    return Timeline(path if config.logging.trace else None, world.rank)
+
+
+def _open_progress(config: RunConfig, world: Group) -> Progress:
+    return Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
+
+
+def _open_metrics(config: RunConfig, run_dir: Path, first_step: int | None) -> MetricsWriter:
+    """`first_step`: of a resumed run; later rows that a crash left behind are cut."""
+    return MetricsWriter(
+        run_dir,
+        tensorboard=config.logging.tensorboard,
+        wandb_project=config.logging.wandb_project,
+        resume_step=first_step,
+    )
+
+
+def _build_policy(config: RunConfig, groups: ProcessGroups, device: Device) -> McorePolicyModel:
+    return McorePolicyModel(
+        model_path=Path(config.model.path),
+        model=config.model,
+        parallel=config.parallel,
+        mcore=config.mcore,
+        optimizer=config.optimizer,
+        groups=groups,
+        device=device,
+        keep_reference=config.algorithm.kl_coef > 0,
+    )
+
+
+def _build_policy_trainer(
+    config: RunConfig, model: McorePolicyModel, groups: ProcessGroups
+) -> PolicyTrainer:
+    return PolicyTrainer(
+        model,
+        config.algorithm,
+        groups=groups,
+        micro_batch_tokens=config.mcore.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
 
 
 def build_engine(config: RunConfig, device: Device) -> EmbeddedEngine:

@@ -54,8 +54,6 @@ class RLTrainer:
         checkpoints: CheckpointManager,
         phases: Phases,
         progress: Progress,
-        metrics: MetricsWriter | None,
-        rollout_log: RolloutLog | None,
         stop: StopRequest,
         world: Group,
     ) -> None:
@@ -70,8 +68,8 @@ class RLTrainer:
         self.checkpoints = checkpoints
         self.phases = phases
         self.progress = progress
-        self.metrics = metrics  # rank 0 only, as is rollout_log
-        self.rollout_log = rollout_log
+        self.metrics: MetricsWriter | None = None  # rank 0 alone is given one
+        self.rollout_log: RolloutLog | None = None  # the same
         self.stop = stop
         self.world = world
         self.step = 0  # RL steps done; also the version of the policy

@@ -246,22 +246,13 @@ class EmbeddedEngine:
         started = time.perf_counter()
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         requests = make_requests(prompts, params, max_new_tokens)
-        speculation = self._speculation
         scheduler = Scheduler(
             requests,
             cache,
             max_batch_size=self._section.max_batch_size,
             prefill_chunk_tokens=self._section.prefill_chunk_tokens,
         )
-        batch = DecodeBatch(
-            self._model,
-            cache,
-            params,
-            max_batch_size=min(self._section.max_batch_size, len(requests)),
-            max_new_tokens=params.max_new_tokens,
-            speculator=speculation.start(self._model, cache, params) if speculation else None,
-            draft_slots=speculation.draft_slots if speculation else 0,
-        )
+        batch = self._start_batch(cache, params, num_requests=len(requests))
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
         while not scheduler.is_done:
@@ -285,23 +276,8 @@ class EmbeddedEngine:
                     on_finish(rollout)
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
-            if not batch.requests:
-                continue
-            may_use_lanes = not scheduler.has_waiting
-            if speculation is None or not batch.can_speculate(may_use_lanes=may_use_lanes):
-                batch.forward(may_use_lanes=may_use_lanes)
-                continue
-            batch_size = len(batch.requests)
-            strategy = speculation.selector.choose(batch_size)
-            accepted: list[int] = []
-            if strategy.is_off:
-                batch.forward(may_use_lanes=may_use_lanes)
-            else:
-                accepted = batch.speculate(strategy)
-            if not ended:  # finishing a response is not a part of what a strategy costs
-                depths = accepted_by_depth(accepted, strategy.num_steps)
-                seconds = time.perf_counter() - step_started
-                speculation.selector.observe(strategy, batch_size, depths, seconds)
+            if batch.requests:
+                self._advance(batch, scheduler, None if ended else step_started)
         self._stats = EngineStats(
             num_prompt_tokens=num_new,
             num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
@@ -313,6 +289,40 @@ class EmbeddedEngine:
             num_recomputed_tokens=num_again,
         )
         return _group(prompts, params.num_samples, rollouts)
+
+    def _start_batch(
+        self, cache: KvCache, params: SamplingParams, *, num_requests: int
+    ) -> DecodeBatch:
+        assert self._model is not None
+        speculation = self._speculation
+        return DecodeBatch(
+            self._model,
+            cache,
+            params,
+            max_batch_size=min(self._section.max_batch_size, num_requests),
+            max_new_tokens=params.max_new_tokens,
+            speculator=speculation.start(self._model, cache, params) if speculation else None,
+            draft_slots=speculation.draft_slots if speculation else 0,
+        )
+
+    def _advance(self, batch: DecodeBatch, scheduler: Scheduler, started: float | None) -> None:
+        """One pass, plain or speculative as the selector says. It is told what the step since `started` brought; None:
+        responses ended in it, which is not a part of what a strategy costs."""
+        speculation, may_use_lanes = self._speculation, not scheduler.has_waiting
+        if speculation is None or not batch.can_speculate(may_use_lanes=may_use_lanes):
+            batch.forward(may_use_lanes=may_use_lanes)
+            return
+        batch_size = len(batch.requests)
+        strategy = speculation.selector.choose(batch_size)
+        accepted: list[int] = []
+        if strategy.is_off:
+            batch.forward(may_use_lanes=may_use_lanes)
+        else:
+            accepted = batch.speculate(strategy)
+        if started is not None:
+            depths = accepted_by_depth(accepted, strategy.num_steps)
+            seconds = time.perf_counter() - started
+            speculation.selector.observe(strategy, batch_size, depths, seconds)
 
     def _ready_cache(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool
