@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
@@ -46,6 +47,18 @@ from tlt_megatron.types import FinishReason, Prompt, RolloutGroup, SamplingParam
 from tools.warmup_drafter import accept_length
 
 PLAIN = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All variants on the same requests. By variant, plain decoding left out."""
+
+    ratios: dict[
+        str, dict[str, float]
+    ]  # CPU time of plain decoding over the variant's: median, min, max over rounds
+    plain_tokens_per_s: float
+    accept_lengths: dict[str, float]
+    mismatch_per_token: dict[str, float]
 
 
 def main() -> None:
@@ -79,13 +92,18 @@ def main() -> None:
             dataclasses.replace(long_prompts[i % len(long_prompts)], draw_index=i)
             for i in range(batch_size)
         ]
-        ratios, plain_rate, accepted = _compare(engine, variants, chosen, params, options.rounds)
-        result["speedup_by_batch"][str(batch_size)] = ratios
-        cells = [f"{ratio['median']:.2f} ({accepted[name]:.1f})" for name, ratio in ratios.items()]
-        table.add_row(str(batch_size), f"{plain_rate:,.0f}", *cells)
+        measured = _compare(engine, variants, chosen, params, options.rounds)
+        result["speedup_by_batch"][str(batch_size)] = measured.ratios
+        cells = [
+            f"{ratio['median']:.2f} ({measured.accept_lengths[name]:.1f})"
+            for name, ratio in measured.ratios.items()
+        ]
+        table.add_row(str(batch_size), f"{measured.plain_tokens_per_s:,.0f}", *cells)
     console.print(table)
     console.print("in brackets: tokens out per verify pass")
-    result["long_tail_speedup"] = _long_tail(engine, variants, prompts, tokenizer, options, console)
+    tail = _long_tail(engine, variants, prompts, tokenizer, options, console)
+    result["long_tail_speedup"] = tail.ratios
+    result["mismatch_per_token"] = tail.mismatch_per_token
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -116,7 +134,7 @@ def _long_tail(
     tokenizer: Tokenizer,
     options: argparse.Namespace,
     console: Console,
-) -> dict[str, dict[str, float]]:
+) -> Comparison:
     params = SamplingParams(
         num_samples=options.num_samples,
         max_new_tokens=options.max_new_tokens,
@@ -125,17 +143,24 @@ def _long_tail(
         seed=2,
     )
     chosen = prompts[: options.num_requests // options.num_samples]
-    ratios, plain_rate, accepted = _compare(engine, variants, chosen, params, options.rounds)
-    table = Table(
-        title=f"{options.num_requests} long-tailed requests, plain {plain_rate:,.0f} tok/s"
-    )
-    for column in ("variant", "speed-up median", "min", "max", "accept length"):
+    measured = _compare(engine, variants, chosen, params, options.rounds)
+    rate = f"{measured.plain_tokens_per_s:,.0f} tok/s"
+    table = Table(title=f"{options.num_requests} long-tailed requests, plain {rate}")
+    for column in (
+        "variant",
+        "speed-up median",
+        "min",
+        "max",
+        "accept length",
+        "mismatch per token",
+    ):
         table.add_column(column, justify="right")
-    for name, ratio in ratios.items():
+    for name, ratio in measured.ratios.items():
         cells = [f"{ratio[key]:.2f}" for key in ("median", "min", "max")]
-        table.add_row(name, *cells, f"{accepted[name]:.2f}")
+        mismatch = measured.mismatch_per_token[name]
+        table.add_row(name, *cells, f"{measured.accept_lengths[name]:.2f}", f"{mismatch:.1e}")
     console.print(table)
-    return ratios
+    return measured
 
 
 def _compare(
@@ -144,10 +169,10 @@ def _compare(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     rounds: int,
-) -> tuple[dict[str, dict[str, float]], float, dict[str, float]]:
-    """Ratios of CPU time to plain decoding by variant over interleaved rounds, plain tokens/s, accept lengths."""
+) -> Comparison:
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     accepted: dict[str, float] = {}
+    tokens: dict[str, list[list[int]]] = {}
     num_tokens = 0
     warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
     for round_index in range(rounds + 1):
@@ -159,6 +184,7 @@ def _compare(
                 lambda g=groups: g.extend(engine.generate(prompts, params, policy_version=0))
             )
             accepted[name] = accept_length(groups)
+            tokens[name] = [r.token_ids.tolist() for g in groups for r in g.rollouts]
             num_tokens = engine.stats().num_generated_tokens
             if round_index > 0:  # the first round warms up, the adaptive selectors too
                 seconds[name].append(num_tokens and spent / num_tokens)
@@ -168,7 +194,23 @@ def _compare(
         if name != PLAIN:
             each = [p / v for p, v in zip(plain, values, strict=True)]
             ratios[name] = {"median": statistics.median(each), "min": min(each), "max": max(each)}
-    return ratios, 1.0 / statistics.median(plain), accepted
+    return Comparison(
+        ratios=ratios,
+        plain_tokens_per_s=1.0 / statistics.median(plain),
+        accept_lengths=accepted,
+        mismatch_per_token={name: _mismatch(tokens[PLAIN], tokens[name]) for name in ratios},
+    )
+
+
+def _mismatch(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> float:
+    """First differences per token compared: two candidates closer than the rounding error may swap, and what follows such
+    a token is another text."""
+    num_compared = num_mismatches = 0
+    for a, b in zip(plain, other, strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        num_mismatches += first is not None
+        num_compared += len(a) if first is None else first + 1
+    return num_mismatches / num_compared
 
 
 def _time(run: Callable[[], None]) -> float:
