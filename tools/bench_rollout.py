@@ -262,7 +262,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=128)
     parser.add_argument("--num-samples", type=int, default=8, help="responses per prompt")
     parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--max-batch-size", type=int, default=64, help="of the embedded engine")
+    parser.add_argument("--max-batch-size", type=int, default=128, help="of the embedded engine")
     parser.add_argument("--hf-batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
