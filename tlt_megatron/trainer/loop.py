@@ -15,7 +15,6 @@ from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.trainer.checkpoint import CheckpointManager
@@ -53,7 +52,6 @@ class RLTrainer:
         evaluator: Evaluator,
         checkpoints: CheckpointManager,
         phases: Phases,
-        progress: Progress,
         stop: StopRequest,
         world: Group,
     ) -> None:
@@ -67,7 +65,7 @@ class RLTrainer:
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.phases = phases
-        self.progress = progress
+        self.progress = phases.progress
         self.metrics: MetricsWriter | None = None  # rank 0 alone is given one
         self.rollout_log: RolloutLog | None = None  # the same
         self.stop = stop
