@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; `--threads` raises it
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
@@ -40,16 +41,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tlt_megatron.config.schema import DataSection, RolloutSection
+from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensor
-from tlt_megatron.runtime.device import select_device
 from tlt_megatron.types import Prompt, SamplingParams
-
-VERSION = 0
+from tools.load_engine import VERSION, load_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,13 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     options = _parse()
     torch.set_num_threads(options.threads)
-    engine = _make_engine(options)
+    engine = load_engine(
+        options.model,
+        dtype=options.dtype,
+        num_samples=options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        max_batch_size=options.max_batch_size,
+    )
     workload = _make_workload(options, engine)
     hf = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
@@ -107,23 +111,6 @@ def _time(run: Callable[[], None]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
-
-
-def _make_engine(options: argparse.Namespace) -> EmbeddedEngine:
-    section = RolloutSection(
-        dtype=options.dtype,
-        num_samples=options.num_samples,
-        max_new_tokens=options.max_new_tokens,
-        max_batch_size=options.max_batch_size,
-    )
-    engine = EmbeddedEngine(
-        load_model_config(options.model), section, select_device("cpu"), max_prompt_tokens=256
-    )
-    dtype = getattr(torch, options.dtype)
-    tensors = [(name, tensor.to(dtype)) for name, tensor in HfReader(options.model).items()]
-    total = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % (1 << 63)
-    engine.load_weights(tensors, version=VERSION, checksum=lambda: total)
-    return engine
 
 
 def _make_workload(options: argparse.Namespace, engine: EmbeddedEngine) -> Workload:

@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tlt_megatron.config.schema import DataSection, RolloutSection
+from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.drafter.checkpoint import load_drafter
@@ -37,13 +37,12 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
-from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import FinishReason, Prompt, RolloutGroup, SamplingParams
+from tools.load_engine import MAX_PROMPT_TOKENS, VERSION, load_engine
 from tools.warmup_drafter import accept_length
 
 PLAIN = "off"
@@ -66,9 +65,14 @@ def main() -> None:
     options = _parse()
     torch.set_num_threads(1)
     console = Console()
-    engine = _make_engine(options)
+    engine = load_engine(
+        options.model,
+        dtype=options.dtype,
+        num_identity_layers=options.deepen,
+        max_new_tokens=options.max_new_tokens,
+    )
     tokenizer = load_tokenizer(options.model)
-    section = DataSection(max_prompt_tokens=256)
+    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
     prompts = load_prompts(options.prompts, tokenizer, section).prompts()
     long_prompts = _long_prompts(engine, prompts, tokenizer, options)
     variants = _make_variants(engine, options)
@@ -122,7 +126,7 @@ def _long_prompts(
         stop_token_ids=tokenizer.stop_token_ids,
         seed=1,
     )
-    groups = engine.generate(prompts, params, policy_version=0)
+    groups = engine.generate(prompts, params, policy_version=VERSION)
     ends = [group.rollouts[0].finish_reason for group in groups]
     return [p for p, end in zip(prompts, ends, strict=True) if end == FinishReason.LENGTH]
 
@@ -178,10 +182,10 @@ def _compare(
     for round_index in range(rounds + 1):
         for name, speculation in variants.items():
             engine.set_speculation(speculation)
-            engine.generate(prompts[:1], warm_up, policy_version=0)  # allocates the KV
+            engine.generate(prompts[:1], warm_up, policy_version=VERSION)  # allocates the KV
             groups: list[RolloutGroup] = []
             spent = _time(
-                lambda g=groups: g.extend(engine.generate(prompts, params, policy_version=0))
+                lambda g=groups: g.extend(engine.generate(prompts, params, policy_version=VERSION))
             )
             accepted[name] = accept_length(groups)
             tokens[name] = [r.token_ids.tolist() for g in groups for r in g.rollouts]
@@ -240,30 +244,6 @@ def _make_variants(
     )
     variants["cost_model"] = Speculation(draft, CostModelSelector(strategies), strategies)
     return variants
-
-
-def _make_engine(options: argparse.Namespace) -> EmbeddedEngine:
-    config = load_model_config(options.model)
-    dtype = getattr(torch, options.dtype)
-    tensors = [(name, tensor.to(dtype)) for name, tensor in HfReader(options.model).items()]
-    last = f"model.layers.{config.num_layers - 1}."
-    for extra in range(options.deepen):
-        new = f"model.layers.{config.num_layers + extra}."
-        for name, tensor in list(tensors):
-            if name.startswith(last):
-                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                copy = torch.zeros_like(tensor) if is_output else tensor.clone()
-                tensors.append((name.replace(last, new), copy))
-    config = dataclasses.replace(config, num_layers=config.num_layers + options.deepen)
-    engine = EmbeddedEngine(
-        config,
-        RolloutSection(dtype=options.dtype, max_new_tokens=options.max_new_tokens),
-        select_device("cpu"),
-        max_prompt_tokens=256,
-    )
-    total = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
-    engine.load_weights(tensors, version=0, checksum=lambda: total)
-    return engine
 
 
 def _parse() -> argparse.Namespace:

@@ -13,16 +13,18 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; --threads raises it
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
 
-from tlt_megatron.config.schema import DataSection, DrafterSection, RolloutSection
+from tlt_megatron.config.schema import DataSection, DrafterSection
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.drafter.checkpoint import save_drafter
@@ -33,11 +35,10 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
-from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tools.load_engine import MAX_PROMPT_TOKENS, VERSION, load_engine
 
 
 def main() -> None:
@@ -45,9 +46,9 @@ def main() -> None:
     options = _parse()
     torch.set_num_threads(options.threads)
     console = Console()
-    engine = make_engine(options.model, options.dtype, max_new_tokens=options.max_new_tokens)
+    engine = load_engine(options.model, dtype=options.dtype, max_new_tokens=options.max_new_tokens)
     tokenizer = load_tokenizer(options.model)
-    section = DataSection(max_prompt_tokens=256)
+    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
     params = SamplingParams(
         num_samples=options.num_samples,
         max_new_tokens=options.max_new_tokens,
@@ -85,20 +86,6 @@ def main() -> None:
     console.print(f"drafter: {options.out}")
 
 
-def make_engine(model: str, dtype: str, **settings: int) -> EmbeddedEngine:
-    """An engine over the Hugging Face folder `model`, weights of version 0 loaded."""
-    engine = EmbeddedEngine(
-        load_model_config(model),
-        RolloutSection(dtype=dtype, **settings),
-        select_device("cpu"),
-        max_prompt_tokens=256,
-    )
-    tensors = [(name, tensor.to(getattr(torch, dtype))) for name, tensor in HfReader(model).items()]
-    total = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
-    engine.load_weights(tensors, version=0, checksum=lambda: total)
-    return engine
-
-
 def collect_sequences(
     engine: EmbeddedEngine, prompts: Sequence[Prompt], params: SamplingParams
 ) -> list[DraftSequence]:
@@ -114,7 +101,7 @@ def collect_sequences(
         if sequence.num_rows > 0:
             sequences.append(sequence)
 
-    engine.generate(prompts, params, policy_version=0, on_features=keep)
+    engine.generate(prompts, params, policy_version=VERSION, on_features=keep)
     return sequences
 
 
@@ -136,7 +123,7 @@ def _measure(
     twin.load_state_dict(model.state_dict())
     draft = DraftInference(twin, embedding.dtype)
     engine.set_speculation(Speculation(draft, FixedSelector(strategy), [strategy]))
-    groups = engine.generate(prompts, params, policy_version=0)
+    groups = engine.generate(prompts, params, policy_version=VERSION)
     engine.set_speculation(None)
     return accept_length(groups)
 

@@ -20,7 +20,7 @@ from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request, Sched
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.models.hf_io import checksum_tensor
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
@@ -151,7 +151,9 @@ class EmbeddedEngine:
             raise RuntimeError(
                 f"weights of policy_version={version} lack {len(missing)} tensors, {min(missing)} among them"
             )
-        held = sum(checksum_tensor(n, t) for n, t in self._model.named_hf_tensors()) % (1 << 63)
+        held = (
+            sum(checksum_tensor(n, t) for n, t in self._model.named_hf_tensors()) % CHECKSUM_MODULUS
+        )
         if held != (expected := checksum()):
             raise RuntimeError(
                 f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
