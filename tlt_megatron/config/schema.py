@@ -88,7 +88,7 @@ class RewardSection:
 class RolloutSection:
     """Generation. One step draws `num_prompts` prompts and answers each `num_samples` times."""
 
-    engine: str = "embedded"  # embedded
+    engine: str = "embedded"  # embedded | sglang
     dtype: str = (
         "float32"  # float32 | bfloat16 | float64 (float64: token equality across batch shapes)
     )
@@ -103,9 +103,10 @@ class RolloutSection:
         0  # KV positions per replica; 0: room for max_batch_size full-length sequences
     )
     prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
+    batch_invariant: bool = False  # embedded: a row's numbers do not depend on what shares its pass
 
     def __post_init__(self) -> None:
-        _one_of("rollout.engine", self.engine, ("embedded",))
+        _one_of("rollout.engine", self.engine, ("embedded", "sglang"))
         _one_of("rollout.dtype", self.dtype, ("float32", "bfloat16", "float64"))
         for name in (
             "num_prompts",
@@ -335,6 +336,40 @@ class DrafterSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotSection:
+    """Drafter training on ranks that have finished their rollouts, until the last rank has."""
+
+    enabled: bool = False
+    min_idle_replicas: int = 1  # sessions start when so many rollout replicas are idle
+    publish: str = "step"  # new drafters reach the engines: step (at phase boundaries) | live (also mid-rollout)
+    data_bytes: int = 256 << 20  # budget of a rank's DataBuffer
+    long_tail_share: float = 0.5  # of a batch, from the last step's longest responses
+    holdout_share: float = 0.05  # of the samples, never trained on: candidates are compared on them
+    max_updates: int = 0  # drafter updates per RL step; 0: as many as fit into the idle time
+    seed: int = 0  # of the order of the data
+
+    def __post_init__(self) -> None:
+        _one_of("spot.publish", self.publish, ("step", "live"))
+        for name in ("min_idle_replicas", "data_bytes"):
+            _require(getattr(self, name) >= 1, f"spot.{name}", getattr(self, name), ">= 1")
+        for name in ("long_tail_share", "holdout_share"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"spot.{name}", value, "in [0, 1)")
+        _require(self.max_updates >= 0, "spot.max_updates", self.max_updates, ">= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSection:
+    """The SGLang engine. `engine_args` are passed verbatim to its Engine, after ours."""
+
+    start_timeout_s: float = 600.0  # an engine that is not up by then is an error on every rank
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(self.start_timeout_s > 0, "sglang.start_timeout_s", self.start_timeout_s, "> 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
     """Written to <run.dir>/checkpoints in Megatron's layout."""
 
@@ -409,6 +444,9 @@ class RunConfig:
     reward: RewardSection = field(default_factory=RewardSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    spot: SpotSection = field(default_factory=SpotSection)
+    sglang: SglangSection = field(default_factory=SglangSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     mcore: McoreSection = field(default_factory=McoreSection)

@@ -7,6 +7,7 @@ option of the same name counts that row too.)
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -16,14 +17,18 @@ class SpeculationStrategy:
 
     Each step expands `topk` nodes into `topk` children each; the best `num_draft_tokens` of all candidates are verified.
     Example: `SpeculationStrategy(num_steps=6, topk=4, num_draft_tokens=16)`, written "6_4_16". `topk=1` is a chain.
+    Tokens retrieved by the n-gram drafter may join the learned tree, "4_2_8+ngram_4", or be all there is, "ngram_8".
     """
 
     num_steps: int  # depth of the tree, >= 1 (0: off)
     topk: int  # nodes expanded for each step and children for each node, >= 1 (0: off)
-    num_draft_tokens: int  # nodes verified, the last committed token not counted (0: off)
+    num_draft_tokens: int  # learned nodes verified, the last committed token not counted (0: off)
+    num_retrieved: int = 0  # n-gram nodes verified besides, at most as deep as they are many
 
     def __post_init__(self) -> None:
         values = (self.num_steps, self.topk, self.num_draft_tokens)
+        if self.num_retrieved < 0:
+            raise ValueError(f"num_retrieved={self.num_retrieved}: must be >= 0")
         if values == (0, 0, 0):
             return
         if min(values) < 1:
@@ -48,35 +53,65 @@ class SpeculationStrategy:
         return self.topk + max(self.num_steps - 1, 0) * self.topk**2
 
     @property
+    def depth(self) -> int:
+        """Most drafted tokens that a step can accept."""
+        return max(self.num_steps, self.num_retrieved)
+
+    @property
+    def num_nodes(self) -> int:
+        """Q, drafted nodes of one request."""
+        return self.num_draft_tokens + self.num_retrieved
+
+    @property
     def num_rows(self) -> int:
         """R = Q + 1, rows of the verify pass for one request."""
-        return self.num_draft_tokens + 1
+        return self.num_nodes + 1
 
     @property
     def is_off(self) -> bool:
         """Plain decoding."""
-        return self.num_steps == 0
+        return self.depth == 0
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the learned drafter takes part."""
+        return self.num_steps > 0
 
     @property
     def is_chain(self) -> bool:
         """Every node has one child."""
-        return self.topk == 1
+        return self.topk <= 1 and not (self.is_learned and self.num_retrieved)
 
     def __str__(self) -> str:
-        return "off" if self.is_off else f"{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
+        if self.is_off:
+            return "off"
+        parts = []
+        if self.is_learned:
+            parts.append(f"{self.num_steps}_{self.topk}_{self.num_draft_tokens}")
+        if self.num_retrieved:
+            parts.append(f"ngram_{self.num_retrieved}")
+        return "+".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> SpeculationStrategy:
-        """ "6_4_16" or "off". ValueError for anything else."""
+        """ "6_4_16", "ngram_8", "4_2_8+ngram_4" or "off". ValueError for anything else."""
         if text == "off":
             return OFF
-        parts = text.split("_")
-        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        match = _TEXT.fullmatch(text)
+        numbers = [int(part or 0) for part in match.groups()] if match else [0, 0, 0, 0]
+        if not any(numbers):
             raise ValueError(
-                f"strategy={text!r}: expected num_steps_topk_num_draft_tokens such as 6_4_16, or off"
+                f"strategy={text!r}: expected num_steps_topk_num_draft_tokens such as 6_4_16, ngram_8, "
+                "both such as 4_2_8+ngram_4, or off"
             )
-        num_steps, topk, num_draft_tokens = map(int, parts)
-        return cls(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
+        num_steps, topk, num_draft_tokens, num_retrieved = numbers
+        return cls(
+            num_steps=num_steps,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens,
+            num_retrieved=num_retrieved,
+        )
 
 
+_TEXT = re.compile(r"(?:(\d+)_(\d+)_(\d+))?(?:(?:^|(?<=\d)\+)ngram_(\d+))?")
 OFF = SpeculationStrategy(num_steps=0, topk=0, num_draft_tokens=0)
