@@ -23,6 +23,26 @@ class EngineStats:
     peak_kv_tokens: int  # most KV positions in use at once
     kv_capacity_tokens: int
     num_recomputed_tokens: int = 0  # prefilled again for that reason, on top of num_prompt_tokens
+    num_unspeculated_passes: int = (
+        0  # plain although the selector chose to speculate: memory was short
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """One pass over the running batch: how the engine decoded it and what it brought.
+
+    Example: 3 requests, strategy "4_2_8"; they accept 0, 2 and 4 drafted tokens, so `accepted_by_depth` is (2, 2, 1, 1)
+    and `num_committed` 9, since every request commits one bonus token besides.
+    """
+
+    start_s: float  # on the clock of time.perf_counter
+    seconds: float  # drafting and verifying, or the plain pass
+    batch_size: int  # running requests, >= 1
+    strategy: str  # str(SpeculationStrategy): "6_4_16", or "off" for a plain pass
+    reason: str  # why this strategy: the selector's word, such as "exploit"
+    num_committed: int  # tokens that the batch gained
+    accepted_by_depth: tuple[int, ...]  # [d - 1]: requests that accepted >= d drafted tokens
 
 
 class RolloutEngine(Protocol):
@@ -57,6 +77,10 @@ class RolloutEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters of the last `generate`."""
+
+    def take_passes(self) -> list[PassRecord]:
+        """Every pass of the last `generate`, oldest first; they are then forgotten. An engine that decodes in a process of
+        its own may give none."""
 
     def state_dict(self) -> dict[str, object]:
         """What the engine has learned about speed, JSON-able; it changes no token."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.layers import RotaryTable, apply_rope_
+from tlt_megatron.models.matrix import Matrix, packs
 from tlt_megatron.models.transformer import Attention
-
-_PACK_ROWS = 8  # of a pass, for which oneDNN lays a packed matrix out
 
 
 class DraftInference:
@@ -52,17 +51,24 @@ class DraftInference:
         else:
             self._token_bias = torch.empty(width, dtype=dtype, device=device)
         self._norm = torch.empty(c.hidden_size, dtype=dtype, device=device)
-        self._from_token = _Matrix(dtype, device)
-        self._from_hidden = _Matrix(dtype, device)
-        self._output = _Matrix(dtype, device)
-        self._gate_up = _Matrix(dtype, device)
-        self._down = _Matrix(dtype, device)
-        self._fuse = _Matrix(dtype, device)
-        self._head = _Matrix(dtype, device)
-        # Packing copies; where it cannot pay, the head is used where it lies.
-        self._has_packed_head = _Matrix.packs(dtype, device) and (
-            row_bytes * c.hidden_size <= max_table_bytes
-        )
+
+        def matrix(num_out: int, num_in: int) -> Matrix:
+            return Matrix.empty(num_out, num_in, dtype, device)
+
+        d = c.hidden_size
+        if not self._has_table:
+            self._from_token = matrix(width, d)
+        self._from_hidden = matrix(width, d)
+        self._output = matrix(d, c.num_heads * c.head_dim)
+        self._gate_up = matrix(2 * c.ffn_size, d)
+        self._down = matrix(d, c.ffn_size)
+        if c.is_eagle3:
+            self._fuse = matrix(d, model.fc.in_features)
+        # A packed head is a copy; where that is too large, the head is used where it lies.
+        if packs(dtype, device) and row_bytes * d <= max_table_bytes:
+            self._head = Matrix(model.lm_head_VD)
+        else:
+            self._head = None
         self.refresh()
 
     @torch.no_grad()
@@ -95,8 +101,8 @@ class DraftInference:
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
         self._gate_up.set(gate_up * layer.post_attention_layernorm.weight)
         self._down.set(mlp.down_proj.weight)
-        if self._has_packed_head:
-            self._head.set(model.lm_head_VD)
+        if self._head is not None:
+            self._head.refresh()
 
     def _token_input(self, embedded: Tensor) -> Tensor:
         return self._rms(embedded) if self.config.is_eagle3 else embedded
@@ -110,7 +116,7 @@ class DraftInference:
     def num_bytes(self) -> int:
         """Bytes of the fused copies, the table included."""
         held = (self._norm, self._table if self._has_table else self._token_bias)
-        matrices = (value for value in vars(self).values() if isinstance(value, _Matrix))
+        matrices = (value for value in vars(self).values() if isinstance(value, Matrix))
         return sum(t.nbytes for t in held) + sum(matrix.num_bytes for matrix in matrices)
 
     def rotation(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,46 +164,6 @@ class DraftInference:
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
         """[P, V] through the target's head."""
-        if self._has_packed_head:
+        if self._head is not None:
             return self._head(head_input_PD)
         return F.linear(head_input_PD, self._model.lm_head_VD)
-
-
-class _Matrix:
-    """x @ weight.T, plus an addend; on CPUs with bfloat16 arithmetic packed by oneDNN, which halves the time of few rows."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._is_packed = self.packs(dtype, device)
-        self._weight: Tensor | None = None
-        self.num_bytes = 0
-
-    @staticmethod
-    def packs(dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether packing is possible and pays."""
-        return (
-            dtype == torch.bfloat16
-            and device.type == "cpu"
-            and torch.backends.mkldnn.is_available()
-            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
-
-    def set(self, weight: Tensor) -> None:
-        """Copy [out, in] in."""
-        self.num_bytes = weight.numel() * self._dtype.itemsize
-        if self._is_packed:
-            dense = weight.to(self._dtype).contiguous()
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
-        elif self._weight is None:
-            self._weight = weight.to(self._device, self._dtype, copy=True).contiguous().t()
-        else:
-            self._weight.t().copy_(weight)
-
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """[P, out]; `addend` [P, out] is not changed."""
-        if self._is_packed:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
-            return out if addend is None else out.add_(addend)
-        if addend is None:
-            return torch.mm(x, self._weight)
-        return torch.addmm(addend, x, self._weight)

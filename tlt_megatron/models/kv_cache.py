@@ -51,10 +51,11 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         num_draft_layers: int = 0,
-        feature_size: int = 0,
+        keeps_features: bool = False,
+        tap_layers: tuple[int, ...] = (),
     ) -> None:
-        """`num_draft_layers` more layers behind the target's, for a drafter of the same heads. With `feature_size` each
-        slot also holds what a drafter reads: its token and the target's feature."""
+        """`num_draft_layers` more layers behind the target's, for a drafter of the same heads. With `keeps_features` each
+        slot also holds what a drafter reads: its token, the target's last state, and the states after `tap_layers`."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
@@ -71,13 +72,15 @@ class KvCache:
         )
         self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
         self.layers = list(self.kv_LKTH.unbind(0))
-        self.has_features = feature_size > 0
+        self.has_features = keeps_features
+        self.tap_layers = tap_layers
+        feature_size = config.hidden_size * (1 + len(tap_layers))
         self.features_TD = torch.zeros(
-            num_slots if feature_size else 0, feature_size, dtype=dtype, device=device
+            num_slots if keeps_features else 0, feature_size, dtype=dtype, device=device
         )
         # One more slot: the token after the last position of the last lane is written too, and never read.
         self.token_ids_T = torch.zeros(
-            num_slots + 1 if feature_size else 0, dtype=torch.int64, device=device
+            num_slots + 1 if keeps_features else 0, dtype=torch.int64, device=device
         )
         self._paged_bias = self.bias_T.view(num_pages, page_size)
         self._state = bytearray(num_pages)

@@ -7,7 +7,7 @@ so prefill, decoding one token per sequence, and verifying a draft tree are one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RmsNorm, RotaryTable, apply_rope_
+from tlt_megatron.models.matrix import Matrix
 
 
 class Attention(Protocol):
@@ -38,6 +39,16 @@ class LayerWeights:
     post_norm: Tensor  # [D]
     gate_up: Tensor  # [2F, D]
     down: Tensor  # [D, F]
+
+
+class _Matrices:
+    """The matrices of one layer, ready to multiply."""
+
+    def __init__(self, layer: LayerWeights) -> None:
+        self.qkv = Matrix(layer.qkv, layer.qkv_bias)
+        self.output = Matrix(layer.output)
+        self.gate_up = Matrix(layer.gate_up)
+        self.down = Matrix(layer.down)
 
 
 class Transformer:
@@ -75,6 +86,7 @@ class Transformer:
             for _ in range(c.num_layers)
         ]
         self._views = self._hf_views()
+        self._matrices: list[_Matrices] = []  # made by the first pass after weights came
         self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
         self._norm = RmsNorm(c.rms_norm_eps, dtype, device)
 
@@ -121,6 +133,7 @@ class Transformer:
         expected = view.shape[1:] if self._is_head_norm(name) else view.shape
         if tensor.shape != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {tuple(expected)}")
+        self._matrices = []
         view.copy_(tensor)  # a head norm is stored once per head, so that one multiply serves all
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,11 +160,29 @@ class Transformer:
                 **{name: None if t is None else t.to(device) for name, t in parts.items()}
             )
         self._views = self._hf_views()
+        self._matrices = []
         self.rotary = RotaryTable(self.config.rope, self.config.head_dim, self.dtype, device)
         self._norm = RmsNorm(self.config.rms_norm_eps, self.dtype, device)
 
+    def pack(self) -> None:
+        """Make the matrices ready, which the first pass would do otherwise."""
+        self._matrices = [_Matrices(layer) for layer in self.layers]
+        self._head = Matrix(self.lm_head)
+
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
         """[P, D] after the final norm. `rotary.reserve` must cover the positions."""
+        return self.forward_tapped(token_ids_P, position_ids_P, attention, ())[0]
+
+    def forward_tapped(
+        self,
+        token_ids_P: Tensor,
+        position_ids_P: Tensor,
+        attention: Attention,
+        tap_layers: Collection[int],
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`, and the same with the residual stream after each of `tap_layers` behind it: [P, D * (1 + taps)]."""
+        if not self._matrices:
+            self.pack()
         c = self.config
         num_tokens = token_ids_P.shape[0]
         num_rotated = c.num_heads + c.num_kv_heads
@@ -159,9 +190,9 @@ class Transformer:
         norm = self._norm
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
-        for index, layer in enumerate(self.layers):
-            normed_PD = norm(x_PD, layer.input_norm)
-            fused = F.linear(normed_PD, layer.qkv, layer.qkv_bias)
+        taps: list[Tensor] = []
+        for index, (layer, matrices) in enumerate(zip(self.layers, self._matrices, strict=True)):
+            fused = matrices.qkv(norm(x_PD, layer.input_norm))
             heads_PAH = fused.view(num_tokens, num_fused, c.head_dim)
             rotated = heads_PAH[:, :num_rotated]
             if layer.qk_norm is not None:
@@ -170,12 +201,16 @@ class Transformer:
             context_PN = attention.attend(
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )
-            x_PD = torch.addmm(x_PD, context_PN, layer.output.t())
-            normed_PD = norm(x_PD, layer.post_norm)
-            gate_PF, up_PF = F.linear(normed_PD, layer.gate_up).chunk(2, dim=-1)
-            x_PD = torch.addmm(x_PD, F.silu(gate_PF).mul_(up_PF), layer.down.t())
-        return norm(x_PD, self.final_norm)
+            x_PD = matrices.output(context_PN, x_PD)
+            gate_PF, up_PF = matrices.gate_up(norm(x_PD, layer.post_norm)).chunk(2, dim=-1)
+            x_PD = matrices.down(F.silu(gate_PF).mul_(up_PF), x_PD)
+            if index in tap_layers:
+                taps.append(x_PD)
+        hidden_PD = norm(x_PD, self.final_norm)
+        return hidden_PD, torch.cat((hidden_PD, *taps), dim=-1) if taps else hidden_PD
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, V] from the output of `forward`."""
-        return F.linear(hidden_PD, self.lm_head)
+        if not self._matrices:
+            self.pack()
+        return self._head(hidden_PD)

@@ -16,17 +16,24 @@ _LANE_SLICE = 32  # lanes are read up to the longest sequence, rounded up to thi
 
 
 class LaneView:
-    """B sequences, each contiguous in its own lane of `lane` slots: row b starts at slot b * lane."""
+    """B sequences, each contiguous in its own lane of `lane` slots: row b starts at slot (first_row + b) * lane.
 
-    def __init__(self, cache: KvCache, *, num_rows: int, lane: int) -> None:
+    May be kept for as many passes as the same rows run.
+    """
+
+    def __init__(self, cache: KvCache, *, num_rows: int, lane: int, first_row: int = 0) -> None:
         self.cache = cache
         self.num_rows = num_rows
         self.lane = lane
-        self.starts_B = torch.arange(num_rows, device=cache.device) * lane
-        self._lanes = [
-            layer[:, : num_rows * lane].view(layer.shape[0], num_rows, lane, -1).transpose(0, 1)
-            for layer in cache.layers
-        ]
+        self._first_row = first_row
+        self._slots = slice(first_row * lane, (first_row + num_rows) * lane)
+        self.starts_B = torch.arange(first_row, first_row + num_rows, device=cache.device) * lane
+        self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def part(self, start: int, end: int) -> LaneView:
+        """Rows start..end-1 alone."""
+        first_row = self._first_row + start
+        return LaneView(self.cache, num_rows=end - start, lane=self.lane, first_row=first_row)
 
     def read_length(self, longest: int) -> int:
         """Positions to read so that `longest` are covered: few distinct lengths, so that views are reused."""
@@ -38,13 +45,19 @@ class LaneView:
 
     def kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, S, H] of the first `length` positions."""
-        lanes = self._lanes[layer][:, :, :length]
-        num_kv_heads = self.cache.num_kv_heads
-        return lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]
+        found = self._kv.get((layer, length))
+        if found is None:
+            lanes = self.cache.layers[layer][:, self._slots]
+            lanes = lanes.view(lanes.shape[0], self.num_rows, self.lane, -1).transpose(0, 1)
+            lanes = lanes[:, :, :length]
+            num_kv_heads = self.cache.num_kv_heads
+            found = lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]
+            self._kv[layer, length] = found
+        return found
 
     def committed_bias(self, length: int) -> Tensor:
         """[B, 1, S]: 0 where a position is committed, -inf behind; a view."""
-        bias = self.cache.bias_T[: self.num_rows * self.lane].view(self.num_rows, 1, self.lane)
+        bias = self.cache.bias_T[self._slots].view(self.num_rows, 1, self.lane)
         return bias[..., :length]
 
 

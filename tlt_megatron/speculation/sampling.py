@@ -32,6 +32,14 @@ class Sampled:
     logprobs_B: Tensor  # float32, of the distribution that was sampled: tempered, cut, renormalized
     policy_logprobs_B: Tensor  # float32, of the raw policy: temperature 1, nothing cut
 
+    def followed_by(self, other: Sampled) -> Sampled:
+        """These rows and then those of `other`."""
+        return Sampled(
+            token_ids_B=torch.cat((self.token_ids_B, other.token_ids_B)),
+            logprobs_B=torch.cat((self.logprobs_B, other.logprobs_B)),
+            policy_logprobs_B=torch.cat((self.policy_logprobs_B, other.policy_logprobs_B)),
+        )
+
 
 def _signed(value: int) -> int:
     value &= _MASK_64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensor
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
 from tlt_megatron.runtime.device import select_device
 
 MakeEngine = Callable[..., EmbeddedEngine]
@@ -21,7 +22,19 @@ MakeEngine = Callable[..., EmbeddedEngine]
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Of a model, as a sender of weights computes it."""
-    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % (1 << 63)
+    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+
+
+def engine_over(
+    path: Path, *, dtype: str = "float64", tap_layers: tuple[int, ...] = (), **settings: int
+) -> EmbeddedEngine:
+    """An engine with the weights at `path` loaded as version 1; `settings` go to RolloutSection."""
+    section = RolloutSection(dtype=dtype, **settings)
+    config = load_model_config(path)
+    engine = EmbeddedEngine(config, section, select_device("cpu"), tap_layers=tap_layers)
+    tensors = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(path).items()]
+    engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
+    return engine
 
 
 @pytest.fixture(scope="session")
@@ -42,16 +55,6 @@ def tensors_of(tiny_path: Path) -> Callable[[str], list[tuple[str, Tensor]]]:
 
 
 @pytest.fixture
-def make_engine(
-    tiny_path: Path, tensors_of: Callable[[str], list[tuple[str, Tensor]]]
-) -> MakeEngine:
+def make_engine(tiny_path: Path) -> MakeEngine:
     """`make_engine(dtype=..., **rollout settings)` with weights of version 1 loaded."""
-
-    def make(*, dtype: str = "float64", **settings: int) -> EmbeddedEngine:
-        section = RolloutSection(dtype=dtype, **settings)
-        engine = EmbeddedEngine(load_model_config(tiny_path), section, select_device("cpu"))
-        tensors = tensors_of(dtype)
-        engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
-        return engine
-
-    return make
+    return partial(engine_over, tiny_path)

@@ -11,15 +11,17 @@ import pytest
 import torch
 import transformers
 
+from tests.tiny_models import make_tiny_hf
+from tests.unit.engines.conftest import engine_over
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
-from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 STRATEGIES = [SpeculationStrategy.parse(s) for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20")]
 PARAMS = SamplingParams(
@@ -55,10 +57,16 @@ def prompts(count: int = 4) -> list[Prompt]:
 
 
 def speculation_for(
-    engine: EmbeddedEngine, tiny_path, selector, *, seed: int = 0, ranking: Ranking = Ranking.NOISE
+    engine: EmbeddedEngine,
+    tiny_path: Path,
+    selector: StrategySelector,
+    *,
+    seed: int = 0,
+    ranking: Ranking = Ranking.NOISE,
+    architecture: str = "eagle",
 ) -> Speculation:
     embedding, head = engine.target_tensors()
-    config = make_draft_config(load_model_config(tiny_path), "eagle", embedding)
+    config = make_draft_config(load_model_config(tiny_path), architecture, embedding)
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed)
     draft = DraftInference(model, embedding.dtype)
     return Speculation(draft, selector, STRATEGIES, ranking=ranking)
@@ -95,6 +103,57 @@ def test_switching_at_every_step_and_in_the_middle_changes_nothing(make_engine, 
     engine.set_speculation(speculation_for(engine, tiny_path, selector))
     assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == tokens(plain)
     assert {s for s, _, _ in selector.observed} == {OFF, *STRATEGIES}
+
+
+def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, tiny_path) -> None:
+    engine = make_engine(max_batch_size=3, num_samples=3)
+    plain = engine.generate(prompts(6), PARAMS, policy_version=1)
+    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES)))
+    engine.take_passes()
+    assert tokens(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens(plain)
+    passes = engine.take_passes()
+    assert engine.stats().num_unspeculated_passes == 0
+    assert all(record.strategy != "off" for record in passes)
+    num_tokens = sum(r.token_ids.numel() for g in plain for r in g.rollouts)
+    # What a pass commits behind a stop is not counted in the response, nor is the token that prefilling brings.
+    assert sum(record.num_committed for record in passes) >= num_tokens - 18
+    assert engine.take_passes() == []
+
+
+@pytest.mark.parametrize("kv_cache_tokens", [256, 384])
+def test_without_room_for_lanes_rows_decode_plainly_and_it_is_counted(
+    make_engine, tiny_path, kv_cache_tokens: int
+) -> None:
+    engine = make_engine(max_batch_size=8, kv_cache_tokens=kv_cache_tokens)
+    plain = engine.generate(prompts(6), PARAMS, policy_version=1)
+    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES)))
+    assert tokens(engine.generate(prompts(6), PARAMS, policy_version=1)) == tokens(plain)
+    passes = engine.take_passes()
+    assert engine.stats().num_unspeculated_passes > 0
+    assert {record.strategy != "off" for record in passes} == {True, False}
+
+
+def test_an_eagle3_drafter_reads_the_taps_of_the_engine(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path, "llama", num_layers=5, vocab_size=48)
+    plain = tokens(engine_over(path).generate(prompts(), PARAMS, policy_version=1))
+    engine = engine_over(path, tap_layers=default_aux_layer_ids(5), max_batch_size=5)
+    selector = CyclingSelector([*STRATEGIES, OFF])
+    engine.set_speculation(speculation_for(engine, path, selector, architecture="eagle3"))
+    kept: list[tuple[Rollout, torch.Tensor]] = []
+    groups = engine.generate(
+        prompts(), PARAMS, policy_version=1, on_features=lambda r, f: kept.append((r, f))
+    )
+    assert tokens(groups) == plain
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).double().eval()
+    for rollout, mine in kept:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.token_ids])[None, :-1]
+        with torch.no_grad():
+            states = model.model(ids, output_hidden_states=True).hidden_states
+        # hidden_states[0] is the embedding, so [i + 1] stands after layer i; the last is normed.
+        theirs = torch.cat([states[-1], *(states[i + 1] for i in default_aux_layer_ids(5))], -1)
+        torch.testing.assert_close(mine, theirs[0], atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="aux_layer_ids"):
+        engine.set_speculation(speculation_for(engine, path, selector))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class DecodeBatch:
         self._noise = NoiseAhead(model.config.vocab_size)
         self._paged = PagedAttention(cache)
         self._lanes: LaneAttention | None = None
+        self._view: LaneView | None = None  # of the present rows in lanes
         self._longest = 0
         self._next_due = 0
         self._is_changed = True
@@ -101,6 +102,8 @@ class DecodeBatch:
             rows.append([request.seed, request.max_new_tokens - 1, position, count, out + count, 0])
             room = len(request.kv.pages) * self._cache.page_size - count
             request.due = self.num_passes + room
+        if self._lanes is not None:
+            self._join_lanes(start, requests)
         self.requests.extend(requests)
         end = len(self.requests)
         self._state[:, start:end] = torch.tensor(rows, dtype=torch.int64).t()
@@ -130,6 +133,7 @@ class DecodeBatch:
 
     def _set_changed(self) -> None:
         self._is_changed = True
+        self._view = None
         self._next_due = min((request.due for request in self.requests), default=0)
         self._noise.start()
         if self._speculator is not None:
@@ -152,17 +156,7 @@ class DecodeBatch:
     def sample(self) -> list[Ended]:
         """Draw the next token of every row and record it; returns the rows that ended, for `remove`."""
         params, count_B, out_B = self._params, self._count_B, self._out_B
-        sampled, self._drawn = self._drawn, None
-        if sampled is None:
-            sampled = sample(
-                self._model.logits(self._hidden_BD),
-                self._seed_B,
-                count_B,
-                params.temperature,
-                params.top_p,
-                params.top_k,
-                noise_ahead=self._noise,
-            )
+        sampled = self._draw()
         self._tokens_B = sampled.token_ids_B
         self._out_tokens.index_copy_(0, out_B, sampled.token_ids_B)
         self._out_logprobs.index_copy_(0, out_B, sampled.logprobs_B)
@@ -188,6 +182,24 @@ class DecodeBatch:
             )
         return ended
 
+    def _draw(self) -> Sampled:
+        """The next token of every row. A speculative step has drawn it already for the rows that it had."""
+        drawn, self._drawn = self._drawn, None
+        num_drawn = 0 if drawn is None else drawn.token_ids_B.shape[0]
+        if drawn is not None and num_drawn == len(self.requests):
+            return drawn
+        params, new = self._params, slice(num_drawn, None)
+        fresh = sample(
+            self._model.logits(self._hidden_BD[new]),
+            self._seed_B[new],
+            self._count_B[new],
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            noise_ahead=self._noise if drawn is None else None,
+        )
+        return fresh if drawn is None else drawn.followed_by(fresh)
+
     def grow(self, scheduler: Scheduler) -> None:
         """Find a page for every row whose next token starts one; rows preempted for it leave with their tokens saved."""
         if self._lanes is not None or self.num_passes < self._next_due:
@@ -208,10 +220,10 @@ class DecodeBatch:
         self._next_due = min((request.due for request in self.requests), default=0)
         self._is_changed = True
 
-    def forward(self, *, may_use_lanes: bool) -> None:
-        """Run the sampled tokens through the model. Lanes only when no request can join any more."""
+    def forward(self, scheduler: Scheduler) -> None:
+        """Run the sampled tokens through the model."""
         if self._is_changed:
-            self._plan(may_use_lanes)
+            self._plan(scheduler)
         self._longest += 1
         if self._lanes is not None:
             attention: LaneAttention | PagedAttention = self._lanes
@@ -219,19 +231,22 @@ class DecodeBatch:
         else:
             attention = self._paged
             self._paged.begin_step(self._slot_B)
-        self._hidden_BD = self._model.forward(self._tokens_B, self._position_B, attention)
-        self._cache.keep_features(self._slot_B, self._hidden_BD, self._tokens_B)
+        self._hidden_BD, features = self._model.forward_tapped(
+            self._tokens_B, self._position_B, attention, self._cache.tap_layers
+        )
+        self._cache.keep_features(self._slot_B, features, self._tokens_B)
         self._growing_CB.add_(1)
         if self._speculator is not None:
             self._speculator.set_changed()
         self.num_passes += 1
 
-    def can_speculate(self, *, may_use_lanes: bool) -> bool:
-        """Whether the next pass may be `speculate`: rows stand in lanes, or can be moved there now."""
-        if self._speculator is None:
-            return False
+    def enter_lanes(self, scheduler: Scheduler) -> bool:
+        """Move all rows to lanes, as `speculate` needs, whatever it costs; False if they do not all fit."""
+        if self._lanes is None:
+            positions = self._position_B.tolist()
+            self._move_to_lanes(positions, scheduler)
         if self._is_changed:
-            self._plan(may_use_lanes)
+            self._plan(scheduler)
         return self._lanes is not None
 
     def speculate(self, strategy: SpeculationStrategy) -> list[int]:
@@ -242,20 +257,20 @@ class DecodeBatch:
         assert self._speculator is not None
         assert self._lanes is not None
         positions = self._position_B.tolist()
-        unseen = max(p - r.num_drafted for p, r in zip(positions, self.requests, strict=True))
-        lane = self._lanes.lane_pages * self._cache.page_size
-        view = LaneView(self._cache, num_rows=len(self.requests), lane=lane)
+        if self._view is None:
+            lane = self._lanes.lane_pages * self._cache.page_size
+            self._view = LaneView(self._cache, num_rows=len(self.requests), lane=lane)
         roots = Roots(
             token_ids_B=self._tokens_B,
             positions_B=self._position_B,
             seeds_B=self._seed_B,
             draw_positions_B=self._count_B,
             rooms_B=self._last_B - self._count_B,
-            longest=max(positions) + 1,
-            num_unseen=unseen,
+            positions=positions,
+            num_unseen=[p - r.num_drafted for p, r in zip(positions, self.requests, strict=True)],
         )
-        committed = self._speculator.step(view, roots, strategy)
-        steps_S = torch.arange(strategy.num_steps + 1, device=self._model.device)
+        committed = self._speculator.step(self._view, roots, strategy)
+        steps_S = torch.arange(strategy.depth + 1, device=self._model.device)
         out_P = (self._out_B.unsqueeze(1) + 1 + steps_S).view(-1)
         self._out_tokens.index_copy_(0, out_P, committed.token_ids_BS.view(-1))
         self._out_logprobs.index_copy_(0, out_P, committed.logprobs_BS.view(-1))
@@ -269,7 +284,8 @@ class DecodeBatch:
         counts = committed.num_committed_B.tolist()
         self._growing_CB.add_(committed.num_committed_B)
         for request, position, count in zip(self.requests, positions, counts, strict=True):
-            request.num_drafted = position
+            if strategy.is_learned:
+                request.num_drafted = position
             request.accept_lengths.append(count)
         self._longest += max(counts)
         self._noise.start()
@@ -278,12 +294,12 @@ class DecodeBatch:
 
     # ---- where the KV lies
 
-    def _plan(self, may_use_lanes: bool) -> None:
+    def _plan(self, scheduler: Scheduler) -> None:
         positions = self._position_B.tolist()
         self._longest = max(positions)
         self._is_changed = False
-        if self._lanes is None and may_use_lanes:
-            self._choose_lanes(positions)
+        if self._lanes is None and not scheduler.has_waiting and self._lanes_pay(positions):
+            self._move_to_lanes(positions, scheduler)
         page_size = self._cache.page_size
         if self._lanes is not None:
             lane = self._lanes.lane_pages * page_size
@@ -297,21 +313,21 @@ class DecodeBatch:
             ]
         self._slot_B.copy_(torch.tensor(slots, dtype=torch.int64))
 
-    def _choose_lanes(self, positions: list[int]) -> None:
-        """Move every sequence into a lane of its full length, if all fit and padding to the longest costs little."""
+    def _lanes_pay(self, positions: list[int]) -> bool:
+        """Whether padding every row to the longest costs plain decoding little."""
+        prompts = {id(request.state): request.state for request in self.requests}
+        num_pages = sum(len(request.kv.pages) for request in self.requests)
+        num_pages += sum(len(state.kv.pages) for state in prompts.values())
+        limit = _LANE_WASTE * num_pages * self._cache.page_size + _LANE_FREE_POSITIONS
+        return len(positions) * max(positions) <= limit
+
+    def _move_to_lanes(self, positions: list[int], scheduler: Scheduler) -> None:
+        """Give every sequence a lane of its full length, if there is room for all that run and may join."""
         cache, requests = self._cache, self.requests
-        lane_pages = max(
-            cache.pages_for(request.state.num_tokens + request.max_new_tokens + self._draft_slots)
-            for request in requests
-        )
-        if lane_pages * len(requests) > cache.num_pages:
+        lane_pages = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
+        if not scheduler.reserve_lanes(lane_pages):
             return
         prompts = {id(request.state): request.state for request in requests}
-        num_pages = sum(len(request.kv.pages) for request in requests)
-        num_pages += sum(len(state.kv.pages) for state in prompts.values())
-        limit = _LANE_WASTE * num_pages * cache.page_size + _LANE_FREE_POSITIONS
-        if len(requests) * max(positions) > limit:
-            return
         sources, targets = [], []
         for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
             num_prompt = request.state.num_tokens
@@ -319,9 +335,13 @@ class DecodeBatch:
             sources.append(cache.slots(request.kv.pages, 0, position - num_prompt))
             start = row * lane_pages * cache.page_size
             targets.append(torch.arange(start, start + position, device=self._model.device))
-        for pages in [r.kv.pages for r in requests] + [s.kv.pages for s in prompts.values()]:
-            cache.free(pages)
+        for request in requests:
+            cache.free(request.kv.pages)
+        for state in prompts.values():
+            if state.num_running == state.num_unfinished:  # else siblings wait for it
+                cache.free(state.kv.pages)
         self._lanes = LaneAttention(cache, lane_pages)
+        self._is_changed = True
         for row, request in enumerate(requests):
             self._fill_lane(row, request)
         target_S = torch.cat(targets)
@@ -329,8 +349,30 @@ class DecodeBatch:
         cache.bias_T[: len(requests) * lane_pages * cache.page_size].fill_(-torch.inf)
         cache.mark_written(target_S)
 
+    def _join_lanes(self, first_row: int, requests: Sequence[Request]) -> None:
+        """Give each newcomer a lane with its prompt in it; a prompt whose siblings are all in is stored no more."""
+        assert self._lanes is not None
+        cache, lane = self._cache, self._lanes.lane_pages * self._cache.page_size
+        for request in requests:
+            assert request.saved is None, "a request was preempted although all have lanes"
+            cache.free(request.kv.pages)
+        sources, targets = [], []
+        for row, request in enumerate(requests, first_row):
+            state = request.state
+            self._fill_lane(row, request)
+            sources.append(cache.slots(state.kv.pages, 0, state.num_tokens))
+            targets.append(
+                torch.arange(row * lane, row * lane + state.num_tokens, device=cache.device)
+            )
+        target_S = torch.cat(targets)
+        cache.relocate(torch.cat(sources), target_S)
+        cache.mark_written(target_S)
+        for state in {id(request.state): request.state for request in requests}.values():
+            if state.num_running == state.num_unfinished:
+                cache.free(state.kv.pages)
+
     def _fill_lane(self, row: int, request: Request) -> None:
-        """Take all pages of lane `row`: nobody else can want them, as no request waits when there are lanes."""
+        """Take all pages of lane `row`, which nobody else can want."""
         assert self._lanes is not None
         request.kv.prompt = None
         first = row * self._lanes.lane_pages

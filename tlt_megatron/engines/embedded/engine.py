@@ -6,6 +6,7 @@ planned from sizes alone before anything is allocated, and a step of its loop is
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
 from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request, Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -24,6 +25,7 @@ from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.speculation.strategy import OFF
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -52,13 +54,16 @@ def plan_memory(
     section: RolloutSection,
     *,
     max_prompt_tokens: int = 1024,
-    has_drafter: bool = False,
+    draft_slots: int = 0,
+    num_taps: int = 0,
 ) -> MemoryPlan:
-    """What `EmbeddedEngine` will allocate. A drafter adds its key-value layer, and the features and tokens it reads.
+    """What `EmbeddedEngine` will allocate. A drafter, which needs `draft_slots` behind each sequence, adds its key-value
+    layer, and the tokens and features that it reads: the last hidden state and `num_taps` more.
 
     With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
     `max_prompt_tokens`, with one group that is only partly in.
     """
+    has_drafter = draft_slots > 0
     item = getattr(torch, section.dtype).itemsize
     d, f, v = model.hidden_size, model.ffn_size, model.vocab_size
     num_fused = model.num_heads + 2 * model.num_kv_heads
@@ -67,7 +72,7 @@ def plan_memory(
     layer += (model.num_heads + model.num_kv_heads) * model.head_dim * model.has_qk_norm
     weights = layer * model.num_layers + d + v * d * (1 if model.tie_word_embeddings else 2)
 
-    pages_each = -(-section.max_new_tokens // PAGE_TOKENS)
+    pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + has_drafter
     prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
     num_groups = -(-section.max_batch_size // section.num_samples) + 1
     num_pages = section.max_batch_size * pages_each + num_groups * prompt_pages
@@ -82,7 +87,7 @@ def plan_memory(
     num_kv_layers = model.num_layers + has_drafter
     kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
     if has_drafter:
-        kv += kv_tokens * d * item + (kv_tokens + 1) * 8
+        kv += kv_tokens * d * (1 + num_taps) * item + (kv_tokens + 1) * 8
 
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
     prefill = section.prefill_chunk_tokens * per_token * item
@@ -106,8 +111,11 @@ class EmbeddedEngine:
         device: Device,
         *,
         max_prompt_tokens: int = 1024,
+        tap_layers: tuple[int, ...] = (),
     ) -> None:
+        """Features have the states after `tap_layers` behind the last hidden state: what an EAGLE-3 drafter reads."""
         self._config = model_config
+        self._tap_layers = tap_layers
         self._section = section
         self._device = device
         self._dtype: torch.dtype = getattr(torch, section.dtype)
@@ -126,6 +134,8 @@ class EmbeddedEngine:
             peak_kv_tokens=0,
             kv_capacity_tokens=self._plan.kv_tokens,
         )
+        self._passes: list[PassRecord] = []
+        self._num_unspeculated = 0
         self._is_asleep = self._is_closed = False
 
     def memory_plan(self) -> MemoryPlan:
@@ -171,13 +181,19 @@ class EmbeddedEngine:
     def set_speculation(self, speculation: Speculation | None) -> None:
         """Speculate from the next `generate` on, or stop to. Tokens stay the same; the KV is allocated anew."""
         self._require_awake()
+        if speculation is not None and speculation.draft.config.aux_layer_ids != self._tap_layers:
+            raise ValueError(
+                f"the drafter reads aux_layer_ids={speculation.draft.config.aux_layer_ids}, the engine keeps the states"
+                f" after layers {self._tap_layers}: must be the same"
+            )
         self._speculation = speculation
         self._cache = None
         self._plan = plan_memory(
             self._config,
             self._section,
             max_prompt_tokens=self._max_prompt_tokens,
-            has_drafter=speculation is not None,
+            draft_slots=0 if speculation is None else speculation.draft_slots,
+            num_taps=len(self._tap_layers),
         )
 
     def sleep(self) -> None:
@@ -198,6 +214,11 @@ class EmbeddedEngine:
     def stats(self) -> EngineStats:
         """Counters of the last `generate`."""
         return self._stats
+
+    def take_passes(self) -> list[PassRecord]:
+        """See `RolloutEngine`."""
+        passes, self._passes = self._passes, []
+        return passes
 
     def state_dict(self) -> dict[str, object]:
         """Of the speculation; {} without."""
@@ -255,6 +276,7 @@ class EmbeddedEngine:
             prefill_chunk_tokens=self._section.prefill_chunk_tokens,
         )
         batch = self._start_batch(cache, params, num_requests=len(requests))
+        self._passes, self._num_unspeculated = [], 0
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
         while not scheduler.is_done:
@@ -266,8 +288,9 @@ class EmbeddedEngine:
                 batch.add(admitted)
             if not batch.requests:
                 continue  # the first prompt takes several passes
-            step_started = time.perf_counter()
+            started_sampling = time.perf_counter()
             ended = batch.sample()
+            sample_s = time.perf_counter() - started_sampling
             for end in ended:
                 rollout = self._make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
@@ -279,7 +302,7 @@ class EmbeddedEngine:
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
             if batch.requests:
-                self._advance(batch, scheduler, None if ended else step_started)
+                self._advance(batch, scheduler, sample_s)
         self._stats = EngineStats(
             num_prompt_tokens=num_new,
             num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
@@ -289,7 +312,9 @@ class EmbeddedEngine:
             kv_capacity_tokens=self._plan.kv_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_recomputed_tokens=num_again,
+            num_unspeculated_passes=self._num_unspeculated,
         )
+        self._note_reasons()
         return _group(prompts, params.num_samples, rollouts)
 
     def _start_batch(
@@ -307,24 +332,47 @@ class EmbeddedEngine:
             draft_slots=speculation.draft_slots if speculation else 0,
         )
 
-    def _advance(self, batch: DecodeBatch, scheduler: Scheduler, started: float | None) -> None:
-        """One pass, plain or speculative as the selector says. It is told what the step since `started` brought; None:
-        responses ended in it, which is not a part of what a strategy costs."""
-        speculation, may_use_lanes = self._speculation, not scheduler.has_waiting
-        if speculation is None or not batch.can_speculate(may_use_lanes=may_use_lanes):
-            batch.forward(may_use_lanes=may_use_lanes)
-            return
+    def _advance(self, batch: DecodeBatch, scheduler: Scheduler, sample_s: float) -> None:
+        """One pass, plain or speculative as the selector says. `sample_s` were spent on drawing what the last one brought."""
+        speculation = self._speculation
         batch_size = len(batch.requests)
-        strategy = speculation.selector.choose(batch_size)
-        accepted: list[int] = []
+        started = time.perf_counter()
+        strategy, accepted = OFF, []
+        if speculation is not None:
+            strategy = speculation.selector.choose(batch_size)
+        if not strategy.is_off and not batch.enter_lanes(scheduler):
+            self._num_unspeculated += 1
+            strategy = OFF
         if strategy.is_off:
-            batch.forward(may_use_lanes=may_use_lanes)
+            batch.forward(scheduler)
         else:
             accepted = batch.speculate(strategy)
-        if started is not None:
-            depths = accepted_by_depth(accepted, strategy.num_steps)
-            seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started + sample_s
+        depths = accepted_by_depth(accepted, strategy.depth)
+        if speculation is not None:
             speculation.selector.observe(strategy, batch_size, depths, seconds)
+        self._passes.append(
+            PassRecord(
+                start_s=started - sample_s,
+                seconds=seconds,
+                batch_size=batch_size,
+                strategy=str(strategy),
+                reason="plain",
+                num_committed=batch_size + sum(accepted),
+                accepted_by_depth=tuple(depths),
+            )
+        )
+
+    def _note_reasons(self) -> None:
+        """The selector's word for each of the latest passes, which it keeps for so many."""
+        if self._speculation is None:
+            return
+        decisions = self._speculation.selector.decisions()
+        start = max(len(self._passes) - len(decisions), 0)
+        latest = zip(self._passes[start:], decisions[-len(self._passes) :], strict=True)
+        self._passes[start:] = [
+            dataclasses.replace(record, reason=decision.reason) for record, decision in latest
+        ]
 
     def _ready_cache(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool
@@ -359,7 +407,8 @@ class EmbeddedEngine:
                 dtype=self._dtype,
                 device=self._device.torch_device,
                 num_draft_layers=0 if self._speculation is None else 1,
-                feature_size=self._config.hidden_size if keeps_features else 0,
+                keeps_features=keeps_features,
+                tap_layers=self._tap_layers if keeps_features else (),
             )
         self._cache.reset()
         return self._cache
@@ -394,13 +443,14 @@ class EmbeddedEngine:
             new = context[first + chunk.start :]
             segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
         token_ids_P = torch.cat(token_ids).to(cache.device)
-        hidden_PD = model.forward(
+        hidden_PD, features_PF = model.forward_tapped(
             token_ids_P,
             torch.cat(position_ids).to(cache.device),
             PrefillAttention(cache, segments),
+            cache.tap_layers,
         )
         slots_P = torch.cat([segment.new_slots_C for segment in segments])
-        cache.keep_features(slots_P, hidden_PD, token_ids_P)
+        cache.keep_features(slots_P, features_PF, token_ids_P)
         num_tokens = 0
         for chunk in chunks:
             num_tokens += chunk.end - chunk.start

@@ -6,6 +6,9 @@ use the slots behind the root in the drafter's own layer, which the target's ver
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
 
 _EXTEND_POSITIONS = 64  # of one pass over what the drafter has not seen
+_LAG = 32  # unseen pairs from which a row is brought up apart from those that are nearer
 
 
 class ModelDrafter:
@@ -41,16 +45,18 @@ class ModelDrafter:
         positions_B: Tensor,
         strategy: SpeculationStrategy,
         *,
-        num_unseen: int,
-        longest: int,
+        positions: Sequence[int],
+        num_unseen: Sequence[int],
         temperature: float,
         noise_BSV: Tensor | None,
         tau_D: Tensor | None,
         top_p: float,
         top_k: int,
     ) -> DraftTree:
-        """A tree behind the roots at `positions_B`, the last `num_unseen` pairs before which are new to the drafter."""
-        hidden_BD, logits_BV = self._extend(view, positions_B, num_unseen, longest)
+        """A tree behind the roots at `positions_B`; the last `num_unseen[b]` pairs before row b's are new to the drafter."""
+        longest = max(positions) + 1
+        num_left = self._catch_up(view, positions, num_unseen)
+        hidden_BD, head_BD = self._extend(view, positions_B, num_left, longest)
         grower = self._growers.get(strategy)
         if grower is None:
             device = self._cache.device
@@ -66,7 +72,7 @@ class ModelDrafter:
             longest=longest,
         )
         return grower.grow(
-            logits_BV,
+            self._model.logits(head_BD),
             expansion.expand,
             temperature=temperature,
             noise_BDV=noise_BSV,
@@ -75,12 +81,32 @@ class ModelDrafter:
             top_k=top_k,
         )
 
+    def _catch_up(self, view: LaneView, positions: Sequence[int], num_unseen: Sequence[int]) -> int:
+        """Bring rows that lag far behind, such as newcomers, up by themselves. Most pairs that a row still lacks."""
+        lagging = [n > _LAG for n in num_unseen]
+        if all(lagging):
+            return max(num_unseen)
+        start = 0
+        for is_lagging, run in itertools.groupby(lagging):
+            end = start + len(list(run))
+            if is_lagging:
+                self._extend(
+                    view.part(start, end),
+                    torch.tensor(positions[start:end], device=self._cache.device),
+                    max(num_unseen[start:end]),
+                    max(positions[start:end]) + 1,
+                )
+            start = end
+        return max(n for n in num_unseen if n <= _LAG)
+
     def _extend(
         self, view: LaneView, positions_B: Tensor, num_unseen: int, longest: int
     ) -> tuple[Tensor, Tensor]:
-        """Compute the last `num_unseen` pairs; (hidden, logits) of the newest. Pairs seen before come out the same."""
+        """Compute the last `num_unseen` pairs; (hidden, head input) of the newest. Pairs seen before come out the same."""
         cache, model = self._cache, self._model
         length = view.read_length(longest)
+        # Behind the final state stand the taps, if the drafter reads those.
+        feature_size = model.config.feature_size
         for start in range(num_unseen, 0, -_EXTEND_POSITIONS):
             end = max(start - _EXTEND_POSITIONS, 0)
             back_M = torch.arange(start, end, -1, device=cache.device)
@@ -89,16 +115,16 @@ class ModelDrafter:
             attention = LaneTreeAttention(
                 view, slots_P, causal_bias(view, pairs_BM, length), first_layer=self._first_layer
             )
+            features_PF = cache.features_TD.index_select(0, slots_P)[:, -feature_size:]
             hidden_PD, head_input_PD = model.forward(
                 cache.token_ids_T.index_select(0, slots_P + 1),
-                model.fuse(cache.features_TD.index_select(0, slots_P)),
+                model.fuse(features_PF),
                 pairs_BM.view(-1),
                 attention,
             )
-        num_rows = positions_B.shape[0]
-        newest_BD = hidden_PD.view(num_rows, -1, hidden_PD.shape[-1])[:, -1]
-        head_BD = head_input_PD.view(num_rows, -1, hidden_PD.shape[-1])[:, -1]
-        return newest_BD, model.logits(head_BD)
+        num_rows, size = positions_B.shape[0], hidden_PD.shape[-1]
+        newest = (state.view(num_rows, -1, size)[:, -1] for state in (hidden_PD, head_input_PD))
+        return tuple(newest)
 
 
 class _Expansion:

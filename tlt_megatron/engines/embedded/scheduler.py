@@ -126,6 +126,7 @@ class Scheduler:
         self._cache = cache
         self._max_batch_size = max_batch_size
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._has_lanes = False
         self.running: list[Request] = []  # in order of age
         self.num_preemptions = 0
 
@@ -135,9 +136,33 @@ class Scheduler:
         return bool(self._waiting)
 
     @property
+    def longest_sequence(self) -> int:
+        """Most positions that a request which runs or waits can come to."""
+        everyone = (*self.running, *self._waiting)
+        return max(request.state.num_tokens + request.max_new_tokens for request in everyone)
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing waits or runs."""
         return not self._waiting and not self.running
+
+    def reserve_lanes(self, lane_pages: int) -> bool:
+        """Whether the lowest pages can be lanes for as many rows as may ever run, beside the prompts that wait to join
+        them. If so, rows are admitted without asking for room from now on."""
+        waiting = self._waiting
+        if any(request.kv.pages or request.saved is not None for request in waiting):
+            return False
+        num_rows = min(self._max_batch_size, len(self.running) + len(waiting))
+        end = num_rows * lane_pages
+        stay = [page for request in waiting for page in request.state.kv.pages]
+        # Prompts that join in one go, and one that is only partly in.
+        longest = max((request.state.num_tokens for request in waiting), default=0)
+        num_siblings = max((request.state.num_unfinished for request in waiting), default=1)
+        num_prompts = min(-(-num_rows // num_siblings) + 1, len(waiting))
+        if end + num_prompts * self._cache.pages_for(longest) > self._cache.num_pages:
+            return False
+        self._has_lanes = end <= min(stay, default=self._cache.num_pages)
+        return self._has_lanes
 
     # ---- admission
 
@@ -175,7 +200,7 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         # One free page is left for each that runs already, else the newcomer is the next to be preempted.
         needed = self._pages_needed(request)
-        return needed <= self._cache.num_free - len(self.running)
+        return self._has_lanes or needed <= self._cache.num_free - len(self.running)
 
     def _take_pages(self, request: Request) -> None:
         state, cache = request.state, self._cache

@@ -43,13 +43,18 @@ class Roots:
     seeds_B: Tensor
     draw_positions_B: Tensor  # index of the root in its response: keys the noise
     rooms_B: Tensor  # tokens that may still be committed after the root, >= 1
-    longest: int  # one past the largest position
-    num_unseen: int  # most positions before a root that the drafter has not seen
+    positions: Sequence[int]  # the same, known to the host
+    num_unseen: Sequence[int]  # positions before each root that the drafter has not seen
+
+    @property
+    def longest(self) -> int:
+        """One past the largest position."""
+        return max(self.positions) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a step adds to each row. S = num_steps + 1; what stands behind num_committed means nothing."""
+    """What a step adds to each row. S = depth + 1; what stands behind num_committed means nothing."""
 
     token_ids_BS: Tensor
     logprobs_BS: Tensor
@@ -69,14 +74,12 @@ class Speculation:
         *,
         ranking: Ranking = Ranking.NOISE,
     ) -> None:
-        """`strategies` are all that `selector` may choose. ValueError if the drafter needs features that are not kept."""
-        if draft.config.is_eagle3:
-            raise ValueError("architecture='eagle3': the embedded engine drafts with 'eagle' alone")
+        """`strategies` are all that `selector` may choose."""
         drafting = [s for s in strategies if not s.is_off]
         self.draft = draft
         self.selector = selector
         self.ranking = ranking
-        self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in drafting), default=1))
+        self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in drafting), default=1) or 1)
         self.draft_slots = max((slots_behind_root(s) for s in drafting), default=0)
 
     def state_dict(self) -> dict[str, object]:
@@ -143,8 +146,8 @@ class Speculator:
             view,
             roots.positions_B,
             strategy,
+            positions=roots.positions,
             num_unseen=roots.num_unseen,
-            longest=roots.longest,
             temperature=params.temperature,
             noise_BSV=noise_BSV,
             tau_D=self._tau(),
@@ -193,10 +196,11 @@ class Verifier:
         slots_P = view.slots(roots.positions_B.unsqueeze(1) + rows_R)
         length = view.read_length(roots.longest + num_queries)
         bias_BRS = drafted_bias(view, roots.positions_B, ancestors_BRR, length)
-        hidden_PD = self._model.forward(
+        hidden_PD, features_PF = self._model.forward_tapped(
             tree.row_token_ids_BR(roots.token_ids_B).view(-1),
             positions_BR.view(-1),
             LaneTreeAttention(view, slots_P, bias_BRS),
+            self._cache.tap_layers,
         )
         sampled = self._sample(hidden_PD, roots, tree, noise_BSV)
         verdict = verify_noise_keyed(
@@ -206,7 +210,7 @@ class Verifier:
             stop_token_ids=self._stop_ids,
             max_commit_B=roots.rooms_B,
         )
-        self._settle(view, roots, tree, verdict, hidden_PD)
+        self._settle(view, roots, tree, verdict, features_PF)
         path_BS = verdict.path_BS
         committed = Committed(
             token_ids_BS=verdict.committed_tokens_BS,
@@ -241,7 +245,7 @@ class Verifier:
         )
 
     def _settle(
-        self, view: LaneView, roots: Roots, tree: DraftTree, verdict: Verdict, hidden_PD: Tensor
+        self, view: LaneView, roots: Roots, tree: DraftTree, verdict: Verdict, features_PF: Tensor
     ) -> None:
         """Keys, values, features and tokens of the committed path to consecutive positions; make them visible."""
         cache, path_BS = self._cache, verdict.path_BS
@@ -251,11 +255,11 @@ class Verifier:
         target_P = view.slots(base_B1 + steps_S)
         if not tree.is_chain:
             cache.move_kv(view.slots(base_B1 + path_BS), target_P)
-        num_queries = hidden_PD.shape[0] // num_rows
+        num_queries = features_PF.shape[0] // num_rows
         rows_P = path_BS + (torch.arange(num_rows, device=path_BS.device) * num_queries).unsqueeze(
             1
         )
-        cache.features_TD.index_copy_(0, target_P, hidden_PD.index_select(0, rows_P.view(-1)))
+        cache.features_TD.index_copy_(0, target_P, features_PF.index_select(0, rows_P.view(-1)))
         cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
         is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)
         bias_BS = torch.where(is_committed_BS, 0.0, -torch.inf).to(cache.bias_T.dtype)
