@@ -25,7 +25,7 @@ $(VENV)/.done: setup.py
 	@if command -v nvidia-smi >/dev/null 2>&1; then echo "set-up: torch (CUDA)"; $(PY) -m pip install -q "torch>=2.11,<2.15"; \
 	else echo "set-up: $(CPU_TORCH) (CPU)"; $(PY) -m pip install -q "$(CPU_TORCH)"; fi
 	@echo "set-up: tlt_megatron and what it needs"
-	@$(PY) -m pip install -q -e ".[dev]"
+	@$(PY) -m pip install -q -e ".[dev,report]"
 	@touch $@; echo "set-up: done"
 
 quickstart: setup  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with everything a run leaves behind

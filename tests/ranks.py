@@ -13,17 +13,22 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    killed: Collection[int] = (),
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a fresh gloo world; its results in rank order.
 
     `function` may be a closure (it is forked, not pickled); results must pickle. Raises AssertionError with the
-    traceback of the first rank that fails, or naming the ranks that do not end in time.
+    traceback of the first rank that fails, or naming the ranks that do not end in time. The ranks `killed` must die by
+    their own hand without a result, None here; the others then do not wait for one another at the end.
     """
     context = multiprocessing.get_context("fork")
     port = _free_port()
@@ -31,14 +36,16 @@ def run_ranks(
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(rank, world_size, port, sender, function, args), daemon=False
+            target=_rank_main,
+            args=(rank, world_size, port, sender, function, args, not killed),
+            daemon=False,
         )
         process.start()
         sender.close()
         pipes.append(receiver)
         processes.append(process)
     try:
-        return _collect(pipes, time.monotonic() + timeout_s)
+        return _collect(pipes, time.monotonic() + timeout_s, killed)
     finally:
         for process in processes:
             process.join(timeout=2)
@@ -47,7 +54,7 @@ def run_ranks(
                 process.join()
 
 
-def _collect(pipes: list[Any], deadline: float) -> list[Any]:
+def _collect(pipes: list[Any], deadline: float, killed: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
@@ -60,7 +67,10 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
             try:
                 is_ok, payload = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                is_ok, payload = False, "the process died without a word"
+                is_ok = rank in killed
+                payload = None if is_ok else "the process died without a word"
+            else:
+                assert rank not in killed, f"rank {rank} was to die and did not: {payload}"
             assert is_ok, f"rank {rank} failed:\n{payload}"
             results[rank] = payload
     return [results[rank] for rank in range(len(pipes))]
@@ -73,6 +83,7 @@ def _rank_main(
     sender: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    has_last_barrier: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -89,7 +100,8 @@ def _rank_main(
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
         message = (True, function(*args))
         payload = pickle.dumps(message)
-        dist.barrier()
+        if has_last_barrier:
+            dist.barrier()
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(payload)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
@@ -136,6 +137,8 @@ def random_tree(generator: random.Random, batch_size: int, num_nodes: int, vocab
 
 Verify = Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor], Verdict]
 """(tree, row states [B, R], seeds, positions, remaining tokens) -> verdict."""
+Retrieve = Callable[[list[int], list[list[int]], int], Tensor]
+"""(requests, the response of each so far, N) -> what an index might say follows [B, N]."""
 
 
 def decode_speculative(
@@ -146,10 +149,11 @@ def decode_speculative(
     verify: Verify,
     choose: Callable[[int], tuple[SpeculationStrategy, Ranking]],
     tau_D: Tensor | None = None,
+    retrieve: Retrieve | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """All requests together; one that ends leaves the batch. Returns their tokens and all accept lengths.
 
-    `choose` gives the strategy and ranking of a step number.
+    `choose` gives the strategy and ranking of a step number; `retrieve` is for strategies with retrieved tokens.
     """
     responses: list[list[int]] = [[] for _ in seeds]
     active, accept_lengths, step = list(range(len(seeds))), [], 0
@@ -160,9 +164,15 @@ def decode_speculative(
         seeds_B = torch.tensor([seeds[i] for i in active])
         positions_B = torch.tensor([len(responses[i]) for i in active])
         left_B = torch.tensor([max_tokens[i] - len(responses[i]) for i in active])
-        noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, draft_table.shape[1])
-        grower = TreeGrower(strategy, ranking=ranking)
-        tree = grow_draft(draft_table, states_B, grower, how, noise_BDV, tau_D)
+        noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.depth, draft_table.shape[1])
+        tree = None
+        if strategy.is_learned:
+            grower = TreeGrower(strategy, ranking=ranking)
+            tree = grow_draft(draft_table, states_B, grower, how, noise_BDV, tau_D)
+        if strategy.num_retrieved:
+            so_far = [responses[i] for i in active]
+            found_BN = retrieve(active, so_far, strategy.num_retrieved)
+            tree = retrieved_chain(found_BN) if tree is None else graft(tree, found_BN)
         verdict = verify(tree, row_states(tree, states_B), seeds_B, positions_B, left_B)
         going = []
         for row, index in enumerate(active):

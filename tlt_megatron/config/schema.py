@@ -150,12 +150,6 @@ class SpeculationSection:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            bool(self.drafter) or not self.enabled,
-            "speculation.drafter",
-            self.drafter,
-            "the folder of a drafter where speculation.enabled is true",
-        )
         _require(bool(self.strategies), "speculation.strategies", self.strategies, "not empty")
         for strategy in self.strategies:
             _require(
@@ -466,4 +460,16 @@ class RunConfig:
             "rollout.num_samples",
             self.rollout.num_samples,
             f"> 1 where algorithm.advantage={self.algorithm.advantage!r} (it compares siblings)",
+        )
+        _require(
+            bool(self.speculation.drafter) or not self.speculation.enabled or self.spot.enabled,
+            "speculation.drafter",
+            self.speculation.drafter,
+            "the folder of a drafter where speculation.enabled is true and spot.enabled, which trains one, is not",
+        )
+        _require(
+            self.speculation.enabled or not self.spot.enabled,
+            "spot.enabled",
+            self.spot.enabled,
+            "false where speculation.enabled is false",
         )

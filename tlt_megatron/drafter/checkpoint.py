@@ -60,15 +60,19 @@ def save_drafter(
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
     save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    target = fingerprint_target(model.embedding_VD)
-    config = dataclasses.replace(model.config, target=target)
-    dtype_name = str(dtype or model.fc.weight.dtype).removeprefix("torch.")
-    text = json.dumps(_to_hf_config(config, dtype_name), indent=2)
-    (path / "config.json").write_text(text, encoding="utf-8")
+    save_draft_config(path, model, dtype or model.fc.weight.dtype)
     if trainer_state is not None:
         file = path / TRAINER_FILE
         file.parent.mkdir(exist_ok=True)
         save_file({name: _to_disk(tensor) for name, tensor in trainer_state.items()}, file)
+
+
+def save_draft_config(path: Path, model: DraftModel, dtype: torch.dtype) -> None:
+    """Write config.json for weights in `dtype`, with the fingerprint of the embedding which the model borrows now."""
+    target = fingerprint_target(model.embedding_VD)
+    config = dataclasses.replace(model.config, target=target)
+    text = json.dumps(_to_hf_config(config, str(dtype).removeprefix("torch.")), indent=2)
+    (path / "config.json").write_text(text, encoding="utf-8")
 
 
 def _to_disk(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -188,6 +192,15 @@ def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, sour
 
 
 def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
-    """The state for `DrafterTrainer.load_state_dict`; None if the folder holds weights alone."""
+    """The state for `DrafterTrainer.load_state_dict`; None if the folder holds weights alone.
+
+    Where the weights are not repeated in it (`async_checkpoint.py`), they are those of the weights file.
+    """
     file = Path(path) / TRAINER_FILE
-    return load_file(file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    state = load_file(file)
+    if not any(name.startswith("model.") for name in state):
+        weights = load_file(Path(path) / WEIGHTS_FILE)
+        state |= {f"model.{name}": tensor for name, tensor in weights.items()}
+    return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,15 +87,17 @@ class DrafterTrainer:
             step = torch.zeros((), device=parameter.device)
             self._optimizer.state[parameter] = {"step": step, **moments}
 
-    def step(self, batch: DraftBatch | None, flags: Sequence[float] = ()) -> DrafterStats:
+    def step(self, batch: DraftBatch | None, flags: Collection[float] = ()) -> DrafterStats:
         """Train on this member's batch, or lend a hand without one. All members give equally many `flags`.
+
+        `flags` are iterated over after the backward pass, so they may be looked up as late as that.
 
         The gradient is that of the summed loss of all members over their summed rows, so it does not depend on how
         the data were dealt out. With `batch` None everywhere only the flags are exchanged.
         """
         num_steps = self._objective.num_steps
         sums = self._backward(batch, num_extra=2 + 3 * num_steps + len(flags))
-        sums[2 + 3 * num_steps :] = sums.new_tensor(flags)
+        sums[2 + 3 * num_steps :] = sums.new_tensor(tuple(flags))
         if self.group.size > 1:
             # The method, not torch.distributed's function, which wants the group registered in the world.
             work = self.group.handle.allreduce([self._flat])  # type: ignore[union-attr]

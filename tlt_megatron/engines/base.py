@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,10 +55,12 @@ class RolloutEngine(Protocol):
         *,
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
+        on_features: Callable[[Rollout, Tensor], None] | None = None,
     ) -> list[RolloutGroup]:
         """Answer all prompts; groups come back in the order of the prompts.
 
-        `on_finish` is called with each response as it ends. RuntimeError if the loaded weights are not of
+        `on_finish` is called with each response as it ends. `on_features` is given, with each response, the states that a
+        drafter trains on, [prompt + response - 1, F]; an engine that does not see them never calls it. RuntimeError if the loaded weights are not of
         `policy_version`; ValueError if a prompt cannot fit into the KV memory.
         """
 
@@ -68,6 +70,19 @@ class RolloutEngine(Protocol):
         """Replace all weights by the Hugging Face-named `tensors`. RuntimeError if what the engine then holds
         does not have the checksum that `checksum` gives once `tensors` is exhausted (`models.hf_io.checksum_tensor`
         summed, in the dtype of the engine); it then refuses to generate."""
+
+    def target_tensors(self) -> tuple[Tensor, Tensor]:
+        """Embedding and LM head [V, D] of the policy that the engine holds, for a drafter that trains beside it: the same
+        tensors all along, changed in place by `load_weights`."""
+
+    def load_drafter_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+    ) -> None:
+        """Draft with other weights from the next pass on. `tensors` are the drafter's own, under the names of
+        `models.draft_model.DraftModel.state_dict`. RuntimeError if they do not have the checksum, or nothing drafts."""
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        """Whether to do without the learned drafter until further notice, as it has collapsed."""
 
     def sleep(self) -> None:
         """Give back memory that training can use; `wake` before the next `generate` or `load_weights`."""

@@ -7,6 +7,7 @@ asked for, a host copy of the initial weights as the reference policy. Every met
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from tlt_megatron.config.schema import (
 )
 from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.export import iter_hf_weights
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 from tlt_megatron.mcore.model import build_model
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
 from tlt_megatron.mcore.schedule import run_forward, run_forward_backward
@@ -75,14 +77,27 @@ class McorePolicyModel:
         self._has_gradients = False
 
     def infer_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, *, reference: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        *,
+        reference: bool = False,
+        tap: HiddenStateTap | None = None,
     ) -> list[TokenLogprobs]:
         """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
 
-        ValueError for `reference` without `keep_reference`.
+        `tap` is given the hidden states of the pass. ValueError for `reference` without `keep_reference`, or with a tap.
         """
         if not reference:
-            return run_forward(self._model, micro_batches, temperature, self._groups)
+            tapping = (
+                nullcontext()
+                if tap is None
+                else tap.record(self._stage, micro_batches, self._groups)
+            )
+            with tapping:
+                return run_forward(self._model, micro_batches, temperature, self._groups)
+        if tap is not None:
+            raise ValueError("tap with reference=True: a drafter learns from the policy alone")
         if self._reference is None:
             raise ValueError("reference=True: the policy was built with keep_reference=False")
         self._exchange_weights(self._reference)

@@ -8,6 +8,8 @@ up to rounding, which is all a drafter needs: what it says can cost time, never 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,6 +71,12 @@ class DraftInference:
             self._head = Matrix(model.lm_head_VD)
         else:
             self._head = None
+        self.refresh()
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over a drafter's own tensors, under the names of `DraftModel.state_dict`."""
+        self._model.load_state_dict(dict(weights))
         self.refresh()
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RmsNorm, RotaryTable, apply_rope_
-from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.models.matrix import Matrix, packs
 
 
 class Attention(Protocol):
@@ -142,8 +142,16 @@ class Transformer:
             yield name, view[0] if self._is_head_norm(name) else view
 
     def num_bytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(view.nbytes for view in self._views.values())
+        """Bytes of the weights, and of the packed copies that the first pass makes of the matrices."""
+        held = sum(view.nbytes for view in self._views.values())
+        if packs(self.dtype, self.device):
+            held += sum(
+                matrix.nbytes
+                for layer in self.layers
+                for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            )
+            held += self.lm_head.nbytes
+        return held
 
     def to(self, device: torch.device) -> None:
         """Move the weights."""

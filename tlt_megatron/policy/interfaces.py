@@ -16,7 +16,17 @@ from tlt_megatron.types import (
     TokenLogprobs,
 )
 
-__all__ = ["LossFunction", "LossResult", "OptimizerStats", "PolicyModel"]
+__all__ = ["HiddenTap", "LossFunction", "LossResult", "OptimizerStats", "PolicyModel"]
+
+
+class HiddenTap(Protocol):
+    """Takes what a drafter trains on out of a log-prob pass. Between its maker and the model; nobody here looks inside.
+
+    `mcore.hidden_tap.HiddenStateTap` is the one that `McorePolicyModel` takes.
+    """
+
+    def stats(self) -> dict[str, float]:
+        """What it took, as metrics."""
 
 
 class PolicyModel(Protocol):
@@ -24,9 +34,15 @@ class PolicyModel(Protocol):
     tensor- and pipeline-parallel peers pass the same micro-batches, data-parallel peers their own share."""
 
     def infer_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, *, reference: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        *,
+        reference: bool = False,
+        tap: HiddenTap | None = None,
     ) -> list[TokenLogprobs]:
-        """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights."""
+        """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
+        `tap`, on all ranks or none, changes nothing of the result."""
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction

@@ -20,7 +20,7 @@ from tlt_megatron.policy.batching import (
     response_slices,
     split_evenly,
 )
-from tlt_megatron.policy.interfaces import PolicyModel
+from tlt_megatron.policy.interfaces import HiddenTap, PolicyModel
 from tlt_megatron.policy.loss import PolicyLoss, kl_estimate
 from tlt_megatron.rewards.advantage import compute_advantages
 from tlt_megatron.runtime.collectives import gather_objects, sum_metrics
@@ -71,15 +71,20 @@ class PolicyTrainer:
         self.max_new_tokens = max_new_tokens
         self.loss = PolicyLoss(section)
 
-    def infer_logprobs(self, scored: Sequence[ScoredGroup]) -> Inference:
-        """Forward-only passes over this rank's share: log-probs before the update, and of the reference if any."""
+    def infer_logprobs(
+        self, scored: Sequence[ScoredGroup], tap: HiddenTap | None = None
+    ) -> Inference:
+        """Forward-only passes over this rank's share: log-probs before the update, and of the reference if any.
+
+        `tap` is given the policy's hidden states of that share, not the reference's.
+        """
         minibatches = tuple(
             self._plan(scored, indices)
             for indices in split_evenly(len(scored), self.section.num_minibatches)
         )
         packs = [pack for minibatch in minibatches for pack in minibatch]
         batches = [pack.batch for pack in packs]
-        predicted = self.model.infer_logprobs(batches, self.temperature)
+        predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
         ref_logprobs = None
         if self.section.kl_coef:
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,10 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
+    def graph_memory(self) -> GraphMemory | None:
+        """New memory for captured graphs; None where work cannot be captured."""
+        return GraphMemory(self.torch_device) if self.is_cuda else None
+
     def rng_state(self) -> Tensor | None:
         """State of this GPU's default generator; None on the CPU, whose generator is torch's own."""
         return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
@@ -40,6 +45,36 @@ class Device:
     def set_rng_state(self, state: Tensor) -> None:
         """Restore what `rng_state` gave on a GPU."""
         torch.cuda.set_rng_state(state, self.torch_device)
+
+
+class GraphMemory:
+    """Memory of a GPU in which captured graphs lie on top of each other: only one of them may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(
+            device
+        )  # one for all captures, or they would share nothing
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run `work` twice, so that libraries set themselves up, and capture it. Returns what runs it again.
+
+        What `work` allocates and drops is shared with graphs that are captured later; what it writes into must exist.
+        The memory goes back when all that were returned are dropped.
+        """
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                work()
+        caller.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, may use the device meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+            work()
+        return graph.replay
 
 
 def select_device(name: str) -> Device:

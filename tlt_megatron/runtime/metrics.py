@@ -38,9 +38,9 @@ class MetricsWriter:
         self.num_nonfinite = 0  # values written as null so far
         if self.path.is_file():
             if resume_step is None:
-                _set_aside(self.path)
+                set_aside(self.path)
             else:
-                _cut_rows(self.path, resume_step)
+                cut_rows(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = None
         if tensorboard:
@@ -100,8 +100,11 @@ def _to_number(name: str, value: object) -> float | int:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def _cut_rows(path: Path, resume_step: int) -> None:
-    """Keep the rows before `resume_step`, written beside and renamed: a crash leaves the old or the new file."""
+def cut_rows(path: Path, resume_step: int) -> None:
+    """Keep the rows of a jsonl file whose "step" is before `resume_step`.
+
+    Written beside and renamed: a crash leaves the old or the new file.
+    """
     kept, num_torn = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
@@ -119,13 +122,13 @@ def _cut_rows(path: Path, resume_step: int) -> None:
     temporary.replace(path)
 
 
-def _set_aside(path: Path) -> None:
+def set_aside(path: Path) -> None:
     """A fresh run in the folder of an earlier one neither mixes with its numbers nor destroys them."""
     number = 1
-    while (aside := path.with_name(f"metrics.{number}.jsonl")).exists():
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(aside)
-    log.warning("%s holds the metrics of an earlier run in this folder", aside)
+    log.warning("%s holds the %s of an earlier run in this folder", aside, path.stem)
 
 
 def _require_package(name: str, setting: str) -> None:

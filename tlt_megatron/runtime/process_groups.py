@@ -1,19 +1,27 @@
-"""Ranks and their groups as values. Groups are made once at start (mcore/initialize.py) and passed in."""
+"""Ranks and their groups as values. Groups are made once at start (mcore/initialize.py) and passed in.
+
+Private groups are the exception: `form_private_group` needs its members alone and leaves torch's world registry as it is,
+so it works while every other rank is busy (spot/session.py).
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One communicator. `handle` is None where the group has a single member: nothing to communicate."""
 
-    handle: dist.ProcessGroup | None
+    handle: dist.ProcessGroup | PrivateHandle | None
     rank: int  # of this process within the group
     size: int
     global_ranks: tuple[int, ...]  # of the members, in group order
@@ -69,3 +77,147 @@ def init_world(backend: str, timeout_s: float) -> Group:
         size=dist.get_world_size(),
         global_ranks=tuple(range(dist.get_world_size())),
     )
+
+
+def open_store(world: Group, timeout_s: float) -> dist.Store:
+    """A store of our own for all ranks, hosted by a native thread of rank 0. A collective of the world.
+
+    It lives as long as rank 0 keeps the value. A read of a key that nobody writes fails after `timeout_s`.
+    """
+    if world.size == 1:
+        return dist.HashStore()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    host = os.environ["MASTER_ADDR"]  # where rank 0 runs
+    hosted = (
+        dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        if world.is_first
+        else None
+    )
+    box = [hosted.port if hosted else 0]
+    dist.broadcast_object_list(box, src=0, group=world.handle)
+    if hosted:
+        return hosted
+    return dist.TCPStore(host, box[0], is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+class MemberLost(RuntimeError):
+    """A member of a private group is gone or silent. The group is of no further use; its other members are."""
+
+
+class PrivateHandle:
+    """The collectives of a private group; whatever goes wrong in them is a MemberLost.
+
+    After `close` no reference to the communicator is left, which is what sets free a peer that waits in it.
+    """
+
+    def __init__(self, backend: dist.ProcessGroup, name: str) -> None:
+        self.name = name
+        self._backend: dist.ProcessGroup | None = backend
+
+    def allreduce(self, tensors: list[Tensor]) -> PrivateWork:
+        """Sum the one tensor in the list over the members, in place."""
+        with _telling_loss(self.name):
+            return PrivateWork(self._live().allreduce(tensors), self.name)
+
+    def broadcast(self, tensor: Tensor, source: int) -> PrivateWork:
+        """Fill the tensor with that of member `source` (a rank within the group)."""
+        with _telling_loss(self.name):
+            return PrivateWork(self._live().broadcast(tensor, source), self.name)
+
+    def close(self) -> None:
+        """Let go of the communicator. On NCCL pending operations are aborted; gloo has none after an error."""
+        backend, self._backend = self._backend, None
+        if backend is not None and backend.name() == "nccl":
+            backend.abort()
+
+    def _live(self) -> dist.ProcessGroup:
+        if self._backend is None:
+            raise MemberLost(f"private group {self.name} is closed")
+        return self._backend
+
+
+class PrivateWork:
+    """A collective that is under way."""
+
+    def __init__(self, work: dist.Work, name: str) -> None:
+        self._work: dist.Work | None = work
+        self._name = name
+
+    def wait(self) -> None:
+        """Block until it is done. MemberLost if a member is gone, or silent for longer than the group's timeout."""
+        work, self._work = self._work, None  # a failed one would hold on to the communicator
+        assert work is not None, "waited twice"
+        with _telling_loss(self._name):
+            try:
+                work.wait()
+            finally:
+                del work
+
+
+@contextmanager
+def _telling_loss(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MemberLost:
+        raise
+    except RuntimeError as error:  # all that gloo, NCCL and the store raise
+        lines = str(error).splitlines()
+        raise MemberLost(f"private group {name}: {lines[0] if lines else error!r}") from None
+
+
+def form_private_group(
+    store: dist.Store,
+    name: str,
+    members: Sequence[int],
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+) -> Group:
+    """A communicator of the global ranks `members`, `rank` among them; called by all of them and by nobody else.
+
+    `name` must never have been used in this store: stale addresses would be taken for answers. MemberLost if the
+    members do not come together. Example: `form_private_group(store, "7.2", (0, 3), 3, device, 20.0)`.
+    """
+    members = tuple(sorted(members))
+    place = members.index(rank)
+    if len(members) == 1:
+        return Group(handle=None, rank=0, size=1, global_ranks=members)
+    own_store = dist.PrefixStore(f"group/{name}", store)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    with _telling_loss(name):
+        if device.type == "cuda":
+            backend = _form_nccl(own_store, place, len(members), device, timeout)
+        else:
+            backend = dist.ProcessGroupGloo(own_store, place, len(members), timeout)
+    handle = PrivateHandle(backend, name)
+    return Group(handle=handle, rank=place, size=len(members), global_ranks=members)
+
+
+def _form_nccl(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """An NCCL communicator whose waits block the host and raise.
+
+    Without the variable, which is read by the constructor, a watchdog thread would end the process instead. TODO: a
+    member that dies while the communicator forms leaves the others in ncclCommInitRank, which has no timeout.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def forget_private_group(store: dist.Store, group: Group, name: str) -> None:
+    """Remove what this member left in the store when it formed `group` under `name`. All members must have left."""
+    # gloo's rendezvous: one address per device and rank. NCCL groups are few and live long.
+    store.delete_key(f"group/{name}/0/{group.rank}")

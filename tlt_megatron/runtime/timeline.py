@@ -1,7 +1,8 @@
 """Spans of one rank's phases, written as it runs, and their merge into one trace for ui.perfetto.dev.
 
 Every rank has a Timeline (trainer/build.py); rank 0 merges them when the run ends (trainer/finish.py). Times are wall
-time, read once, plus the monotonic clock since, so ranks of one machine share a clock and no span runs backwards.
+time, read once, plus the monotonic clock since, so ranks of one machine share a clock and no span runs backwards;
+`align_clocks` brings the ranks of several machines onto the clock of the first.
 The project's phases: ROLLOUT DECODE VERIFY IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 
@@ -10,17 +11,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.process_groups import Group
+
 log = logging.getLogger(__name__)
 
 _MAX_BUFFERED = 8192  # events; then a span flushes by itself, a long step cannot fill the memory
+_NUM_CLOCK_MARKS = 5  # barriers; their median is not moved by one late rank
 _NOTHING = nullcontext()
 
 
@@ -50,6 +58,29 @@ class Timeline:
         """A moment, such as a stop request."""
         if not self._is_closed:
             self._add("i", name, lane, time.perf_counter_ns(), 0, args)
+
+    def add_span(
+        self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
+    ) -> None:
+        """A span that is over, both times as `time.perf_counter` gave them; it must nest in its lane as others do."""
+        if not self._is_closed:
+            start_ns = round(start_s * 1e9)
+            self._add("X", name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
+
+    def align_clocks(self, world: Group) -> None:
+        """Put this rank's times onto the clock of rank 0's machine. A collective of `world`, before the first event.
+
+        Ranks leave a barrier together, up to a fraction of a millisecond, so what their wall clocks differ by then is
+        the clocks' own difference. Ranks of one machine share a clock and are shifted alike.
+        """
+        marks: list[list[int]] = []
+        for _ in range(_NUM_CLOCK_MARKS if world.size > 1 else 0):
+            barrier(world)
+            mark_ns = time.perf_counter_ns() + self._offset_ns
+            marks.append(gather_objects(mark_ns, world))
+        if marks:
+            hosts = gather_objects(socket.gethostname(), world)
+            self._offset_ns += clock_shift_ns(hosts, marks, world.rank)
 
     def flush(self) -> None:
         """Append what was recorded to the file; the trainer calls it once per step."""
@@ -109,6 +140,18 @@ class _Span:
         if kind is not None:
             self.args["error"] = kind.__name__
         self.timeline._add("X", self.name, self.lane, self.start_ns, dur_ns, self.args)
+
+
+def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: int) -> int:
+    """What to add to the times of `rank`: median over marks and pairs of ranks of (rank 0's host - its own host).
+
+    `marks[m][r]` is what the clock of rank r, on `hosts[r]`, showed at moment m, in nanoseconds.
+    """
+    if hosts[rank] == hosts[0]:
+        return 0
+    first = [r for r, host in enumerate(hosts) if host == hosts[0]]
+    own = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    return round(statistics.median(mark[a] - mark[b] for mark in marks for a in first for b in own))
 
 
 def merge_timelines(run_dir: Path) -> Path:

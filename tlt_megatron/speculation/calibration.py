@@ -24,21 +24,24 @@ _MIN_RATE = 0.01  # for one drafted-from node; the memory is some 1 / (gain * ra
 
 def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
     """[3, num_steps] float32, by depth: sums over nodes whose parent was accepted of the estimate that they would be, of
-    whether they were, and the number of such parents. Stays on the device; add up a few steps before reading."""
+    whether they were, and the number of such parents. Learned nodes alone; no columns where there are none. Stays on the
+    device; add up a few steps before reading."""
     batch_size, num_nodes = tree.token_ids_BQ.shape
+    learned = slice(tree.num_learned)
     rows_BR = torch.zeros(
         batch_size, num_nodes + 1, dtype=torch.bool, device=tree.token_ids_BQ.device
     )
     rows_BR.scatter_(1, verdict.path_BS, True)
-    parent_rows_BQ = tree.parents_BQ + 1
-    is_reached_BQ = rows_BR.gather(1, parent_rows_BQ) & (tree.token_ids_BQ != UNUSED)
-    parent_scores_BQ = torch.nn.functional.pad(tree.scores_BQ, (1, 0), value=1.0).gather(
+    parent_rows_BQ = tree.parents_BQ[:, learned] + 1
+    scores_BQ = tree.scores_BQ[:, learned]
+    is_reached_BQ = rows_BR.gather(1, parent_rows_BQ) & (tree.token_ids_BQ[:, learned] != UNUSED)
+    parent_scores_BQ = torch.nn.functional.pad(scores_BQ, (1, 0), value=1.0).gather(
         1, parent_rows_BQ
     )
-    estimate_BQ = (tree.scores_BQ / parent_scores_BQ).nan_to_num(0.0, 0.0, 0.0)
-    is_accepted_BQ = is_reached_BQ & rows_BR[:, 1:]
+    estimate_BQ = (scores_BQ / parent_scores_BQ).nan_to_num(0.0, 0.0, 0.0)
+    is_accepted_BQ = is_reached_BQ & rows_BR[:, 1:][:, learned]
     depth_D = torch.arange(1, tree.num_steps + 1, device=rows_BR.device)
-    is_depth_DBQ = tree.depths_BQ == depth_D.view(-1, 1, 1)
+    is_depth_DBQ = tree.depths_BQ[:, learned] == depth_D.view(-1, 1, 1)
     is_reached_DBQ = is_depth_DBQ & is_reached_BQ
     return torch.stack(
         [

@@ -1,9 +1,9 @@
 """Draft trees: the record that drafters hand to the verify pass, and how one is grown from draft logits.
 
-Grown by the engines with the learned drafter as the callable `Expand`; the model-free drafters build the same record.
-Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row q + 1),
-K nodes expanded at once, D = num_steps + 1 positions of noise. One thing to know: every shape is fixed by the strategy and
-nothing is read back from the device, so growth can be captured into a graph.
+Grown by the engines with the learned drafter as the callable `Expand`; `graft.py` builds the same record from retrieved
+tokens. Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row
+q + 1), S = depth + 1 rows of a path, K nodes expanded at once, D positions of noise. One thing to know: every shape is
+fixed by the strategy and nothing is read back from the device, so growth can be captured into a graph.
 
 Growth is EAGLE-2's (Li et al. 2024, section 4): expand the K most promising nodes at each depth, then keep the Q best of
 all candidates. `Ranking.NOISE` scores a child by draft logit / temperature + the noise with which the target itself will
@@ -44,7 +44,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTree:
-    """Drafted tokens of B requests. Parents stand before their children.
+    """Drafted tokens of B requests. Parents stand before their children, learned nodes before retrieved ones.
 
     Example: root -> {7 -> {8}, 9} is token_ids [7 9 8], parents [-1 -1 0], depths [1 1 2].
     """
@@ -52,9 +52,20 @@ class DraftTree:
     token_ids_BQ: Tensor  # int64, UNUSED where the node is not there
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
-    scores_BQ: Tensor  # estimated probability that the node is accepted, its ancestors included
-    num_steps: int  # no node is deeper
+    scores_BQ: Tensor  # estimated probability that the node is accepted, its ancestors included; 0 where retrieved
+    num_steps: int  # no learned node is deeper
+    num_retrieved: int = 0  # nodes at the end that an index retrieved; none is deeper than this
     is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 stands at depth q + 1
+
+    @property
+    def depth(self) -> int:
+        """No node is deeper; the same for every row of every tree of a strategy."""
+        return max(self.num_steps, self.num_retrieved)
+
+    @property
+    def num_learned(self) -> int:
+        """Nodes that the learned drafter proposed."""
+        return self.token_ids_BQ.shape[1] - self.num_retrieved
 
     @property
     def row_depths_BR(self) -> Tensor:
@@ -91,10 +102,39 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     parent_rows_BR = torch.nn.functional.pad(tree.parents_BQ + 1, (1, 0))
     reach_BRR = (parent_rows_BR.unsqueeze(2) == rows_R).float()
     reach_BRR += torch.eye(num_rows, device=device)
-    # reach ^ n counts the ways to walk at most n edges up: squaring doubles n, and counts stay below 2 ^ num_steps.
-    for _ in range((tree.num_steps - 1).bit_length()):
+    # reach ^ n counts the ways to walk at most n edges up: squaring doubles n, and counts stay below 2 ^ (2 depth).
+    for _ in range((tree.depth - 1).bit_length()):
         reach_BRR = reach_BRR @ reach_BRR
     return reach_BRR > 0
+
+
+def deepest_path(
+    tree: DraftTree, is_match_BQ: Tensor, ancestors_BRR: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The longest way down from the root over matching nodes alone: its length [B] and its rows [B, S], the root's first,
+    0 behind its end. `ancestors_BRR` is `ancestor_mask(tree)` where the caller has it."""
+    num_slots = tree.depth + 1
+    if tree.is_chain:
+        length_B = is_match_BQ.cumprod(dim=1).sum(dim=1)
+        slots_S = torch.arange(num_slots, device=length_B.device)
+        return length_B, slots_S * (slots_S <= length_B.unsqueeze(1))
+    if ancestors_BRR is None:
+        ancestors_BRR = ancestor_mask(tree)
+    has_mismatch_BR = (ancestors_BRR[:, :, 1:] & ~is_match_BQ.unsqueeze(1)).any(dim=2)
+    depths_BR = tree.row_depths_BR
+    length_B, last_row_B = (depths_BR * ~has_mismatch_BR).max(dim=1)
+    last_B1R = last_row_B.view(-1, 1, 1).expand(-1, 1, depths_BR.shape[1])
+    on_path_BR = ancestors_BRR.gather(1, last_B1R).squeeze(1)
+    return length_B, path_of_rows(on_path_BR, depths_BR, num_slots)
+
+
+def path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tensor:
+    """[B, num_slots]: the row of a path at each depth, 0 behind its end."""
+    batch_size, num_rows = on_path_BR.shape
+    rows_BR = torch.arange(num_rows, device=depths_BR.device).expand(batch_size, num_rows)
+    slots_BR = torch.where(on_path_BR, depths_BR, num_slots)
+    path = rows_BR.new_zeros(batch_size, num_slots + 1).scatter_(1, slots_BR, rows_BR)
+    return path[:, :num_slots]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +173,7 @@ class _Scoring:
 
 
 class TreeGrower:
-    """Grows trees of one strategy. Holds constants alone; nothing is learned here."""
+    """Grows the learned part of a strategy's trees. Holds constants alone; nothing is learned here."""
 
     def __init__(
         self,
@@ -142,8 +182,8 @@ class TreeGrower:
         ranking: Ranking = Ranking.NOISE,
         device: torch.device | str = "cpu",
     ) -> None:
-        if strategy.is_off:
-            raise ValueError("strategy=off grows no tree")
+        if not strategy.is_learned:
+            raise ValueError(f"strategy={strategy} grows no tree: no drafter takes part")
         self.strategy = strategy
         self.ranking = ranking
         steps, topk = strategy.num_steps, strategy.topk
@@ -179,7 +219,7 @@ class TreeGrower:
         scoring = _Scoring(
             scale_D=scale_D, offsets=offsets, temperature=temperature, top_p=top_p, top_k=top_k
         )
-        if self.strategy.is_chain:
+        if self.strategy.topk == 1:
             return self._grow_chain(root_logits_BV, expand, scoring)
         return self._grow_tree(root_logits_BV, expand, scoring)
 

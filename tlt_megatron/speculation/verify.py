@@ -4,7 +4,7 @@ Called by the engines. Two verifiers with one result type: `verify_noise_keyed` 
 noise-keyed sample says, and `verify_rejection` is the comparison from the literature. One thing to know: the key-value
 rows that stay are `path_BS[:num_committed]` in that order; the last committed token is the next root and has none yet.
 
-Shapes: Q nodes, R = Q + 1 rows (row 0 the root), S = num_steps + 1 tokens that a step can commit at most. No shape depends
+Shapes: Q nodes, R = Q + 1 rows (row 0 the root), S = depth + 1 tokens that a step can commit at most. No shape depends
 on the data and nothing is read back from the device.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.speculation.sampling import gumbel_noise
-from tlt_megatron.speculation.tree import UNUSED, DraftTree, ancestor_mask
+from tlt_megatron.speculation.tree import UNUSED, DraftTree, deepest_path, path_of_rows
 
 # Keys the accept tests of `verify_rejection`; added to a request's seed, so that they share nothing with the noise of
 # tokens.
@@ -58,20 +58,7 @@ def verify_noise_keyed(
     """
     sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
     is_match_BQ = sampled_BQ == tree.token_ids_BQ  # never of an unused node: no sample is negative
-    num_slots = tree.num_steps + 1
-    if tree.is_chain:
-        num_accepted_B = is_match_BQ.cumprod(dim=1).sum(dim=1)
-        slots_S = torch.arange(num_slots, device=sampled_BQ.device)
-        path_BS = slots_S * (slots_S <= num_accepted_B.unsqueeze(1))
-    else:
-        if ancestors_BRR is None:
-            ancestors_BRR = ancestor_mask(tree)
-        has_mismatch_BR = (ancestors_BRR[:, :, 1:] & ~is_match_BQ.unsqueeze(1)).any(dim=2)
-        depths_BR = tree.row_depths_BR
-        num_accepted_B, last_row_B = (depths_BR * ~has_mismatch_BR).max(dim=1)
-        last_B1R = last_row_B.view(-1, 1, 1).expand(-1, 1, depths_BR.shape[1])
-        on_path_BR = ancestors_BRR.gather(1, last_B1R).squeeze(1)
-        path_BS = _path_of_rows(on_path_BR, depths_BR, num_slots)
+    num_accepted_B, path_BS = deepest_path(tree, is_match_BQ, ancestors_BRR)
     tokens_BS = target_samples_BR.gather(1, path_BS)
     return _commit(num_accepted_B, path_BS, tokens_BS, stop_token_ids, max_commit_B)
 
@@ -92,9 +79,13 @@ def verify_rejection(
     the residual norm(max(p - q, 0)) and x leaves q. What is committed has the target's distribution, but not its tokens.
     `target_probs_BRV` is tempered and cut. `draft_probs_BRV` is the distribution at a row from which the row's children
     were drawn without replacement, in row order, none of them dropped afterwards; None: the children were not drawn but
-    chosen (EAGLE-2), so q is certainty. `positions_B` is the position of the token after the root. The drafts must not be
+    chosen (EAGLE-2) or retrieved, so q is certainty. `positions_B` is the position of the token after the root. The drafts must not be
     drawn with the noise of (`seeds_B`, `positions_B`): the bonus token is.
     """
+    if draft_probs_BRV is not None and tree.num_retrieved:
+        raise ValueError(
+            f"num_retrieved={tree.num_retrieved}: retrieved nodes are not drawn, so draft_probs_BRV must be None"
+        )
     batch_size, num_rows, vocab_size = target_probs_BRV.shape
     num_nodes = num_rows - 1
     depths_BR = tree.row_depths_BR
@@ -127,7 +118,7 @@ def verify_rejection(
         current_B = torch.where(is_accepted_B, node + 1, current_B)
         on_path_BR[:, node + 1] = is_accepted_B
     num_accepted_B = on_path_BR.sum(dim=1) - 1
-    path_BS = _path_of_rows(on_path_BR, depths_BR, tree.num_steps + 1)
+    path_BS = path_of_rows(on_path_BR, depths_BR, tree.depth + 1)
     noise_BV = gumbel_noise(seeds_B, positions_B + num_accepted_B, vocab_size)
     bonus_B = (target_BV.double().log() + noise_BV).argmax(dim=1)
     # The token at slot s is the node at path[s + 1], and the bonus token behind the last node.
@@ -137,25 +128,16 @@ def verify_rejection(
     return _commit(num_accepted_B, path_BS, tokens_BS, stop_token_ids, max_commit_B)
 
 
-def accepted_by_depth(num_accepted: Sequence[int], num_steps: int) -> list[int]:
+def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
     """Element d - 1: how many requests accepted at least d drafted tokens; what selectors observe.
 
-    Example: accepted [2, 0, 1] of 3 steps gives [2, 1, 0].
+    Example: accepted [2, 0, 1] by a strategy of depth 3 gives [2, 1, 0].
     """
-    counts = [0] * num_steps
+    counts = [0] * depth
     for accepted in num_accepted:
-        for depth in range(accepted):
-            counts[depth] += 1
+        for index in range(accepted):
+            counts[index] += 1
     return counts
-
-
-def _path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tensor:
-    """[B, S]: the row of the path at each depth, 0 behind its end."""
-    batch_size, num_rows = on_path_BR.shape
-    rows_BR = torch.arange(num_rows, device=depths_BR.device).expand(batch_size, num_rows)
-    slots_BR = torch.where(on_path_BR, depths_BR, num_slots)
-    path = rows_BR.new_zeros(batch_size, num_slots + 1).scatter_(1, slots_BR, rows_BR)
-    return path[:, :num_slots]
 
 
 def _commit(

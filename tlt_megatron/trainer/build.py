@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,10 @@ from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.device import Device
@@ -31,17 +28,14 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.speculation.beg_mab import BegMabSelector
-from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.trainer.build_drafter import attach_drafter, drafter_tap_layers
 from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.speculation_log import SpeculationLog
 from tlt_megatron.trainer.weight_sync import WeightSync
 from tlt_megatron.types import SamplingParams
 
@@ -105,13 +99,25 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
             stop=StopRequest(),
             world=world,
         )
-        is_resumed = trainer.start(resume_root, partial(attach_drafter, config, engine))
+        attach = partial(
+            attach_drafter,
+            config,
+            engine,
+            run_dir=run_dir,
+            timeline=phases.timeline,
+            world=world,
+            device=device,
+        )
+        is_resumed = trainer.start(resume_root, attach)
+        if trainer.upkeep is not None:
+            stack.callback(trainer.upkeep.close)
         if world.is_first:
             (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             first_step = trainer.step + 1 if is_resumed else None
             trainer.metrics = stack.enter_context(
                 closing(_open_metrics(config, run_dir, first_step))
             )
+            worker.speculation_log = SpeculationLog(run_dir, resume_step=first_step)
             if config.logging.rollouts:
                 trainer.rollout_log = RolloutLog(run_dir / "rollouts", tokenizer.decode)
         trainer.stop.install()
@@ -129,7 +135,9 @@ def _start_rewards(config: RunConfig) -> RewardPool:
 
 def _open_timeline(config: RunConfig, run_dir: Path, world: Group) -> Timeline:
     path = run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
-    return Timeline(path if config.logging.trace else None, world.rank)
+    timeline = Timeline(path if config.logging.trace else None, world.rank)
+    timeline.align_clocks(world)
+    return timeline
 
 
 def _open_progress(config: RunConfig, world: Group) -> Progress:
@@ -174,11 +182,13 @@ def _build_policy_trainer(
 
 def build_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
     """The rollout engine of this rank. Says what memory it will take, and refuses what cannot fit, before taking it."""
+    model = load_model_config(config.model.path)
     engine = EmbeddedEngine(
-        load_model_config(config.model.path),
+        model,
         config.rollout,
         device,
         max_prompt_tokens=config.data.max_prompt_tokens,
+        tap_layers=drafter_tap_layers(config, model),
     )
     plan, free = engine.memory_plan(), device.free_bytes()
     log.info(
@@ -193,32 +203,6 @@ def build_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
             f"(now {config.rollout.kv_cache_tokens}, planned {plan.kv_tokens})"
         )
     return engine
-
-
-def attach_drafter(config: RunConfig, engine: EmbeddedEngine) -> None:
-    """Make the engine speculate, if the settings say so. It must hold the policy: drafter and policy are compared.
-
-    ValueError for a drafter of another policy, or strategies that do not exist.
-    """
-    section = config.speculation
-    if not section.enabled:
-        return
-    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
-    embedding_VD, lm_head_VD = engine.target_tensors()
-    model = load_drafter(section.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
-    selectors: dict[str, Callable[[], StrategySelector]] = {
-        "cost_model": lambda: CostModelSelector(strategies),
-        "beg_mab": lambda: BegMabSelector(strategies, section.beg_thresholds),
-        "fixed": lambda: FixedSelector(strategies[0]),
-    }
-    engine.set_speculation(
-        Speculation(
-            DraftInference(model, embedding_VD.dtype),
-            selectors[section.selector](),
-            strategies,
-            ranking=Ranking(section.ranking),
-        )
-    )
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tlt_megatron.policy.interfaces import PolicyModel
@@ -33,9 +33,19 @@ class CheckpointManager:
         self.world = world
         self._current: int | None = None  # the step that this run has saved or restored last
 
-    def save(self, step: int, state: Mapping[str, object]) -> Path:
-        """Write the checkpoint of `step`, unless it stands already; `state` is rank 0's, JSON-able."""
-        final = self.root / f"iter_{step:07d}"
+    def folder(self, step: int, root: Path | None = None) -> Path:
+        """Where the checkpoint of `step` under `root` (default: where this run saves) stands."""
+        return (root or self.root) / f"iter_{step:07d}"
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        save_part: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Write the checkpoint of `step`, unless it stands already; `state` is rank 0's, JSON-able. `save_part` is called
+        by every rank to write what is its own into the given folder."""
+        final = self.folder(step)
         if self._current == step:
             return final
         temporary = self.root / f"{final.name}.tmp"
@@ -45,6 +55,8 @@ class CheckpointManager:
             (temporary / "policy").mkdir(parents=True)
         barrier(self.world)
         self.model.save(temporary / "policy")
+        if save_part is not None:
+            save_part(temporary)
         barrier(self.world)
         if self.world.is_first:
             (temporary / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
@@ -67,7 +79,7 @@ class CheckpointManager:
         step = broadcast_object(read_pointer(root) if self.world.is_first else None, self.world)
         if step is None:
             return None
-        folder = root / f"iter_{step:07d}"
+        folder = self.folder(step, root)
         if not (folder / STATE_FILE).is_file():
             raise ValueError(
                 f"{root / POINTER} names step {step}, but {folder} is not a checkpoint"

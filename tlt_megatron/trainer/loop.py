@@ -18,6 +18,7 @@ from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.trainer.checkpoint import CheckpointManager
+from tlt_megatron.trainer.drafter_upkeep import DrafterUpkeep
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
@@ -66,6 +67,7 @@ class RLTrainer:
         self.checkpoints = checkpoints
         self.phases = phases
         self.progress = phases.progress
+        self.upkeep: DrafterUpkeep | None = None  # with spot training
         self.metrics: MetricsWriter | None = None  # rank 0 alone is given one
         self.rollout_log: RolloutLog | None = None  # the same
         self.stop = stop
@@ -96,10 +98,19 @@ class RLTrainer:
         """prompts -> rollouts -> rewards -> experiences -> update -> weights."""
         started = time.perf_counter()
         prompts = self.sampler.next_batch(self.settings.num_prompts)
-        collected = self.rollout_worker.collect(prompts, self.sampling, policy_version=self.step)
+        upkeep = self.upkeep
+        if upkeep is not None:
+            upkeep.start_step(self.step + 1)
+        collected = self.rollout_worker.collect(
+            prompts, self.sampling, policy_version=self.step, upkeep=upkeep, step=self.step + 1
+        )
+        if upkeep is not None:
+            with self.phases("PUBLISH", "publish_drafter"):
+                upkeep.publish(collected.metrics)
         self.engine.sleep()
         with self.phases("LOGPROB", "old_log_prob"):
-            inference = self.policy_trainer.infer_logprobs(collected.groups)
+            tap = upkeep.make_tap() if upkeep else None
+            inference = self.policy_trainer.infer_logprobs(collected.groups, tap)
         with self.phases("UPDATE", "update_actor"):
             update = self.policy_trainer.update(inference)
         self.engine.wake()
@@ -136,9 +147,13 @@ class RLTrainer:
                 "engine": gather_objects(self.engine.state_dict(), self.world),
                 "history": self.history.state_dict(),
             }
-            self.checkpoints.save(self.step, state)
+            self.checkpoints.save(
+                self.step, state, save_part=self.upkeep.save_into if self.upkeep else None
+            )
 
-    def start(self, resume_root: Path | None, attach_drafter: Callable[[], None]) -> bool:
+    def start(
+        self, resume_root: Path | None, attach_drafter: Callable[[], DrafterUpkeep | None]
+    ) -> bool:
         """Restore from the newest checkpoint under `resume_root`, if any, and give the engines policy and drafter.
 
         `attach_drafter` is called once the engine holds weights. Returns whether the run was resumed.
@@ -149,7 +164,9 @@ class RLTrainer:
             self.sampler.load_state_dict(state["sampler"])
             self.history.load_state_dict(state["history"])
         self.push_policy()
-        attach_drafter()
+        self.upkeep = attach_drafter()
+        if state is not None and self.upkeep is not None:
+            self.upkeep.load_from(self.checkpoints.folder(self.step, resume_root))
         if state is not None and len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
             self.engine.load_state_dict(state["engine"][self.world.rank])

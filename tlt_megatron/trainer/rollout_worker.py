@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.engines.base import EngineStats, RolloutEngine
+from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.trainer.drafter_upkeep import DrafterUpkeep, spot_metrics
 from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.speculation_log import (
+    PassTotals,
+    SpeculationLog,
+    add_pass_spans,
+    sum_passes,
+)
 from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
 
 
@@ -35,17 +43,30 @@ class RolloutWorker:
         *,
         replicas: Group,
         phases: Phases,
+        speculation_log: SpeculationLog | None = None,
     ) -> None:
+        """`speculation_log` is rank 0's."""
         self.engine = engine
         self.rewards = rewards
         self.decode = decode
         self.replicas = replicas
         self.phases = phases
+        self.speculation_log = speculation_log
 
     def collect(
-        self, prompts: Sequence[Prompt], params: SamplingParams, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        policy_version: int,
+        *,
+        upkeep: DrafterUpkeep | None = None,
+        step: int = 0,
     ) -> Collected:
-        """Generate, score as responses finish, exchange. A collective of all replicas."""
+        """Generate, score as responses finish, exchange. A collective of all replicas.
+
+        With `upkeep`, a rank that is done trains the drafter until all are. `step` is the RL step that this is for, 0 for
+        an evaluation, which leaves no record of its passes.
+        """
         by_draw = {prompt.draw_index: prompt for prompt in prompts}
 
         def score(rollout: Rollout) -> None:
@@ -54,10 +75,16 @@ class RolloutWorker:
             self.rewards.submit(key, by_draw[rollout.draw_index], text)
 
         mine = prompts[self.replicas.rank :: self.replicas.size]
-        with self.phases("DECODE", "gen", prompts=len(mine)):
+        with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = self.engine.generate(
-                mine, params, policy_version=policy_version, on_finish=score
+                mine,
+                params,
+                policy_version=policy_version,
+                on_finish=score,
+                on_features=upkeep.add_features if upkeep else None,
             )
+            passes = self.engine.take_passes()
+            add_pass_spans(self.phases.timeline, passes)
         with self.phases("REWARD", "reward"):
             rewards = self.rewards.collect()
         scored = [
@@ -67,24 +94,67 @@ class RolloutWorker:
             )
             for group in groups
         ]
-        stats = self.engine.stats()
+        share = _Share(
+            groups=scored,
+            rewards=self.rewards.take_stats(),
+            engine=self.engine.stats(),
+            passes=sum_passes(passes, step=step, rank=self.replicas.rank),
+        )
         finished = time.perf_counter()
         with self.phases("WAIT", "wait"):
-            shares = gather_objects((scored, self.rewards.take_stats(), stats), self.replicas)
-        idle_s = time.perf_counter() - finished
+            spot = upkeep.run_until_preempted(step) if upkeep else None
+            shares = gather_objects(share, self.replicas)
+        waits = gather_objects((time.perf_counter() - finished, spot), self.replicas)
         everyone = sorted(
-            (g for share, _, _ in shares for g in share), key=lambda g: g.group.prompt.draw_index
+            (g for share in shares for g in share.groups), key=lambda g: g.group.prompt.draw_index
         )
         metrics = rollout_metrics(everyone)
-        idle = gather_objects(idle_s, self.replicas)
-        metrics["bubble/idle_s"] = sum(idle)
-        metrics["perf/rollout_tokens_per_s"] = sum(
-            s.num_generated_tokens for _, _, s in shares
-        ) / max(s.seconds for _, _, s in shares)
-        metrics["rollout/preemptions"] = float(sum(s.num_preemptions for _, _, s in shares))
+        metrics["bubble/idle_s"] = sum(wait_s for wait_s, _ in waits)
+        if upkeep:
+            metrics |= spot_metrics([spot for _, spot in waits])
+        engines = [share.engine for share in shares]
+        totals = [total for share in shares for total in share.passes]
+        metrics |= speculation_metrics(totals)
+        if self.speculation_log is not None and step > 0:
+            self.speculation_log.write(totals)
+        metrics["perf/rollout_tokens_per_s"] = sum(s.num_generated_tokens for s in engines) / max(
+            s.seconds for s in engines
+        )
+        metrics["rollout/preemptions"] = float(sum(s.num_preemptions for s in engines))
+        metrics["rollout/unspeculated_passes"] = float(
+            sum(s.num_unspeculated_passes for s in engines)
+        )
         for name in ("num_errors", "num_timeouts"):
-            metrics[f"reward/{name}"] = float(sum(getattr(r, name) for _, r, _ in shares))
+            metrics[f"reward/{name}"] = float(sum(getattr(share.rewards, name) for share in shares))
         return Collected(groups=tuple(everyone), metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What one replica brings to the exchange."""
+
+    groups: list[ScoredGroup]
+    rewards: RewardStats
+    engine: EngineStats
+    passes: list[PassTotals]
+
+
+def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
+    """Over the passes that drafted: tokens out per request and pass, and how often a depth was accepted."""
+    drafting = [total for total in totals if total.accepted_by_depth]
+    num_rows = sum(total.passes * total.batch_size for total in drafting)
+    if not num_rows:
+        return {}
+    metrics = {"rollout/spec_accept_length": sum(t.committed for t in drafting) / num_rows}
+    learned = [t for t in drafting if SpeculationStrategy.parse(t.strategy).is_learned]
+    if learned:
+        num_learned = sum(total.passes * total.batch_size for total in learned)
+        metrics["drafter/live_accept_length"] = sum(t.committed for t in learned) / num_learned
+    for depth in range(max(len(total.accepted_by_depth) for total in drafting)):
+        # Shallower strategies never accept so deep, and count among those that do not.
+        accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)
+        metrics[f"rollout/spec_accepted_at/{depth + 1}"] = accepted / num_rows
+    return metrics
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -101,8 +171,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     metrics["response_length/median"] = float(lengths.median())
     metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
     accepted = [n for r in rollouts for n in r.accept_lengths]
-    if accepted:  # tokens out per verify pass, bonus token included
-        metrics["rollout/spec_accept_length"] = sum(accepted) / len(accepted)
+    if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
     metrics["prompt_length/mean"] = sum(len(g.group.prompt.token_ids) for g in groups) / len(groups)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)

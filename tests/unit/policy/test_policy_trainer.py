@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.interfaces import LossFunction, OptimizerStats
+from tlt_megatron.policy.interfaces import HiddenTap, LossFunction, OptimizerStats
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
@@ -29,10 +29,17 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.updates: list[list[MicroBatch]] = []
+        self.taps: list[tuple[bool, HiddenTap | None]] = []  # of each pass: is it the reference's
 
     def infer_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, *, reference: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        *,
+        reference: bool = False,
+        tap: HiddenTap | None = None,
     ) -> list[TokenLogprobs]:
+        self.taps.append((reference, tap))
         return [self._predict(batch, 0.5 if reference else 0.0) for batch in micro_batches]
 
     def forward_backward(
@@ -149,3 +156,25 @@ def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
     updated = run(AlgorithmSection(), ProcessGroups(world=SINGLE))[1]
     assert updated["actor/ppo_kl"] == pytest.approx(0.1, rel=1e-5)
     assert updated["actor/entropy"] == pytest.approx(1.0)
+
+
+class FakeTap:
+    """Satisfies HiddenTap."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+def test_a_tap_is_given_the_policys_pass_and_not_the_references() -> None:
+    model, tap = FakeModel(), FakeTap()
+    trainer = PolicyTrainer(
+        model,
+        AlgorithmSection(kl_coef=0.1),
+        groups=ProcessGroups(world=SINGLE),
+        micro_batch_tokens=20,
+        temperature=1.0,
+        max_new_tokens=32,
+    )
+    trainer.infer_logprobs(scored_batch(), tap)
+    trainer.infer_logprobs(scored_batch())
+    assert model.taps == [(False, tap), (True, None), (False, None), (True, None)]

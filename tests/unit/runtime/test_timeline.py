@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tlt_megatron.runtime.timeline import Timeline, merge_timelines
+from tests.ranks import run_ranks
+from tlt_megatron.runtime.process_groups import SINGLE, group_of
+from tlt_megatron.runtime.timeline import Timeline, clock_shift_ns, merge_timelines
 
 
 def open_timeline(run_dir: Path, rank: int = 0) -> Timeline:
@@ -198,6 +202,68 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     timeline.flush()
     timeline.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_spans_added_afterwards_nest_in_the_span_that_encloses_them(tmp_path: Path) -> None:
+    timeline = open_timeline(tmp_path)
+    with timeline.span("ROLLOUT"):
+        times = [time.perf_counter() for _ in range(1001)]
+        for number, (start_s, end_s) in enumerate(pairwise(times)):
+            timeline.add_span("DECODE", start_s, end_s, batch_size=number)
+    timeline.add_span("WAIT", times[0], times[1], lane="other")
+    timeline.close()
+    timeline.add_span("EVAL", times[0], times[1])
+    events = merged(tmp_path)
+    assert_nested(events)
+    rollout, *inner = spans(events)
+    assert rollout["name"] == "ROLLOUT"
+    assert [e["args"]["batch_size"] for e in inner if e["name"] == "DECODE"] == list(range(1000))
+    (other,) = [e for e in inner if e["name"] == "WAIT"]
+    assert other["tid"] != rollout["tid"]
+    assert not any(event["name"] == "EVAL" for event in events)
+
+
+def test_an_added_span_keeps_its_times(tmp_path: Path) -> None:
+    timeline = open_timeline(tmp_path)
+    timeline.add_span("DECODE", 100.0, 100.5)
+    timeline.add_span("DECODE", 100.75, 102.0)
+    timeline.close()
+    assert [(e["ts"], e["dur"]) for e in spans(merged(tmp_path))] == [
+        (0, 500_000),
+        (750_000, 1_250_000),
+    ]
+
+
+def test_ranks_of_another_machine_are_shifted_by_the_difference_of_the_clocks() -> None:
+    hosts = ["a", "a", "b", "b"]
+    # Host b is 1000 ahead; ranks leave a barrier up to 3 late, and once one of them 500 late.
+    marks = [[10, 12, 1011, 1013], [20, 23, 1521, 1020], [30, 30, 1030, 1030]]
+    assert [clock_shift_ns(hosts, marks, rank) for rank in (0, 1)] == [0, 0]
+    shifts = [clock_shift_ns(hosts, marks, rank) for rank in (2, 3)]
+    assert shifts[0] == shifts[1]
+    assert -1003 <= shifts[0] <= -997
+
+
+def test_ranks_of_one_machine_keep_their_common_clock(tmp_path: Path) -> None:
+    def record() -> None:
+        rank = dist.get_rank()
+        timeline = open_timeline(tmp_path, rank)
+        timeline.align_clocks(group_of(dist.group.WORLD))
+        timeline.add_span("DECODE", 5.0, 6.0)
+        timeline.close()
+
+    run_ranks(3, record)
+    events = merged(tmp_path)
+    starts = [spans(events, rank)[0]["ts"] for rank in range(3)]
+    assert max(starts) - min(starts) < 100_000  # read apart from each other, on one clock
+
+
+def test_a_single_rank_has_nothing_to_align(tmp_path: Path) -> None:
+    timeline = open_timeline(tmp_path)
+    timeline.align_clocks(SINGLE)
+    timeline.add_span("DECODE", 1.0, 2.0)
+    timeline.close()
+    assert len(spans(merged(tmp_path))) == 1
 
 
 def test_merging_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,39 @@ def test_chain_holds_one_token_per_step() -> None:
     assert chain.num_candidates == 5
 
 
+@pytest.mark.parametrize(
+    "text, values",
+    [("ngram_8", (0, 0, 0, 8)), ("4_2_8+ngram_4", (4, 2, 8, 4)), ("2_1_2+ngram_16", (2, 1, 2, 16))],
+)
+def test_text_with_retrieved_tokens_round_trip(text: str, values: tuple[int, ...]) -> None:
+    strategy = SpeculationStrategy.parse(text)
+    num_steps, topk, num_draft_tokens, num_retrieved = values
+    assert strategy == SpeculationStrategy(
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        num_retrieved=num_retrieved,
+    )
+    assert str(strategy) == text
+
+
+def test_retrieved_tokens_alone_are_a_chain_without_a_drafter() -> None:
+    strategy = SpeculationStrategy.parse("ngram_8")
+    assert (strategy.depth, strategy.num_nodes, strategy.num_rows) == (8, 8, 9)
+    assert strategy.is_chain
+    assert not strategy.is_learned
+    assert not strategy.is_off
+
+
+@pytest.mark.parametrize("text, depth", [("4_2_8+ngram_3", 4), ("4_1_4+ngram_6", 6)])
+def test_retrieved_tokens_join_a_learned_tree(text: str, depth: int) -> None:
+    strategy = SpeculationStrategy.parse(text)
+    assert strategy.depth == depth
+    assert strategy.num_nodes == strategy.num_draft_tokens + strategy.num_retrieved
+    assert strategy.is_learned
+    assert not strategy.is_chain
+
+
 def test_off_is_a_value() -> None:
     assert OFF.is_off
     assert OFF.num_rows == 1
@@ -51,7 +84,28 @@ def test_impossible_strategy_is_refused(values: tuple[int, int, int], message: s
         SpeculationStrategy(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
 
 
-@pytest.mark.parametrize("text", ["6_4", "6_4_16_1", "a_b_c", "", "6-4-16", "6_-4_16", "OFF"])
+def test_negative_number_of_retrieved_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_retrieved=-1"):
+        SpeculationStrategy(num_steps=1, topk=1, num_draft_tokens=1, num_retrieved=-1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("6_4", "6_4_16_1", "a_b_c", "", "6-4-16", "6_-4_16", "OFF", "0_0_0"),
+        *(
+            "ngram",
+            "ngram_",
+            "ngram_0",
+            "ngram_-2",
+            "+ngram_4",
+            "4_2_8ngram_4",
+            "4_2_8+",
+            "off+ngram_4",
+        ),
+        *("ngram_4+4_2_8", "4_2_8+ngram_4+ngram_4", "4_2_8 +ngram_4"),
+    ],
+)
 def test_unreadable_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="strategy="):
         SpeculationStrategy.parse(text)

@@ -20,9 +20,10 @@ from tests.toy_decoding import (
     random_table,
     row_states,
 )
+from tlt_megatron.speculation.graft import graft
 from tlt_megatron.speculation.sampling import cut_logits
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed, verify_rejection
 
 VOCAB, LENGTH, BATCH = 5, 3, 20_000
@@ -76,7 +77,7 @@ def decode(strategy: SpeculationStrategy, ranking: Ranking, how: Sampling, kind:
     seeds_B = torch.arange(BATCH) * 1_000_003
     positions_B = torch.zeros(BATCH, dtype=torch.int64)
     states_B = torch.zeros(BATCH, dtype=torch.int64)
-    num_slots = strategy.num_steps + 1
+    num_slots = strategy.depth + 1
     buffer = torch.zeros(BATCH, LENGTH * num_slots + num_slots, dtype=torch.int64)
     grower = TreeGrower(strategy, ranking=ranking)
     plain = Sampling(temperature=how.temperature)  # what drafts are drawn from is not cut
@@ -84,6 +85,9 @@ def decode(strategy: SpeculationStrategy, ranking: Ranking, how: Sampling, kind:
         draft_seeds_B = seeds_B if kind == "noise_keyed" else seeds_B + DRAFT_STREAM
         noise_BDV = noise_of_depths(draft_seeds_B, positions_B, strategy.num_steps, VOCAB)
         tree = grow_draft(DRAFT, states_B, grower, plain, noise_BDV)
+        if strategy.num_retrieved:
+            found_N = torch.arange(strategy.num_retrieved) * 2
+            tree = graft(tree, (states_B.unsqueeze(1) + found_N) % VOCAB)
         verdict = verify(kind, tree, row_states(tree, states_B), seeds_B, positions_B, how)
         for slot in range(num_slots):
             is_new_B = verdict.num_committed_B > slot
@@ -122,6 +126,8 @@ def verify(
         ("drawn", "2_1_2", Ranking.NOISE),  # Leviathan's chain
         ("drawn", "2_2_6", Ranking.NOISE),  # all drawn siblings are kept
         ("chosen", "2_2_4", Ranking.PROBABILITY),  # EAGLE-2
+        ("noise_keyed", "1_2_2+ngram_2", Ranking.NOISE),
+        ("chosen", "1_2_2+ngram_2", Ranking.PROBABILITY),
     ],
 )
 def test_verification_keeps_the_target_distribution(
@@ -129,6 +135,14 @@ def test_verification_keeps_the_target_distribution(
 ) -> None:
     strategy = SpeculationStrategy.parse(text)
     assert_distribution(decode(strategy, ranking, how, kind), how)
+
+
+def test_rejection_refuses_to_take_retrieved_nodes_for_drawn_ones() -> None:
+    tree = graft(chain_tree(torch.tensor([[1]]), torch.ones(1, 1)), torch.tensor([[2]]))
+    probs_BRV = torch.full((1, 3, VOCAB), 1 / VOCAB)
+    zeros_B = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="num_retrieved=1"):
+        verify_rejection(tree, probs_BRV, probs_BRV, seeds_B=zeros_B, positions_B=zeros_B)
 
 
 def test_rejection_accepts_every_draft_of_an_equal_distribution() -> None:

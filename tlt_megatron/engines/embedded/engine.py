@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,88 +16,19 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request, Scheduler, make_requests
+from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
+from tlt_megatron.engines.embedded.prefill import features_of, prefill
+from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import OFF
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
-
-PAGE_TOKENS = 64  # positions of one KV page
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """Bytes that an engine will take, known before it takes them."""
-
-    weights_bytes: int
-    kv_bytes: int
-    kv_tokens: int  # positions that kv_bytes hold
-    activations_bytes: (
-        int  # estimate: the larger of a prefill pass and a decode pass with its logits
-    )
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.weights_bytes + self.kv_bytes + self.activations_bytes
-
-
-def plan_memory(
-    model: ModelConfig,
-    section: RolloutSection,
-    *,
-    max_prompt_tokens: int = 1024,
-    draft_slots: int = 0,
-    num_taps: int = 0,
-) -> MemoryPlan:
-    """What `EmbeddedEngine` will allocate. A drafter, which needs `draft_slots` behind each sequence, adds its key-value
-    layer, and the tokens and features that it reads: the last hidden state and `num_taps` more.
-
-    With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
-    `max_prompt_tokens`, with one group that is only partly in.
-    """
-    has_drafter = draft_slots > 0
-    item = getattr(torch, section.dtype).itemsize
-    d, f, v = model.hidden_size, model.ffn_size, model.vocab_size
-    num_fused = model.num_heads + 2 * model.num_kv_heads
-    layer = d * (num_fused + model.num_heads) * model.head_dim + 3 * d * f + 2 * d
-    layer += num_fused * model.head_dim * model.has_qkv_bias
-    layer += (model.num_heads + model.num_kv_heads) * model.head_dim * model.has_qk_norm
-    weights = layer * model.num_layers + d + v * d * (1 if model.tie_word_embeddings else 2)
-
-    pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + has_drafter
-    prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
-    num_groups = -(-section.max_batch_size // section.num_samples) + 1
-    num_pages = section.max_batch_size * pages_each + num_groups * prompt_pages
-    if section.kv_cache_tokens:
-        num_pages = section.kv_cache_tokens // PAGE_TOKENS
-        if num_pages < 2:
-            raise ValueError(
-                f"rollout.kv_cache_tokens={section.kv_cache_tokens}: must be 0 or at least {2 * PAGE_TOKENS}"
-                f" (a page of {PAGE_TOKENS} for a prompt and one for its response)"
-            )
-    kv_tokens = num_pages * PAGE_TOKENS
-    num_kv_layers = model.num_layers + has_drafter
-    kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
-    if has_drafter:
-        kv += kv_tokens * d * (1 + num_taps) * item + (kv_tokens + 1) * 8
-
-    per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
-    prefill = section.prefill_chunk_tokens * per_token * item
-    decode = section.max_batch_size * (per_token * item + v * (item + 4 * 8))
-    outputs = section.max_batch_size * section.max_new_tokens * 16
-    return MemoryPlan(
-        weights_bytes=weights * item,
-        kv_bytes=kv,
-        kv_tokens=kv_tokens,
-        activations_bytes=max(prefill, decode) + outputs,
-    )
 
 
 class EmbeddedEngine:
@@ -120,8 +50,8 @@ class EmbeddedEngine:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, section.dtype)
         self._max_prompt_tokens = max_prompt_tokens
-        self._plan = plan_memory(model_config, section, max_prompt_tokens=max_prompt_tokens)
         self._speculation: Speculation | None = None
+        self._plan = self._make_plan()
         self._model: Transformer | None = None
         self._cache: KvCache | None = None
         self._version: int | None = None
@@ -137,6 +67,16 @@ class EmbeddedEngine:
         self._passes: list[PassRecord] = []
         self._num_unspeculated = 0
         self._is_asleep = self._is_closed = False
+
+    def _make_plan(self) -> MemoryPlan:
+        return plan_memory(
+            self._config,
+            self._section,
+            max_prompt_tokens=self._max_prompt_tokens,
+            draft_slots=0 if self._speculation is None else self._speculation.draft_slots,
+            num_taps=len(self._tap_layers),
+            has_packed_weights=packs(self._dtype, self._device.torch_device),
+        )
 
     def memory_plan(self) -> MemoryPlan:
         """What this engine takes when awake; nothing is allocated for the answer."""
@@ -188,13 +128,24 @@ class EmbeddedEngine:
             )
         self._speculation = speculation
         self._cache = None
-        self._plan = plan_memory(
-            self._config,
-            self._section,
-            max_prompt_tokens=self._max_prompt_tokens,
-            draft_slots=0 if speculation is None else speculation.draft_slots,
-            num_taps=len(self._tap_layers),
-        )
+        self._plan = self._make_plan()
+
+    def load_drafter_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+    ) -> None:
+        """See `RolloutEngine`. Between two passes of a running `generate` too: rows rebuild the drafter's KV alone."""
+        self._require_awake()
+        if self._speculation is None:
+            raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
+        held = sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
+        if held != checksum:
+            raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
+        self._speculation.load_drafter(tensors)
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        """See `RolloutEngine`."""
+        if self._speculation is not None:
+            self._speculation.is_suspended = is_suspended
 
     def sleep(self) -> None:
         """Free the KV; on a GPU also move the weights to the host."""
@@ -282,7 +233,7 @@ class EmbeddedEngine:
         while not scheduler.is_done:
             chunks, admitted = scheduler.plan_prefill()
             if chunks:
-                new, again = self._prefill(self._model, cache, chunks)
+                new, again = prefill(self._model, cache, chunks)
                 num_new, num_again = num_new + new, num_again + again
             if admitted:
                 batch.add(admitted)
@@ -295,7 +246,7 @@ class EmbeddedEngine:
                 rollout = self._make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
                 if on_features is not None:
-                    on_features(rollout, _features_of(end.request, rollout, cache))
+                    on_features(rollout, features_of(end.request, rollout, cache))
                 scheduler.finish(end.request)
                 if on_finish is not None:
                     on_finish(rollout)
@@ -340,6 +291,8 @@ class EmbeddedEngine:
         strategy, accepted = OFF, []
         if speculation is not None:
             strategy = speculation.selector.choose(batch_size)
+            if strategy.is_learned and speculation.is_suspended:
+                strategy = OFF
         if not strategy.is_off and not batch.enter_lanes(scheduler):
             self._num_unspeculated += 1
             strategy = OFF
@@ -414,54 +367,6 @@ class EmbeddedEngine:
         return self._cache
 
     @staticmethod
-    def _prefill(
-        model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]
-    ) -> tuple[int, int]:
-        """One packed pass; keeps the hidden state after each prompt or response that it completes.
-
-        Returns how many of its tokens were new, and how many computed again.
-        """
-        token_ids, position_ids, segments = [], [], []
-        num_again = 0
-        for chunk in chunks:
-            state, request = chunk.state, chunk.request
-            if request is None:
-                tokens = torch.tensor(state.prompt.token_ids[chunk.start : chunk.end])
-                first = 0
-                context = cache.slots(state.kv.pages, 0, chunk.end)
-                num_again += max(min(chunk.end, state.num_ever_computed) - chunk.start, 0)
-                state.num_ever_computed = max(state.num_ever_computed, chunk.end)
-            else:
-                assert request.saved is not None
-                tokens = request.saved[0][chunk.start : chunk.end]
-                first = state.num_tokens
-                own = cache.slots(request.kv.pages, 0, chunk.end)
-                context = torch.cat((cache.slots(state.kv.pages, 0, first), own))
-                num_again += chunk.end - chunk.start
-            token_ids.append(tokens)
-            position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
-            new = context[first + chunk.start :]
-            segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
-        token_ids_P = torch.cat(token_ids).to(cache.device)
-        hidden_PD, features_PF = model.forward_tapped(
-            token_ids_P,
-            torch.cat(position_ids).to(cache.device),
-            PrefillAttention(cache, segments),
-            cache.tap_layers,
-        )
-        slots_P = torch.cat([segment.new_slots_C for segment in segments])
-        cache.keep_features(slots_P, features_PF, token_ids_P)
-        num_tokens = 0
-        for chunk in chunks:
-            num_tokens += chunk.end - chunk.start
-            last_hidden_D = hidden_PD[num_tokens - 1].clone()
-            if chunk.request is not None:
-                chunk.request.last_hidden_D = last_hidden_D
-            else:
-                chunk.state.last_hidden_D = last_hidden_D
-        return num_tokens - num_again, num_again
-
-    @staticmethod
     def _make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
         prompt = end.request.state.prompt
         has_stopped = int(end.token_ids_T[-1]) in params.stop_token_ids
@@ -477,18 +382,6 @@ class EmbeddedEngine:
             policy_version=policy_version,
             accept_lengths=tuple(end.request.accept_lengths),
         )
-
-
-def _features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
-    """A copy of the features at every position but the last, whose token nobody has computed."""
-    num_prompt = len(rollout.prompt_ids)
-    num_own = rollout.token_ids.numel() - 1
-    if request.kv.prompt is None:  # in a lane
-        slots = cache.slots(request.kv.pages, 0, num_prompt + num_own)
-    else:
-        own = cache.slots(request.kv.pages, 0, num_own)
-        slots = torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
-    return cache.features_TD.index_select(0, slots)
 
 
 def _group(

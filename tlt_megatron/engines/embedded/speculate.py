@@ -80,7 +80,14 @@ class Speculation:
         self.selector = selector
         self.ranking = ranking
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in drafting), default=1) or 1)
+        self.is_suspended = False  # the learned drafter is not to be used
+        self.drafter_version = 0  # counts what `load_drafter` was given
         self.draft_slots = max((slots_behind_root(s) for s in drafting), default=0)
+
+    def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft with these from the next step on."""
+        self.draft.load(weights)
+        self.drafter_version += 1
 
     def state_dict(self) -> dict[str, object]:
         """What was learned about acceptance and speed, JSON-able."""

@@ -1,0 +1,86 @@
+"""Hugging Face -> torch_dist -> Hugging Face is the identity, and a trained, sharded checkpoint becomes one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.mcore_policy import Layout, build_policy, train
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.process_groups import Group
+from tools.convert_checkpoint import (
+    find_model,
+    find_policy,
+    hf_to_megatron,
+    is_hf_folder,
+    megatron_to_hf,
+)
+
+
+def world() -> Group:
+    return Group(handle=dist.group.WORLD, rank=0, size=1, global_ranks=(0,))
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -> None:
+    source = make_tiny_hf(tmp_path / "hf", kind, tied=tied, num_layers=2)
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+
+    def convert() -> None:
+        hf_to_megatron(source, megatron, world())
+        megatron_to_hf(megatron, back, source, world())
+
+    run_ranks(1, convert)
+    assert is_hf_folder(source)
+    assert not is_hf_folder(megatron)
+    before, after = HfReader(source), HfReader(back)
+    assert before.names() == after.names()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) -> None:
+    """bfloat16 with the plain optimizer: both are found out from the checkpoint."""
+    source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
+    run_dir = tmp_path / "run"
+    layout = Layout(world=4, tensor=2, pipeline=2)
+
+    def save() -> dict[str, torch.Tensor]:
+        policy, groups = build_policy(
+            source, layout, dtype="bfloat16", use_distributed_optimizer=False
+        )
+        trained = train(policy, groups, (1,))
+        policy.save(run_dir / "checkpoints" / "iter_0000001" / "policy")
+        return trained["weights"]
+
+    weights = run_ranks(4, save)[0]
+    (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
+    policy = find_policy(run_dir)
+    assert policy == find_policy(run_dir / "checkpoints") == find_policy(policy.parent)
+    assert find_model(policy) == source
+    run_ranks(1, lambda: megatron_to_hf(policy, tmp_path / "back", source, world()))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    for name, tensor in back.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--from .* must be a Hugging Face model"):
+        find_policy(tmp_path)
+    with pytest.raises(ValueError, match="--model: needed"):
+        find_model(tmp_path)
+    with pytest.raises(ValueError, match=r"--to .* must not exist"):
+        megatron_to_hf(tmp_path, tmp_path, tmp_path, world_of_none())
+
+
+def world_of_none() -> Group:
+    return Group(handle=None, rank=0, size=1, global_ranks=(0,))

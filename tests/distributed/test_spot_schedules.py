@@ -1,0 +1,200 @@
+"""Sessions start, grow and stop with random finish times: who trained, who left when, and what all hold in the end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from tests.spot_phases import finish_after, make_spot, run_spot_ranks, world_group
+from tlt_megatron.spot.session import SessionEnd, SessionRecord, StateVersion, version_of
+from tlt_megatron.spot.spot_trainer import NewestDrafter, SpotReport, SpotTrainer
+
+PhaseResult = tuple[SpotReport, StateVersion, NewestDrafter]  # of one rank
+
+
+def random_naps(seed: int, world_size: int, longest_s: float) -> list[float]:
+    """Rollout times of three shapes: spread out, a long tail, and many ends at once."""
+    rng = random.Random(seed)
+    naps = [rng.uniform(0, longest_s) for _ in range(world_size)]
+    shape = seed % 3
+    if shape == 1:
+        naps = [0.3 * nap for nap in naps]
+        naps[rng.randrange(world_size)] = longest_s
+    elif shape == 2:
+        naps = [rng.choice((0.0, longest_s / 2, longest_s)) for _ in naps]
+    return naps
+
+
+def run_phases(spot: SpotTrainer, seeds: range, longest_s: float) -> list[PhaseResult]:
+    """One phase per seed, each with the clean-up at its end."""
+    results = []
+    world = world_group()
+    for step in seeds:
+        report = finish_after(spot, step, random_naps(step, world.size, longest_s))
+        version = version_of(spot.trainer)
+        results.append((report, version, spot.sync_newest(world)))
+    dist.barrier()
+    return results
+
+
+def by_epoch(reports: list[SpotReport]) -> dict[int, dict[int, SessionRecord]]:
+    """epoch -> rank -> what it saw of that session."""
+    epochs: dict[int, dict[int, SessionRecord]] = {}
+    for rank, report in enumerate(reports):
+        for session in report.sessions:
+            epochs.setdefault(session.epoch, {})[rank] = session
+    return dict(sorted(epochs.items()))
+
+
+def check_phase(phase: list[PhaseResult], num_before: int, replica_size: int = 1) -> int:
+    """What must hold whatever the timing was; the drafter's updates after the phase."""
+    reports, versions, newest = zip(*phase, strict=True)
+    num_updates = num_before
+    members_before: tuple[int, ...] = ()
+    for records in by_epoch(list(reports)).values():
+        first = next(iter(records.values()))
+        if first.end == SessionEnd.CANCELLED:  # the phase ended before some member looked
+            assert set(records) <= set(first.members)
+            assert not first.stats
+        else:
+            assert sorted(records) == sorted(first.members)
+        # All left after the same step, for the same reason, having reduced the same numbers.
+        for record in records.values():
+            assert (record.members, record.end) == (first.members, first.end)
+            assert record.stats == first.stats
+        assert first.end in (SessionEnd.STOPPED, SessionEnd.REPLACED, SessionEnd.CANCELLED)
+        assert set(members_before) < set(first.members)
+        members_before = first.members
+        assert len(first.members) <= len(phase) - replica_size  # the last replica never trains
+        num_updates += sum(not stats.is_skipped for stats in first.stats)
+        if first.end == SessionEnd.STOPPED:
+            assert len({versions[rank] for rank in first.members}) == 1
+    assert len({(n.num_updates, n.checksum) for n in newest}) == 1
+    assert newest[0].num_updates == num_updates
+    assert versions[newest[0].source].checksum == newest[0].checksum
+    return num_updates
+
+
+def check_phases(ranks: list[list[PhaseResult]], replica_size: int = 1) -> int:
+    num_updates = 0
+    for phase in zip(*ranks, strict=True):
+        num_updates = check_phase(list(phase), num_updates, replica_size)
+    return num_updates
+
+
+@pytest.mark.parametrize(
+    "world_size, num_schedules, longest_s", [(2, 120, 0.015), (4, 80, 0.02), (8, 25, 0.04)]
+)
+def test_random_finish_times(world_size: int, num_schedules: int, longest_s: float) -> None:
+    def body() -> tuple[list[PhaseResult], int]:
+        spot = make_spot()
+        results = run_phases(spot, range(num_schedules), longest_s)
+        num_keys = spot._store.num_keys()
+        dist.barrier()
+        return results, num_keys
+
+    results, num_keys = zip(*run_spot_ranks(world_size, body, timeout_s=120), strict=True)
+    num_updates = check_phases(list(results))
+    assert num_updates > num_schedules / 4
+    assert num_keys[0] == 0  # phases leave nothing in the store
+
+
+def test_replicas_of_two_ranks_go_idle_as_one() -> None:
+    def body() -> list[PhaseResult]:
+        return run_phases(make_spot(replica_size=2), range(30), 0.03)
+
+    ranks = run_spot_ranks(4, body)
+    assert check_phases(ranks, replica_size=2) > 0
+    for report, _, _ in (result for results in ranks for result in results):
+        for session in report.sessions:
+            assert session.members in ((0, 1), (2, 3))
+
+
+def test_sessions_wait_for_min_idle_replicas() -> None:
+    def body() -> list[PhaseResult]:
+        return run_phases(make_spot(min_idle_replicas=2), range(20), 0.03)
+
+    ranks = run_spot_ranks(3, body)
+    assert check_phases(ranks) > 0
+    sessions = [s for results in ranks for report, _, _ in results for s in report.sessions]
+    assert {len(session.members) for session in sessions} == {2}
+
+
+def test_a_slow_store_changes_nothing_but_the_speed() -> None:
+    def body() -> list[PhaseResult]:
+        rng = random.Random(dist.get_rank())
+        hook = slow_down(rng)
+        return run_phases(make_spot(hook=hook), range(12), 0.1)
+
+    assert check_phases(run_spot_ranks(4, body)) > 0
+
+
+def slow_down(rng: random.Random) -> Callable[[str, str], None]:
+    """Every operation takes up to 10 ms."""
+    return lambda operation, key: time.sleep(rng.uniform(0, 0.01))
+
+
+def test_max_updates_ends_the_sessions_of_a_phase_on_all_members() -> None:
+    def body() -> list[PhaseResult]:
+        spot = make_spot(max_updates=5)
+        results = []
+        for step in range(3):
+            report = finish_after(spot, step, [0.0, 0.0, 0.3])
+            results.append((report, version_of(spot.trainer), spot.sync_newest(world_group())))
+        dist.barrier()
+        return results
+
+    for step, phase in enumerate(zip(*run_spot_ranks(3, body), strict=True)):
+        reports, versions, newest = zip(*phase, strict=True)
+        assert [n.num_updates for n in newest] == [5 * (step + 1)] * 3
+        last = list(by_epoch(list(reports)).values())[-1]
+        assert {record.end for record in last.values()} == {SessionEnd.FULL}
+        assert len({versions[rank] for rank in last}) == 1
+
+
+def test_kept_groups_serve_recurring_members() -> None:
+    """As on NCCL, where communicators are slow to make: the pool keeps groups over phases."""
+
+    def body() -> tuple[list[PhaseResult], list[str]]:
+        spot = make_spot(min_idle_replicas=2)
+        spot._groups._max_kept = 4
+        others = [rank for rank in range(3) if rank != 2]
+        results, names = [], []
+        for step in range(6):
+            late = 2 if step % 2 else 0
+            naps = [0.05 if rank == late else 0.0 for rank in range(3)]
+            report = finish_after(spot, step, naps)
+            results.append((report, version_of(spot.trainer), spot.sync_newest(world_group())))
+            names.append(spot._groups.name_of(others))
+        dist.barrier()
+        return results, names
+
+    results, names = zip(*run_spot_ranks(3, body), strict=True)
+    check_phases(list(results))
+    assert names[0] == names[1]
+    assert names[0][1:] == ["1.1"] * 5  # made in phase 1, used in phases 1, 3 and 5
+    assert names[2] == ["-"] * 6
+
+
+def test_stale_ranks_get_weights_and_optimizer_of_the_newest() -> None:
+    def body() -> tuple[NewestDrafter, StateVersion, float]:
+        spot = make_spot()
+        rank = dist.get_rank()
+        for _ in range(3 if rank == 2 else rank):
+            spot.trainer.step(spot.source.next_batch())
+        newest = spot.sync_newest(world_group())
+        again = spot.sync_newest(world_group())
+        assert (again.num_stale, again.checksum) == (0, newest.checksum)
+        after = spot.trainer.step(make_spot().source.next_batch()).lr
+        dist.barrier()
+        return newest, version_of(spot.trainer), after
+
+    results = run_spot_ranks(4, body)  # rank 2 has three updates, and so has rank 3
+    newest = results[0][0]
+    assert (newest.source, newest.num_updates, newest.num_stale) == (2, 3, 3)
+    assert {result[0].checksum for result in results} == {newest.checksum}
+    assert {result[1].num_updates for result in results} == {4}

@@ -1,0 +1,155 @@
+"""Rollout phases with spot training on forked ranks: a tiny drafter, random data, rollouts that are naps."""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.slow_draft import make_draft_model, make_sequence
+from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.drafter.packing import DraftBatch, pack_batch
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.runtime.process_groups import Group, group_of, open_store
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.rank_state import ReplicaLayout
+from tlt_megatron.spot.session import BatchSource
+from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
+
+_alive: list[object] = []  # of this rank
+
+
+def run_spot_ranks(world_size: int, body: Callable[[], Any], **options: Any) -> list[Any]:
+    """`run_ranks`, with what torch imports for its first optimizer imported once, before the fork: 1.2 s a rank."""
+    make_drafter_trainer()
+    return run_ranks(world_size, body, **options)
+
+
+def world_group() -> Group:
+    return group_of(dist.group.WORLD)
+
+
+def make_drafter_trainer(**section: object) -> DrafterTrainer:
+    """The same on all ranks."""
+    model = make_draft_model("eagle")
+    return DrafterTrainer(model, DrafterSection(**{"warmup_steps": 0, **section}))
+
+
+class RandomBatches:
+    """Batches of one short sequence. `before` runs ahead of each, with how many were given out."""
+
+    def __init__(
+        self, model: DraftModel, seed: int, before: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self._model = model
+        self._rng = random.Random(seed)
+        self._before = before
+        self.count = 0
+
+    def next_batch(self) -> DraftBatch | None:
+        self._before(self.count)
+        self.count += 1
+        num_tokens = self._rng.randint(3, 8)
+        seed = self._rng.randrange(1000)
+        return pack_batch([make_sequence(self._model, num_tokens, seed=seed)])
+
+
+class HookedStore(dist.Store):
+    """A store that calls `hook(operation, key)` ahead of every operation, for delays and deaths.
+
+    Who holds it natively (a PrefixStore) does not keep its Python half alive.
+    """
+
+    def __init__(self, inner: dist.Store, hook: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._hook = hook
+
+    def set(self, key, value):
+        self._hook("set", key)
+        self._inner.set(key, value)
+
+    def get(self, key):
+        self._hook("get", key)
+        return self._inner.get(key)
+
+    def append(self, key, value):
+        self._hook("append", key)
+        self._inner.append(key, value)
+
+    def check(self, keys):
+        self._hook("check", keys[0])
+        return self._inner.check(keys)
+
+    def wait(self, keys, timeout=datetime.timedelta(seconds=20)):
+        self._hook("wait", keys[0])
+        self._inner.wait(keys, timeout)
+
+    def delete_key(self, key):
+        self._hook("delete", key)
+        return self._inner.delete_key(key)
+
+
+def make_spot(
+    *,
+    source: BatchSource | None = None,
+    hook: Callable[[str, str], None] | None = None,
+    replica_size: int = 1,
+    before: Callable[[int], None] = lambda count: None,
+    phase_timeout_s: float = 60.0,
+    member_timeout_s: float = 10.0,
+    device: str = "cpu",
+    **section: int,
+) -> SpotTrainer:
+    """A SpotTrainer on this rank of the default world. A collective of all ranks."""
+    torch.set_num_threads(1)
+    world = world_group()
+    trainer = make_drafter_trainer()
+    store = open_store(world, timeout_s=20.0)
+    if hook:
+        store = HookedStore(store, hook)
+        _alive.append(store)
+    return SpotTrainer(
+        trainer,
+        source or RandomBatches(trainer.model, seed=world.rank, before=before),
+        SpotSection(enabled=True, **section),
+        store=store,
+        layout=ReplicaLayout.uniform(world.size, replica_size),
+        rank=world.rank,
+        device=torch.device(device),
+        timeline=Timeline(None, world.rank),
+        phase_timeout_s=phase_timeout_s,
+        member_timeout_s=member_timeout_s,
+    )
+
+
+def finish_after(spot: SpotTrainer, step: int, naps_s: Sequence[float]) -> SpotReport:
+    """A phase in which rank i generates for naps_s[i]; all start together."""
+    dist.barrier()
+    time.sleep(naps_s[dist.get_rank()])
+    return spot.run_until_preempted(step)
+
+
+class Markers:
+    """Things that have happened, for ranks that are forked: files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, name: str) -> None:
+        (self._folder / name).touch()
+
+    def await_(self, name: str, limit_s: float = 20.0) -> None:
+        """Generate until then."""
+        deadline = time.monotonic() + limit_s
+        while not (self._folder / name).exists():
+            assert time.monotonic() < deadline, f"{name} did not happen"
+            time.sleep(0.001)

@@ -1,0 +1,277 @@
+"""What is published, refused, restored; when the alarm rises and ends. Accept lengths are given by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.slow_draft import make_draft_model, make_sequence
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.packing import pack_batch
+from tlt_megatron.drafter.publisher import (
+    DrafterPublisher,
+    HoldoutResult,
+    PublishAction,
+    measure_holdout,
+)
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+
+
+def result(*lengths: float, rows: float = 100.0) -> HoldoutResult:
+    """One batch for each accept length, of one drafted token (so at most 2)."""
+    return HoldoutResult(
+        counts=tuple((rows,) for _ in lengths),
+        accepted=tuple(((length - 1.0) * rows,) for length in lengths),
+    )
+
+
+def weights(number: float) -> dict[str, Tensor]:
+    return {"fc.weight": torch.full((2, 2), float(number))}
+
+
+class Target:
+    """What each drafter accepts now, by the number in its weights; remembers who was measured."""
+
+    def __init__(self, **lengths: float | Sequence[float]) -> None:
+        self.lengths: dict[int, float | Sequence[float]] = {}
+        self.move(**lengths)
+
+    def move(self, **lengths: float | Sequence[float]) -> None:
+        self.lengths |= {int(name.removeprefix("d")): value for name, value in lengths.items()}
+
+    def __call__(self, given: Mapping[str, Tensor]) -> HoldoutResult:
+        number = int(given["fc.weight"][0, 0])
+        length = self.lengths[number]
+        return result(*([length] * 4 if isinstance(length, (int, float)) else length))
+
+
+def started(**settings: float) -> DrafterPublisher:
+    publisher = DrafterPublisher(**settings)
+    publisher.start(weights(0))
+    return publisher
+
+
+def test_a_better_candidate_is_published_as_the_next_version() -> None:
+    publisher, candidate = started(), weights(1)
+    decision = publisher.consider(candidate, Target(d0=1.5, d1=1.6))
+    assert decision.action == PublishAction.PUBLISH
+    assert decision.drafter is publisher.published is publisher.best
+    assert decision.drafter.version == 1
+    candidate["fc.weight"].zero_()  # the trainer goes on; what was published stays
+    assert torch.equal(decision.drafter.weights["fc.weight"], weights(1)["fc.weight"])
+    expected = checksum_tensor("fc.weight", weights(1)["fc.weight"]) % CHECKSUM_MODULUS
+    assert decision.drafter.checksum == expected
+    assert decision.metrics["drafter/holdout_accept_length/candidate"] == pytest.approx(1.6)
+    assert decision.metrics["drafter/version"] == 1.0
+
+
+def test_a_worse_candidate_is_refused_and_counted() -> None:
+    publisher = started()
+    decision = publisher.consider(weights(1), Target(d0=1.5, d1=1.4))
+    assert decision.action == PublishAction.KEEP
+    assert decision.drafter.version == publisher.published.version == 0
+    assert decision.metrics["drafter/num_refused"] == 1.0
+    assert "accepts 1.400, the best 1.500" in decision.reason
+
+
+def test_old_numbers_are_not_compared_with_new_ones() -> None:
+    """The target has moved: the candidate accepts less than the published one did, and more than it does."""
+    publisher = started()
+    target = Target(d0=1.4, d1=1.8, d2=1.5)
+    publisher.consider(weights(1), target)
+    target.move(d1=1.3)
+    assert publisher.consider(weights(2), target).action == PublishAction.PUBLISH
+
+
+def test_the_comparison_is_in_pairs() -> None:
+    """Batches differ by far more than both drafters do, and always in the same way: that is no noise."""
+    better = (1.2, 1.5, 1.7, 1.9)
+    worse = tuple(length - 0.02 for length in better)
+    publisher = started()
+    decision = publisher.consider(weights(1), Target(d0=better, d1=worse))
+    assert decision.action == PublishAction.KEEP
+
+
+@pytest.mark.parametrize(("tolerance", "action"), [(1.0, "publish"), (0.0, "keep")])
+def test_less_within_the_noise_is_published(tolerance: float, action: str) -> None:
+    target = Target(d0=(1.5, 1.5, 1.5, 1.5), d1=(1.7, 1.3, 1.7, 1.28))
+    decision = started(tolerance=tolerance).consider(weights(1), target)
+    assert decision.action == action
+
+
+def test_small_losses_do_not_add_up() -> None:
+    """Each candidate is within the noise of the one before; only the best counts."""
+    target = Target(d0=(1.6, 1.5, 1.6, 1.5))
+    publisher = started()
+    for number in range(1, 20):
+        shift = 0.02 * number
+        sign = 1 if number % 2 else -1
+        target.move(**{f"d{number}": tuple(x - shift + sign * d for x, d in zip((1.6, 1.5, 1.6, 1.5), (0.05, -0.05, 0.05, -0.05), strict=True))})  # fmt: skip
+        publisher.consider(weights(number), target)
+    assert publisher.best.version == 0
+    assert target(publisher.published.weights).accept_length > 1.5
+
+
+def test_the_best_comes_back_where_the_published_one_falls_behind() -> None:
+    publisher = started()
+    target = Target(d0=(1.6, 1.5), d1=(1.5, 1.59))
+    assert publisher.consider(weights(1), target).action == PublishAction.PUBLISH
+    assert publisher.best.version == 0
+    target.move(d1=(1.2, 1.2), d2=(1.1, 1.1))
+    decision = publisher.consider(weights(2), target)
+    assert decision.action == PublishAction.RESTORE
+    assert decision.drafter.version == 2  # versions only rise
+    assert torch.equal(decision.drafter.weights["fc.weight"], weights(0)["fc.weight"])
+    assert publisher.best is publisher.published
+
+
+def test_what_is_published_already_is_kept() -> None:
+    decision = started().consider(weights(0), Target(d0=1.5))
+    assert decision.action == PublishAction.KEEP
+    assert decision.metrics["drafter/num_refused"] == 0.0
+
+
+def test_numbers_that_are_none_are_never_published() -> None:
+    publisher = started()
+    for candidate in ({"fc.weight": torch.tensor([[math.inf, 1.0]])}, weights(1)):
+        decision = publisher.consider(candidate, lambda w: result(*([1.5, 1.5] if w is publisher.published.weights else [math.nan, 1.5])))  # fmt: skip
+        assert decision.action == PublishAction.KEEP
+
+
+def test_a_number_is_better_than_none() -> None:
+    publisher = started()
+    decision = publisher.consider(weights(1), Target(d0=math.nan, d1=1.1))
+    assert decision.action == PublishAction.PUBLISH
+    assert publisher.best.version == 1
+
+
+def test_without_a_slice_candidates_are_published_unless_they_are_broken() -> None:
+    publisher = started()
+    empty = HoldoutResult(counts=(), accepted=())
+    assert publisher.consider(weights(1), lambda _: empty).action == PublishAction.PUBLISH
+    broken = {"fc.weight": torch.tensor([[math.nan]])}
+    assert publisher.consider(broken, lambda _: empty).action == PublishAction.KEEP
+
+
+def test_a_live_collapse_alarms_until_a_good_one_is_published() -> None:
+    publisher = started()
+    target = Target(d0=1.6, d1=1.1, d2=1.7)
+    for length in (3.0, 3.2, 3.1):
+        assert not publisher.observe_live(length)
+    assert publisher.observe_live(1.3)
+    assert "version 0 fell to 1.30" in publisher.alarm
+    assert publisher.observe_live(None)  # n-gram or OFF meanwhile
+    decision = publisher.consider(weights(1), target)
+    assert decision.is_alarmed
+    assert decision.metrics["drafter/alarm"] == 1.0
+    decision = publisher.consider(weights(2), target)
+    assert decision.action == PublishAction.PUBLISH
+    assert not decision.is_alarmed
+    assert decision.metrics["drafter/alarm"] == 0.0
+
+
+def test_a_hold_out_collapse_alarms_and_its_end_needs_a_good_drafter() -> None:
+    publisher = started()
+    target = Target(d0=1.8, d1=1.8, d2=1.2, d3=1.25, d4=1.75)
+    assert not publisher.consider(weights(1), target).is_alarmed
+    target.move(d0=1.1, d1=1.1)  # the target has jumped away from everyone
+    for number in (2, 3):
+        decision = publisher.consider(weights(number), target)
+        assert decision.action == PublishAction.PUBLISH  # better, but not good
+        assert decision.is_alarmed
+    assert not publisher.consider(weights(4), target).is_alarmed
+
+
+def test_a_drafter_that_never_was_good_does_not_alarm() -> None:
+    publisher = started()
+    assert not any(publisher.observe_live(length) for length in (1.08, 1.02, 1.05, 1.0))
+
+
+def test_a_target_that_became_harder_for_good_ends_the_alarm() -> None:
+    publisher = started()
+    target = Target(d0=1.9)
+    publisher.consider(weights(0), target)
+    target.move(d0=1.0)
+    alarms = []
+    for number in range(1, 40):
+        target.move(**{f"d{number}": 1.3})
+        alarms.append(publisher.consider(weights(number), target).is_alarmed)
+    assert alarms[0]
+    assert not alarms[-1]
+
+
+def test_restored_state_decides_as_if_never_saved() -> None:
+    target = Target(d0=(1.6, 1.5), d1=(1.5, 1.59), d2=(1.4, 1.4), d3=(1.7, 1.7))
+    straight = started()
+    straight.observe_live(3.0)
+    straight.consider(weights(1), target)  # published, while the best is another
+    straight.observe_live(1.2)
+    record = json.loads(json.dumps(straight.record(), allow_nan=False))
+    resumed = DrafterPublisher()
+    resumed.load_state_dict(straight.state_dict(), record)
+    assert resumed.published.version == straight.published.version
+    assert resumed.published.checksum == straight.published.checksum
+    assert resumed.best.version == straight.best.version != straight.published.version
+    for number in (2, 3):
+        one, other = (p.consider(weights(number), target) for p in (straight, resumed))
+        assert (one.action, one.metrics, one.reason) == (other.action, other.metrics, other.reason)
+    fresh = started()
+    resumed.load_state_dict(fresh.state_dict(), json.loads(json.dumps(fresh.record())))
+    assert math.isnan(resumed.best_accept_length)
+    assert resumed.best is resumed.published
+    with pytest.raises(ValueError, match=r"last\.fc is unknown"):
+        resumed.load_state_dict({"last.fc": torch.zeros(1)}, record)
+
+
+def test_standard_error_of_one_step_is_that_of_the_mean_difference() -> None:
+    one, other = result(1.5, 1.7, 1.2), result(1.4, 1.75, 1.25)
+    differences = torch.tensor([0.1, -0.05, -0.05], dtype=torch.float64)
+    expected = differences.std().item() / math.sqrt(3)
+    assert one.standard_error(other) == pytest.approx(expected)
+    assert result(1.5).standard_error(result(1.4)) == 0.0
+
+
+def test_accept_length_is_of_the_sums() -> None:
+    """Two steps: 12 of 20 rows accept the first, then 3 of 10 the second."""
+    parts = [
+        HoldoutResult(counts=((8.0, 4.0),), accepted=((4.0, 1.0),)),
+        HoldoutResult(counts=((12.0, 6.0),), accepted=((8.0, 2.0),)),
+    ]
+    merged = HoldoutResult.merge(parts)
+    assert merged.num_rows == 20
+    assert merged.accept_length == pytest.approx(1 + 0.6 + 0.6 * 0.3)
+    assert math.isnan(HoldoutResult.merge([]).accept_length)
+
+
+def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone() -> None:
+    section = DrafterSection(algorithm="hass", unroll_steps=2, warmup_steps=0, lr=0.0001)
+    trainer = DrafterTrainer(make_draft_model("eagle"), section)
+    other = make_draft_model("eagle", seed=1).state_dict()
+    own = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    batches = [pack_batch([make_sequence(trainer.model, n, seed=n)]) for n in (9, 6, 12)]
+    mine, theirs = (measure_holdout(trainer, w, batches) for w in (own, other))
+    assert mine.counts == theirs.counts == ((7.0, 6.0), (4.0, 3.0), (10.0, 9.0))
+    assert mine.accept_length != pytest.approx(theirs.accept_length)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, own[name])
+    union = pack_batch([make_sequence(trainer.model, n, seed=n) for n in (9, 6, 12)])
+    assert mine.accept_length == pytest.approx(trainer.step(union).accept_length)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tolerance": -1.0}, "tolerance=-1.0"),
+        ({"collapse_share": 1.0}, r"collapse_share=1\.0: must be in \(0, 1\)"),
+        ({"level_decay": 1.0}, "level_decay"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DrafterPublisher(**settings)

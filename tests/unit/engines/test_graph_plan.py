@@ -1,0 +1,282 @@
+"""The capture plan: what it covers, what it merges, and its bytes against a dry run of the real pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.engines.embedded.graph_plan import (
+    EagerReason,
+    GraphKey,
+    GraphPlan,
+    Role,
+    pass_cost,
+)
+from tlt_megatron.engines.embedded.graph_pool import PassInputs, lane_steps
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftConfig, DraftModel
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+
+QWEN_7B = ModelConfig(
+    model_type="qwen2",
+    vocab_size=152064,
+    hidden_size=3584,
+    ffn_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6),
+    max_position_embeddings=32768,
+    tie_word_embeddings=False,
+    has_qkv_bias=True,
+    has_qk_norm=False,
+)
+TINY = dataclasses.replace(
+    QWEN_7B, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32
+)
+SMALLER = {
+    "hidden_size": 512,
+    "ffn_size": 2048,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "vocab_size": 64,
+}
+SHARED_SIZES = (
+    "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope",
+    "max_position_embeddings", "vocab_size",
+)  # fmt: skip
+QUICKSTART = tuple(SpeculationSection().strategies)
+PAPER_CODE = ("8_4_47", "8_4_31", "8_4_15", "8_4_8")  # its defaults, the root not counted
+MIXED = ("8_4_48", "6_4_16", "4_2_8+ngram_4", "6_1_6", "ngram_8")
+
+
+def make_plan(
+    strategies: Sequence[str],
+    *,
+    model: ModelConfig = QWEN_7B,
+    max_batch_size: int = 64,
+    max_length: int = 1600,
+    verify_tokens: int = 320,
+    bytes_per_kernel: int = 64 << 10,
+) -> GraphPlan:
+    return GraphPlan(
+        model,
+        [SpeculationStrategy.parse(text) for text in strategies],
+        max_batch_size=max_batch_size,
+        max_length=max_length,
+        item_bytes=2,
+        verify_tokens=verify_tokens,
+        bytes_per_kernel=bytes_per_kernel,
+    )
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 8, 20, 64])
+@pytest.mark.parametrize("strategies", [QUICKSTART, PAPER_CODE, MIXED, ("off",)])
+def test_every_pass_of_a_usable_strategy_has_a_capture_that_holds_it(
+    strategies: Sequence[str], max_batch_size: int
+) -> None:
+    plan = make_plan(strategies, max_batch_size=max_batch_size)
+    for batch_size in range(1, max_batch_size + 1):
+        wanted = [(Role.TARGET, 1)]
+        for strategy in plan.strategies:
+            if batch_size > plan.max_batch_size(strategy):
+                continue
+            wanted.append((Role.TARGET, strategy.num_rows))
+            if strategy.is_learned:
+                wanted += [(Role.DRAFT, strategy.topk), (Role.DRAFT, strategy.num_steps + 1)]
+        for role, num_rows in wanted:
+            key = plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=700)
+            assert key in plan.keys
+            assert key.num_rows >= num_rows
+            assert key.batch_size >= batch_size
+            assert key.length == 1024
+            assert key.num_tokens <= 320 or key.batch_size == 1
+
+
+def test_what_is_larger_than_planned_has_a_reason() -> None:
+    plan = make_plan(QUICKSTART)
+
+    def find(role: Role, num_rows: int, batch_size: int, longest: int) -> GraphKey | EagerReason:
+        return plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
+
+    assert find(Role.TARGET, 1, 65, 10) is EagerReason.BATCH
+    assert find(Role.TARGET, 17, 17, 10) is EagerReason.ROWS
+    assert find(Role.DRAFT, 64, 1, 10) is EagerReason.ROWS
+    assert find(Role.TARGET, 17, 16, 1601) is EagerReason.LENGTH
+    assert isinstance(find(Role.TARGET, 17, 16, 1600), GraphKey)
+
+
+def test_large_trees_are_planned_for_small_batches_alone() -> None:
+    plan = make_plan(PAPER_CODE)
+    sizes = [plan.max_batch_size(strategy) for strategy in plan.strategies]
+    assert sizes == [4, 8, 16, 32]
+    wider = make_plan(PAPER_CODE, verify_tokens=640)
+    assert [wider.max_batch_size(strategy) for strategy in wider.strategies] == [8, 16, 40, 64]
+    narrow = make_plan(PAPER_CODE, verify_tokens=16)
+    assert [narrow.max_batch_size(strategy) for strategy in narrow.strategies] == [1, 1, 1, 1]
+
+
+def test_equal_shapes_are_captured_once() -> None:
+    plan = make_plan(QUICKSTART)
+    assert len(set(plan.keys)) == len(plan.keys)
+    # One verify width for each batch size besides plain decoding.
+    for size in plan.batch_sizes:
+        widths = {k.num_rows for k in plan.keys if k.role is Role.TARGET and k.batch_size == size}
+        assert len(widths) == 2
+    # Another depth of a width that is there costs nothing; the depths of one tree share one capture.
+    same = make_plan((*QUICKSTART, "5_4_16", "6_2_8", "off"))
+    assert set(same.keys) == set(plan.keys)
+    assert same.bytes_pool() == plan.bytes_pool()
+    assert make_plan(tuple(reversed(QUICKSTART))).keys == plan.keys
+
+
+def test_a_policy_without_a_drafter_captures_no_draft_pass() -> None:
+    assert {key.role for key in make_plan(("ngram_8", "off")).keys} == {Role.TARGET}
+    plain = make_plan(())
+    assert {key.num_rows for key in plain.keys} == {1}
+    assert plain.bytes_pool() == plain.bytes_naive() == plain.bytes_single()
+
+
+@pytest.mark.parametrize("model", [QWEN_7B, TINY], ids=["7b", "tiny"])
+@pytest.mark.parametrize("strategies", [QUICKSTART, PAPER_CODE, MIXED])
+@pytest.mark.parametrize("max_length", [1600, 33792])
+@pytest.mark.parametrize("bytes_per_kernel", [0, 16 << 10, 64 << 10])
+def test_pool_is_2_8_times_smaller_than_naive_capture(
+    model: ModelConfig, strategies: Sequence[str], max_length: int, bytes_per_kernel: int
+) -> None:
+    plan = make_plan(
+        strategies, model=model, max_length=max_length, bytes_per_kernel=bytes_per_kernel
+    )
+    assert plan.bytes_naive() >= 2.8 * plan.bytes_pool()
+    assert plan.bytes_single(OFF) <= plan.bytes_single() <= plan.bytes_naive()
+
+
+def test_rows_of_the_description_add_up() -> None:
+    plan = make_plan(MIXED)
+    rows = plan.describe()
+    assert sum(row.num_captures for row in rows) == len(plan.keys)
+    assert sum(row.graph_bytes for row in rows) + plan.shared_bytes() == plan.bytes_pool()
+    by_width = {(row.role, row.num_rows): row for row in rows}
+    assert by_width[Role.TARGET, 1].used_by == ("off",)
+    assert by_width[Role.TARGET, 49].used_by == tuple(MIXED)
+    assert by_width[Role.TARGET, 49].batch_sizes == (1, 2, 4)
+    assert all(row.used_by for row in rows)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_size=0, max_length=1600, verify_tokens=320"):
+        make_plan(QUICKSTART, max_batch_size=0)
+
+
+# ---- the estimate against the real pass, run on tensors without memory
+
+
+class Tally(TorchDispatchMode):
+    """Counts calls that are no views, and the bytes of what they make while it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = self.live_bytes = self.peak_bytes = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        given = {
+            id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        storages = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        made = [storage for storage in storages if id(storage) not in given]
+        if made or func._schema.is_mutable:
+            self.num_calls += 7 if "logsumexp" in str(func) else 1
+        for storage in made:
+            self._alive.add(id(storage))
+            self.live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return out
+
+    def _freed(self, storage: int, num_bytes: int) -> None:
+        if storage in self._alive:
+            self._alive.remove(storage)
+            self.live_bytes -= num_bytes
+
+
+@pytest.mark.parametrize("has_qk_norm", [False, True])
+@pytest.mark.parametrize(
+    "num_rows, batch_size, length", [(1, 64, 512), (5, 64, 512), (17, 8, 2048), (49, 1, 512)]
+)
+def test_estimate_is_what_a_dry_run_takes(
+    num_rows: int, batch_size: int, length: int, has_qk_norm: bool
+) -> None:
+    model_config = dataclasses.replace(QWEN_7B, num_layers=3, has_qk_norm=has_qk_norm)
+    key = GraphKey(role=Role.TARGET, num_rows=num_rows, batch_size=batch_size, length=length)
+    check_estimate(model_config, key)
+
+
+@pytest.mark.parametrize("num_rows, batch_size, length", [(4, 8, 2048), (5, 64, 512)])
+def test_estimate_is_what_a_dry_run_of_the_drafter_takes(
+    num_rows: int, batch_size: int, length: int
+) -> None:
+    model_config = dataclasses.replace(QWEN_7B, num_layers=3, **SMALLER)
+    draft_config = DraftConfig(
+        architecture="eagle3",
+        **{name: getattr(model_config, name) for name in SHARED_SIZES},
+        aux_layer_ids=(0, 1, 2),
+    )
+    shape = model_config.vocab_size, model_config.hidden_size
+    head = torch.zeros(shape, dtype=torch.bfloat16, device="meta")
+    drafter = DraftModel(
+        draft_config, embedding_VD=head, lm_head_VD=head, seed=0, dtype=torch.bfloat16
+    )
+    key = GraphKey(role=Role.DRAFT, num_rows=num_rows, batch_size=batch_size, length=length)
+    check_estimate(model_config, key, DraftInference(drafter, torch.bfloat16))
+
+
+def check_estimate(
+    model_config: ModelConfig, key: GraphKey, draft: DraftInference | None = None
+) -> None:
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    model = Transformer(model_config, dtype, meta)
+    for rotary in (model.rotary, *([draft.rotary] if draft else [])):
+        rotary.reserve(key.length)
+    cache = KvCache(
+        model_config,
+        num_pages=key.batch_size * key.length // 64,
+        page_size=64,
+        dtype=dtype,
+        device=meta,
+        num_draft_layers=1,
+    )
+    shape = key.batch_size, key.num_rows
+    indices = torch.zeros(shape, dtype=torch.int64, device=meta)
+    hidden_BRD = torch.zeros(*shape, model_config.hidden_size, dtype=dtype, device=meta)
+    inputs = PassInputs(
+        token_ids_BR=indices,
+        positions_BR=indices,
+        slots_BR=indices,
+        bias_BRS=torch.zeros(*shape, key.length, dtype=dtype, device=meta),
+        hidden_BRD=hidden_BRD if draft else None,
+    )
+    step = lane_steps(model, cache, key.length, draft)[key.role]
+    with torch.no_grad():
+        step(inputs)
+        with Tally() as tally:
+            step(inputs)
+    cost = pass_cost(model_config, key, dtype.itemsize)
+    assert cost.num_kernels == pytest.approx(tally.num_calls, rel=0.15)
+    assert cost.activation_bytes == pytest.approx(tally.peak_bytes, rel=0.1)

@@ -1,0 +1,187 @@
+"""The graph pool over a real model on the CPU: padded replays give what the plain pass gives, and everything is counted.
+
+`Replaying` stands in for a GPU's graphs: it runs the captured work again on the same static tensors, which is what a graph
+does. tests/gpu/test_graph_pool_cuda.py runs the same comparison on real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.graph_passes import LANE, LanePasses, make_lane_passes
+from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphPlan, Role
+from tlt_megatron.engines.embedded.graph_pool import EagerPass, GraphMemory, GraphPool
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+
+STRATEGIES = ("2_1_2", "3_2_6")
+MAX_BATCH_SIZE = 8
+
+
+class Replaying:
+    """Graph memory without a GPU."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Runs it, as a capture's warm-up does, and gives it back."""
+        work()
+        return work
+
+
+def make_pool(new_memory: Callable[[], GraphMemory | None] = Replaying) -> GraphPool:
+    passes = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=0)
+    plan = GraphPlan(
+        passes.model.config,
+        [SpeculationStrategy.parse(text) for text in STRATEGIES],
+        max_batch_size=MAX_BATCH_SIZE,
+        max_length=LANE,
+        item_bytes=8,
+    )
+    return GraphPool(plan, new_memory)
+
+
+@pytest.fixture
+def passes() -> LanePasses:
+    """With one lane more than batches are planned to have."""
+    return make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=MAX_BATCH_SIZE + 1)
+
+
+@pytest.fixture
+def pool(passes: LanePasses) -> GraphPool:
+    pool = make_pool()
+    bind(pool, passes)
+    return pool
+
+
+def bind(pool: GraphPool, passes: LanePasses, layout: str = "here", num_lanes: int = 8) -> None:
+    pool.bind(passes.steps, layout, scratch_slot=passes.scratch_slot, num_lanes=num_lanes)
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+def test_padded_replay_equals_the_plain_pass(
+    pool: GraphPool, passes: LanePasses, role: Role, batch_size: int, num_rows: int
+) -> None:
+    for seed in range(2):  # the second pass replays with other inputs
+        inputs = passes.inputs(role, batch_size=batch_size, num_rows=num_rows, seed=seed)
+        before = passes.cache.kv_LKTH.clone()
+        expected = [out.clone() for out in passes.steps[role](inputs)]
+        written = passes.cache.kv_LKTH.clone()
+        passes.cache.kv_LKTH.copy_(before)
+        outputs = pool.run(role, inputs)
+        assert len(outputs) == len(expected) == 2
+        for output, wanted in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
+        written[:, :, passes.scratch_slot] = 0.0
+        held = passes.cache.kv_LKTH.clone()
+        assert held[:, :, passes.scratch_slot].isfinite().all()
+        held[:, :, passes.scratch_slot] = 0.0
+        torch.testing.assert_close(held, written, rtol=1e-12, atol=1e-12)
+    counts = pool.take_counts()
+    assert sum(counts.num_replays.values()) == 2
+    assert not counts.num_eager
+    assert counts.graph_share == 1.0
+
+
+def test_what_lanes_held_before_does_not_reach_a_padded_pass(
+    pool: GraphPool, passes: LanePasses
+) -> None:
+    """Lanes behind the batch and the scratch slot hold the keys of others: large, but numbers."""
+    inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=2)
+    expected = pool.run(Role.TARGET, inputs)[0].clone()
+    passes.cache.kv_LKTH[:, :, 3 * LANE :] = 1e6
+    torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=0, atol=0)
+
+
+def test_shapes_of_several_strategies_share_a_capture(pool: GraphPool, passes: LanePasses) -> None:
+    for num_rows in (3, 7):  # verifying 2 and 6 drafted tokens
+        for batch_size in (5, 8):
+            pool.run(
+                Role.TARGET,
+                passes.inputs(Role.TARGET, batch_size=batch_size, num_rows=num_rows),
+            )
+    counts = pool.take_counts()
+    assert counts.num_captures == 1
+    assert list(counts.num_replays.values()) == [4]
+    assert [(k.num_rows, k.batch_size, k.length) for k in counts.num_replays] == [(7, 8, LANE)]
+    assert pool.take_counts().graph_share == 0.0
+
+
+def test_the_largest_pass_is_captured_first_so_that_the_others_fit_into_its_memory(
+    pool: GraphPool, passes: LanePasses
+) -> None:
+    pool.run(Role.TARGET, passes.inputs(Role.TARGET, batch_size=1, num_rows=1))
+    assert pool.take_counts().num_captures == 2
+    pool.run(Role.TARGET, passes.inputs(Role.TARGET, batch_size=8, num_rows=7))
+    assert pool.take_counts().num_captures == 0
+
+
+def test_eager_passes_are_counted_with_their_reason(pool: GraphPool, passes: LanePasses) -> None:
+    def reason_of(role: Role, batch_size: int, num_rows: int) -> EagerReason:
+        pool.run(role, passes.inputs(role, batch_size=batch_size, num_rows=num_rows))
+        counts = pool.take_counts()
+        assert not counts.num_replays
+        (eager,) = counts.num_eager
+        assert counts.num_eager[eager] == 1
+        assert (eager.role, eager.batch_size, eager.num_rows) == (role, batch_size, num_rows)
+        return eager.reason
+
+    assert reason_of(Role.TARGET, 2, 8) is EagerReason.ROWS
+    assert reason_of(Role.DRAFT, 2, 9) is EagerReason.ROWS
+    assert reason_of(Role.TARGET, 9, 1) is EagerReason.BATCH
+    bind(pool, passes, num_lanes=6)
+    assert reason_of(Role.TARGET, 5, 1) is EagerReason.LANES
+    pool.count_eager(Role.TARGET, batch_size=64, num_rows=1, reason=EagerReason.PAGES)
+    eager = EagerPass(role=Role.TARGET, num_rows=1, batch_size=64, reason=EagerReason.PAGES)
+    assert pool.take_counts().num_eager == {eager: 1}
+
+
+def test_without_graphs_a_step_runs_on_the_tensors_it_is_given(passes: LanePasses) -> None:
+    seen = []
+
+    def step(inputs: object) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs)
+        return ()
+
+    pool = make_pool(select_device("cpu").graph_memory)
+    assert not pool.has_graphs
+    pool.bind({Role.TARGET: step}, None, scratch_slot=0, num_lanes=0)
+    inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=1)
+    pool.run(Role.TARGET, inputs)
+    assert seen == [inputs]
+    (eager,) = pool.take_counts().num_eager
+    assert eager.reason is EagerReason.OFF
+
+
+def test_another_layout_drops_the_captures_and_the_same_keeps_them(
+    pool: GraphPool, passes: LanePasses
+) -> None:
+    inputs = passes.inputs(Role.TARGET, batch_size=8, num_rows=7)
+    expected = pool.run(Role.TARGET, inputs)[0].clone()
+    bind(pool, passes)
+    pool.run(Role.TARGET, inputs)
+    assert pool.take_counts().num_captures == 1
+    elsewhere = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=9)
+    bind(pool, elsewhere, "elsewhere")
+    passes.cache.kv_LKTH.zero_()  # of the old place, which nobody may read any more
+    torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=0, atol=0)
+    assert pool.take_counts().num_captures == 1
+    pool.drop()
+    bind(pool, elsewhere, "elsewhere")
+    pool.run(Role.TARGET, inputs)
+    assert pool.take_counts().num_captures == 1
+
+
+def test_capturing_ahead_leaves_nothing_to_capture(pool: GraphPool, passes: LanePasses) -> None:
+    before = passes.cache.kv_LKTH.clone()
+    example = {role: passes.inputs(role, batch_size=1, num_rows=1) for role in Role}
+    pool.capture_ahead(example)
+    assert pool.take_counts().num_captures == len(pool.plan.keys)
+    before[:, :, passes.scratch_slot] = passes.cache.kv_LKTH[:, :, passes.scratch_slot]
+    assert torch.equal(passes.cache.kv_LKTH, before)
+    for role in Role:
+        pool.run(role, passes.inputs(role, batch_size=7, num_rows=2))
+    assert pool.take_counts().num_captures == 0

@@ -1,0 +1,102 @@
+"""When sessions start, grow and are replaced, decided on views written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_megatron.spot.coordinator import Coordinator, check_deadline
+from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
+
+FOUR = ReplicaLayout.uniform(4)
+
+
+def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
+    view = PhaseView(layout)
+    for line in lines:
+        view.apply(line.split())
+    return view
+
+
+def make_coordinator(
+    rank: int, *, min_idle_replicas: int = 1, layout: ReplicaLayout = FOUR
+) -> Coordinator:
+    return Coordinator(
+        layout, rank, min_idle_replicas=min_idle_replicas, settle_s=1.0, member_timeout_s=10.0
+    )
+
+
+def test_session_starts_when_enough_replicas_are_idle() -> None:
+    lines = ["finished 2 1.0", "finished 0 1.1"]
+    assert make_coordinator(2, min_idle_replicas=2).plan_start(make_view(lines[0]), 0.0, 5) is None
+    plan = make_coordinator(2, min_idle_replicas=2).plan_start(make_view(*lines), 0.0, 5)
+    assert plan == Plan(epoch=1, replicas=(2, 0), base_updates=5)
+    assert make_coordinator(2).plan_start(make_view(lines[0]), 0.0, 5).replicas == (2,)
+
+
+def test_only_the_first_rank_of_an_idle_replica_speaks() -> None:
+    layout = ReplicaLayout.uniform(4, 2)
+    view = make_view("finished 0 1.0", "finished 1 1.0", layout=layout)
+    plans = [make_coordinator(r, layout=layout).plan_start(view, 0.0, 0) for r in range(4)]
+    assert plans == [Plan(epoch=1, replicas=(0,), base_updates=0), None, None, None]
+
+
+@pytest.mark.parametrize("last", ["finished 3 2.0", "closed"])
+def test_no_session_starts_or_grows_in_a_phase_that_is_over_or_closed(last: str) -> None:
+    lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0"]
+    view = make_view(*lines, last)
+    assert make_coordinator(1).plan_start(view, 0.0, 0) is None
+    assert make_coordinator(0).plan_growth(make_view(lines[0], "plan 1 0 0", *lines[1:], last)) is None
+
+
+def test_session_grows_by_all_who_are_free_and_keeps_its_order_and_base() -> None:
+    view = make_view("finished 3 1.0", "plan 1 40 3", "finished 1 1.0", "finished 0 2.0")
+    plan = Plan(epoch=2, replicas=(3, 1, 0), base_updates=40)
+    assert make_coordinator(3).plan_growth(view) == plan
+    assert make_coordinator(3).plan_growth(make_view("finished 3 1.0", "plan 1 40 3")) is None
+
+
+def test_newcomer_waits_for_the_leader_but_not_for_ever() -> None:
+    view = make_view("finished 3 1.0", "plan 1 40 3", "finished 1 1.0")
+    coordinator = make_coordinator(1)
+    assert coordinator.plan_start(view, 100.0, 55) is None
+    assert coordinator.plan_start(view, 109.9, 55) is None
+    plan = coordinator.plan_start(view, 110.1, 55)
+    assert plan == Plan(epoch=2, replicas=(1,), base_updates=40)
+
+
+def test_a_new_plan_restarts_the_wait() -> None:
+    lines = ["finished 3 1.0", "plan 1 0 3", "finished 1 1.0", "finished 0 1.0", "plan 2 0 3 0"]
+    coordinator = make_coordinator(1)
+    assert coordinator.plan_start(make_view(*lines[:3]), 100.0, 0) is None
+    assert coordinator.plan_start(make_view(*lines), 109.0, 0) is None
+    assert coordinator.plan_start(make_view(*lines), 115.0, 0) is None
+    assert coordinator.plan_start(make_view(*lines), 119.1, 0) is not None
+
+
+def test_survivors_start_anew_at_once_when_one_member_is_missing() -> None:
+    lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0", "plan 1 0 0 1 2"]
+    one_back = make_view(*lines, "left 1 1")
+    both_back = make_view(*lines, "left 1 1", "left 2 1")
+    coordinator = make_coordinator(1)
+    assert coordinator.plan_start(one_back, 0.0, 0) is None
+    assert coordinator.plan_start(both_back, 0.1, 0) == Plan(
+        epoch=2, replicas=(1, 2), base_updates=0
+    )
+
+
+def test_survivors_of_several_losses_wait_a_moment_for_each_other() -> None:
+    lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0", "plan 1 0 0 1 2"]
+    view = make_view(*lines, "left 1 1")
+    coordinator = make_coordinator(1)
+    assert coordinator.plan_start(view, 50.0, 0) is None
+    assert coordinator.plan_start(view, 50.9, 0) is None
+    assert coordinator.plan_start(view, 51.1, 0).replicas == (1,)
+
+
+def test_deadline_names_the_ranks_that_still_generate() -> None:
+    view = make_view("finished 2 100.0", "finished 0 130.0")
+    check_deadline(view, step=7, now=159.0, phase_timeout_s=60.0)
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] .* rollouts of RL step 7 61 s after"):
+        check_deadline(view, step=7, now=161.0, phase_timeout_s=60.0)
+    over = make_view(*(f"finished {rank} 100.0" for rank in range(4)))
+    check_deadline(over, step=7, now=1000.0, phase_timeout_s=60.0)

@@ -1,0 +1,154 @@
+"""The log of a phase: what a rank reads out of it, and that all read the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch.distributed as dist
+
+from tlt_megatron.spot.rank_state import (
+    PhaseBoard,
+    PhaseView,
+    Plan,
+    RankState,
+    ReplicaLayout,
+    SharedLog,
+)
+
+FOUR = ReplicaLayout.uniform(4)
+
+
+def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
+    view = PhaseView(layout)
+    for line in lines:
+        view.apply(line.split())
+    return view
+
+
+def states(view: PhaseView) -> str:
+    return " ".join(view.state_of(rank).value for rank in range(view.layout.world_size))
+
+
+def test_states_of_a_phase() -> None:
+    view = make_view()
+    assert states(view) == "rollout rollout rollout rollout"
+    for line, expected in (
+        ("finished 2 10.0", "rollout rollout idle rollout"),
+        ("plan 1 0 2", "rollout rollout training rollout"),
+        ("finished 0 10.5", "idle rollout training rollout"),
+        ("plan 2 0 2 0", "training rollout training rollout"),
+        ("finished 3 11.0", "training rollout training idle"),
+        ("left 0 2", "idle rollout training idle"),
+        ("closed", "idle rollout idle idle"),
+        ("finished 1 12.5", "done done done done"),
+    ):
+        view.apply(line.split())
+        assert states(view) == expected
+    assert view.is_over
+    assert view.ended_at == 12.5
+    assert view.ranks_in(RankState.DONE) == [0, 1, 2, 3]
+
+
+def test_first_plan_for_an_epoch_is_the_plan() -> None:
+    view = make_view("finished 1 1.0", "finished 2 1.0", "plan 1 7 1", "plan 1 9 2", "plan 3 0 2")
+    assert view.plan == Plan(epoch=1, replicas=(1,), base_updates=7)
+    assert (view.listed_in(1), view.listed_in(2)) == (1, 0)
+    assert view.next_epoch == 2
+
+
+def test_free_replicas_come_as_they_became_idle_and_whole() -> None:
+    layout = ReplicaLayout.uniform(6, 2)
+    lines = ["finished 5 1.0", "finished 0 1.1", "finished 1 1.2", "finished 4 1.3"]
+    assert make_view(*lines[:2], layout=layout).free_replicas() == ()
+    assert make_view(*lines[:3], layout=layout).free_replicas() == (0,)
+    view = make_view(*lines, layout=layout)
+    assert view.free_replicas() == (0, 2)
+    view.apply("plan 1 0 0".split())
+    assert view.members() == (0, 1)
+    assert view.free_replicas() == (2,)
+    view.apply("left 0 1".split())
+    assert view.free_replicas() == (2,)  # rank 1 may be dead
+    view.apply("left 1 1".split())
+    assert view.free_replicas() == (0, 2)
+
+
+def test_having_left_an_old_session_does_not_count_for_a_new_one() -> None:
+    view = make_view("finished 0 1.0", "plan 1 0 0", "left 0 1", "plan 2 0 0")
+    assert view.free_replicas() == ()
+    assert make_view("finished 0 1.0", "plan 1 0 0", "left 0 1").free_replicas() == (0,)
+
+
+@pytest.mark.parametrize("replicas", [((0, 1), (1, 2)), ((0,), (2,)), ((0, 1), ())])
+def test_layout_holds_each_rank_once(replicas: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="must hold each rank of the world once"):
+        ReplicaLayout(replicas=replicas)
+    with pytest.raises(ValueError, match="replica_size=3: must divide the 4 ranks"):
+        ReplicaLayout.uniform(4, 3)
+
+
+def test_log_gives_each_line_once() -> None:
+    store = dist.HashStore()
+    mine, other = (SharedLog(store, "log") for _ in range(2))
+    mine.append("a", 1)
+    other.append("b", 2)
+    assert mine.read() == [["a", "1"], ["b", "2"]]
+    assert mine.read() == []
+    mine.append("c")
+    assert mine.read() == [["c"]]
+    assert other.read() == [["a", "1"], ["b", "2"], ["c"]]
+
+
+def test_boards_that_read_at_different_times_agree() -> None:
+    """Whatever was appended in between, and however often each has looked."""
+    rng = random.Random(0)
+    store = dist.HashStore()
+    boards = [PhaseBoard(store, FOUR, step=5, rank=rank) for rank in range(4)]
+    for board in boards:
+        board.announce_finished(1.0 + board.rank)
+    for _ in range(60):
+        board = rng.choice(boards)
+        view = board.read()
+        move = rng.randrange(3)
+        if move == 0:
+            replicas = tuple(rng.sample(range(4), rng.randint(1, 4)))
+            board.propose(Plan(epoch=view.next_epoch, replicas=replicas, base_updates=3))
+        elif move == 1:
+            board.announce_left(view.listed_in(board.rank))
+    views = [board.read() for board in boards]
+    late = PhaseBoard(store, FOUR, step=5, rank=0).read()
+    for view in views:
+        assert view.plan == late.plan
+        assert view.free_replicas() == late.free_replicas()
+        assert states(view) == states(late)
+    assert late.plan.epoch > 10
+
+
+def test_phases_do_not_mix_and_are_forgotten() -> None:
+    store = dist.HashStore()
+    first, second = (PhaseBoard(store, FOUR, step=step, rank=0) for step in (1, 2))
+    first.announce_finished(1.0)
+    first.propose(Plan(epoch=1, replicas=(0,), base_updates=0))
+    first.muster_log(1).append("here")
+    second.announce_finished(2.0)
+    assert first.read().plan is not None
+    assert second.read().plan is None
+    first.forget()
+    assert store.num_keys() == 1
+    second.forget()
+    assert store.num_keys() == 0
+
+
+def test_a_lost_store_names_rank_0() -> None:
+    class Gone(dist.Store):
+        def append(self, key, value):
+            raise dist.DistNetworkError("Broken pipe")
+
+        def get(self, key):
+            raise dist.DistNetworkError("Connection reset by peer\nframe #0")
+
+    board = PhaseBoard(Gone(), FOUR, step=1, rank=2)
+    with pytest.raises(RuntimeError, match=r"rank 0, which hosts .* does not answer: Broken pipe"):
+        board.announce_finished(1.0)
+    with pytest.raises(RuntimeError, match=r"rank 0, .*: Connection reset by peer$"):
+        board.read()

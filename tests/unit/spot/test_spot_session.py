@@ -1,0 +1,154 @@
+"""Sessions of one member, with the other ranks played by hand: when the stop is seen, limits, missing data, errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.spot_phases import RandomBatches, make_drafter_trainer
+from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.rank_state import PhaseBoard, ReplicaLayout
+from tlt_megatron.spot.session import BatchSource, SessionEnd, version_of
+from tlt_megatron.spot.spot_trainer import SpotTrainer
+
+TWO = ReplicaLayout.uniform(2)
+
+
+class Player:
+    """A SpotTrainer of rank 0 whose data source lets rank 1 finish ahead of batch `stop_at`."""
+
+    def __init__(self, stop_at: int, *, source: BatchSource | None = None, **section: int) -> None:
+        self.store = dist.HashStore()
+        self.trainer = make_drafter_trainer()
+        self.stop_at = stop_at
+        self.spot = SpotTrainer(
+            self.trainer,
+            source or RandomBatches(self.trainer.model, seed=0, before=self.before),
+            SpotSection(**section),
+            store=self.store,
+            layout=TWO,
+            rank=0,
+            device=torch.device("cpu"),
+            timeline=Timeline(None, 0),
+            phase_timeout_s=20.0,
+        )
+
+    def before(self, count: int) -> None:
+        if count == self.stop_at:
+            self.finish_other(step=4)
+
+    def finish_other(self, step: int) -> None:
+        PhaseBoard(self.store, TWO, step, rank=1).announce_finished(time.time())
+
+
+def test_stop_that_comes_during_a_step_ends_the_session_with_that_step() -> None:
+    player = Player(stop_at=3)
+    report = player.spot.run_until_preempted(4)
+    (session,) = report.sessions
+    assert session.end == SessionEnd.STOPPED
+    assert len(session.stats) == 4
+    assert player.trainer.num_updates == report.num_updates == 4
+    assert report.losses == tuple(stats.loss for stats in session.stats)
+    assert len(report.accept_lengths) == 4
+    assert report.num_epochs == 1
+    assert report.members == (0,)
+    assert 0 < report.used_s <= report.idle_s
+    assert report.preempt_ms == pytest.approx(1e3 * report.stall_s)
+
+
+def test_last_rank_trains_nothing() -> None:
+    player = Player(stop_at=0)
+    player.finish_other(step=4)
+    report = player.spot.run_until_preempted(4)
+    assert report.sessions == ()
+    assert report.members == ()
+    assert report.losses == ()
+    assert report.used_s == report.idle_s == report.preempt_ms == 0
+    assert player.trainer.num_updates == 0
+
+
+def test_max_updates_count_per_phase() -> None:
+    player = Player(stop_at=-1, max_updates=2)
+    for step in (4, 5):
+        report = stop_soon(player, step)
+        assert [session.end for session in report.sessions] == [SessionEnd.FULL]
+    assert player.trainer.num_updates == 4
+
+
+def stop_soon(player: Player, step: int):
+    """Rank 1 finishes when rank 0 waits for the end."""
+    import threading
+
+    timer = threading.Timer(0.1, player.finish_other, args=(step,))
+    timer.start()
+    report = player.spot.run_until_preempted(step)
+    timer.join()
+    return report
+
+
+class NoData:
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+        self.count = 0
+
+    def next_batch(self) -> DraftBatch | None:
+        self.count += 1
+        if self.count == 3:
+            self.finish()
+        return None
+
+
+def test_without_data_a_session_changes_nothing_and_stops_all_the_same() -> None:
+    source = NoData(lambda: player.finish_other(step=4))
+    player = Player(stop_at=-1, source=source)
+    before = version_of(player.trainer)
+    report = player.spot.run_until_preempted(4)
+    assert report.sessions[0].end == SessionEnd.STOPPED
+    assert report.num_updates == 0
+    assert source.count == 3
+    assert version_of(player.trainer) == before
+
+
+def test_error_of_the_data_source_passes_on() -> None:
+    class Broken:
+        def next_batch(self) -> DraftBatch | None:
+            raise OSError("no such file")
+
+    player = Player(stop_at=-1, source=Broken())
+    with pytest.raises(OSError, match="no such file"):
+        player.spot.run_until_preempted(4)
+    assert player.trainer.group is SINGLE
+
+
+def test_version_tells_weights_moments_and_counters_apart() -> None:
+    first, second = (make_drafter_trainer() for _ in range(2))
+    assert version_of(first) == version_of(second)
+    state = {name: tensor.clone() for name, tensor in second.state_dict().items()}
+    seen = {version_of(first).checksum}
+    for name in ("model.fc.weight", "exp_avg.fc.weight", "exp_avg_sq.fc.weight", "num_skipped"):
+        changed = state | {name: state[name] + 1}
+        second.load_state_dict(changed)
+        seen.add(version_of(second).checksum)
+    assert len(seen) == 5
+
+
+def test_min_idle_replicas_that_can_never_be_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    Player(stop_at=0, min_idle_replicas=2)
+    assert "min_idle_replicas=2: with 2 rollout replicas no session will ever start" in caplog.text
+
+
+def test_spans_tell_what_a_rank_did(tmp_path) -> None:
+    player = Player(stop_at=2)
+    player.spot.timeline = Timeline(tmp_path / "rank_0.jsonl", 0)
+    player.spot.run_until_preempted(4)
+    player.spot.timeline.close()
+    text = (tmp_path / "rank_0.jsonl").read_text()
+    names = [line.split('"name": "')[1].split('"')[0] for line in text.splitlines()]
+    assert names == ["IDLE", "DRAFT-TRAIN", "PREEMPT"]

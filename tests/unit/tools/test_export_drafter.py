@@ -1,0 +1,175 @@
+"""Exported drafters: what the engines' loaders would find, and that a wrong export is caught."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
+from tlt_megatron.models.config import RopeConfig, load_model_config
+from tlt_megatron.models.draft_model import DraftModel
+from tools.export_drafter import (
+    Target,
+    check_export,
+    export_drafter,
+    find_drafter,
+    read_layout,
+)
+
+ARCHITECTURES = ("eagle", "eagle3")
+
+
+def save(path: Path, model: DraftModel) -> Path:
+    save_drafter(path, model, dtype=torch.float32)
+    return path
+
+
+def target_of(model: DraftModel) -> Target:
+    return Target(embedding_VD=model.embedding_VD.float(), lm_head_VD=model.lm_head_VD.float())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sglang_gets_what_its_loader_names(architecture: str, tmp_path: Path) -> None:
+    model = make_draft_model(architecture)
+    source, out = save(tmp_path / "d", model), tmp_path / "out"
+    assert export_drafter(source, out, "sglang", target_of(model), dtype=torch.bfloat16) == 0.0
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+    config, tensors = read_layout(out).config, read_layout(out).tensors
+    assert config["rope_theta"] == 100.0
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert config["dtype"] == "bfloat16"
+    if architecture == "eagle3":
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert config["draft_vocab_size"] is None
+        assert tensors["fc.weight"].shape == (HIDDEN_SIZE, 3 * HIDDEN_SIZE)
+        assert tensors["midlayer.self_attn.q_proj.weight"].shape == (24, 2 * HIDDEN_SIZE)
+    else:
+        assert config["architectures"] == ["LlamaForCausalLMEagle"]
+        assert tensors["fc.bias"].any()
+        assert "layers.0.input_layernorm.weight" not in tensors
+    reloaded = load_drafter(out, embedding_VD=model.embedding_VD, lm_head_VD=model.lm_head_VD)
+    for name, tensor in reloaded.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name].bfloat16().float()), name
+
+
+def test_vllm_counts_layers_from_before(tmp_path: Path) -> None:
+    model = make_draft_model("eagle3")
+    out = tmp_path / "out"
+    assert export_drafter(save(tmp_path / "d", model), out, "vllm") == 0.0
+    config = json.loads((out / "config.json").read_text())
+    assert model.config.aux_layer_ids == (0, 1, 2)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["eagle_config"] == {"use_aux_hidden_state": True}  # no second, shifted list
+    assert config["architectures"] == ["Eagle3LlamaForCausalLM"]
+    assert config["draft_vocab_size"] == VOCAB_SIZE
+    assert config["norm_before_residual"] is False
+
+
+def test_vllm_has_no_bias_so_the_embedding_carries_it(tmp_path: Path) -> None:
+    model = make_draft_model("eagle")
+    source, out = save(tmp_path / "d", model), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"--target: vLLM's EAGLE has no fc\.bias"):
+        export_drafter(source, out, "vllm")
+    assert not out.exists()
+    assert export_drafter(source, out, "vllm", target_of(model)) < 1e-3
+    tensors = load_file(out / "model.safetensors")
+    assert "fc.bias" not in tensors
+    expected = fc_outputs(model, model.embedding_VD, model.fc.bias)
+    actual = fc_outputs(model, tensors["embed_tokens.weight"].double(), torch.zeros(HIDDEN_SIZE))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        model.fc.bias.zero_()
+    assert export_drafter(save(tmp_path / "e", model), tmp_path / "f", "vllm") == 0.0
+    assert "embed_tokens.weight" not in load_file(tmp_path / "f" / "model.safetensors")
+
+
+def fc_outputs(model: DraftModel, embedding_VD: Tensor, bias_D: Tensor) -> Tensor:
+    """What fc gives on every token with a hidden state of ones."""
+    pairs = torch.cat((embedding_VD, torch.ones_like(embedding_VD)), dim=1)
+    return pairs @ model.fc.weight.detach().T + bias_D.detach()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("format", ["sglang", "vllm"])
+def test_transformers_reads_sizes_and_rope_of_every_layout(
+    format: str, architecture: str, tmp_path: Path
+) -> None:
+    rope = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_position_embeddings=32)
+    model = make_draft_model(architecture)
+    source, out = save(tmp_path / "d", model), tmp_path / "out"
+    config = json.loads((source / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    export_drafter(source, out, format, target_of(model))
+    written = json.loads((out / "config.json").read_text())
+    assert written["rope_theta"] == 5e5  # the keys of transformers 4, too
+    assert written["rope_scaling"] == written["rope_parameters"] == config["rope_parameters"]
+    seen = load_model_config(out)
+    assert seen.rope == rope
+    assert (seen.hidden_size, seen.head_dim, seen.num_layers) == (HIDDEN_SIZE, 6, 1)
+
+
+@pytest.mark.parametrize("format", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm.weight": None}, r"norm\.weight is missing"),
+        ({"d2t": torch.zeros(2)}, "d2t is unknown"),
+        ({"fc.weight": torch.zeros(2, 2)}, r"fc\.weight has shape \(2, 2\), must be \(16, 48\)"),
+        ({"norm.weight": torch.ones(16).half()}, r"norm\.weight is torch\.float16"),
+        ({"norm.weight": torch.full((16,), 3.0)}, "outputs after reload differ"),
+    ],
+)
+def test_an_export_that_an_engine_would_misread_is_refused(
+    change: dict[str, Tensor | None], message: str, format: str, tmp_path: Path
+) -> None:
+    source, out = save(tmp_path / "d", make_draft_model("eagle3")), tmp_path / "out"
+    export_drafter(source, out, format)
+    tensors = load_file(out / "model.safetensors") | change
+    good = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(good, out / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        check_export(out, format, read_layout(source), None)
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    model = make_draft_model("eagle3")
+    other = Target(embedding_VD=torch.randn(VOCAB_SIZE, HIDDEN_SIZE), lm_head_VD=model.lm_head_VD)
+    with pytest.raises(ValueError, match="belongs to another target"):
+        export_drafter(save(tmp_path / "d", model), tmp_path / "out", "sglang", other)
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]  # nothing half done
+
+
+def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
+    model = make_draft_model("eagle")
+    saved = AsyncDrafterCheckpointer(tmp_path / "drafter", model)
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    saved.save(state | {"num_updates": torch.tensor(1)}, {}, is_best=True)
+    saved.wait()
+    saved.save(state | {"num_updates": torch.tensor(2)}, {})
+    folder = tmp_path / "run" / "checkpoints" / "iter_0000004"
+    saved.snapshot_into(folder / "drafter", state | {"num_updates": torch.tensor(3)}, {})
+    saved.close()
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("4")
+    assert find_drafter(tmp_path / "drafter").name == "save_0000000"  # the best, not the newest
+    for path in (tmp_path / "run", folder.parent, folder, folder / "drafter"):
+        assert find_drafter(path) == folder / "drafter"
+    assert export_drafter(folder / "drafter", tmp_path / "out", "sglang") == 0.0
+    with pytest.raises(ValueError, match=r"--from .* must be a drafter's folder"):
+        find_drafter(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"--to .* must not exist"):
+        export_drafter(folder / "drafter", tmp_path / "out", "sglang")

@@ -1,0 +1,392 @@
+"""The report: every number on the page is one of the run's, what the run did not do is said, what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects
+import pytest
+
+from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.schema import RunConfig, SpeculationSection, SpotSection
+from tlt_megatron.engines.base import PassRecord
+from tlt_megatron.runtime.metrics import MetricsWriter
+from tlt_megatron.runtime.timeline import Timeline, merge_timelines
+from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans, sum_passes
+from tools.report import main
+from tools.run_report.data import Span, read_run
+from tools.run_report.lanes import choose_window, step_spans, visible_parts
+from tools.run_report.palette import blend
+
+SUMMARY = {
+    "eval_accuracy_first": 0.4375,
+    "eval_accuracy_last": 0.8125,
+    "num_steps": 3,
+    "step_time_s_median": 2.03125,
+    "spot_preempt_ms": 3.5,
+    "kind": "a word",
+}
+
+
+def passes_of(rank: int, step: int) -> list[PassRecord]:
+    """Batches of 4 with plain passes, then of 2 and 1 with verify passes, 0.125 s each."""
+    plan = [(4, "off"), (4, "off"), (2, "6_1_6"), (1, "6_1_6"), (1, "6_4_16")][
+        : 3 + rank + step % 2
+    ]
+    return [
+        PassRecord(
+            start_s=10.0 * step + 1 + 0.125 * number,
+            seconds=0.125,
+            batch_size=size,
+            strategy=strategy,
+            reason="exploit",
+            num_committed=size if strategy == "off" else 2 * size,
+            accepted_by_depth=() if strategy == "off" else (size, 0),
+        )
+        for number, (size, strategy) in enumerate(plan)
+    ]
+
+
+def step_metrics(step: int, *, with_speculation: bool, with_spot: bool) -> dict[str, float]:
+    """All different, so that a number on the page tells where it is from."""
+    values: dict[str, float] = {
+        "critic/rewards/mean": 0.3 + step / 100,
+        "response_length/mean": 50.0 + step,
+        "response_length/median": 40.0 + step,
+        "response_length/max": 600.0 + step,
+        "bubble/idle_s": 5.0 + step,
+        "timing_s/gen": 1.5 + step / 100,
+        "timing_s/wait": 7.25 + step,
+        "timing_s/update_actor": 0.75 + step / 100,
+        "timing_s/step": 2.5 + step / 10,
+    }
+    if with_speculation:
+        values |= {"rollout/spec_accept_length": 2.5 + step / 100}
+        values |= {f"rollout/spec_accepted_at/{d}": 0.9 - d / 10 + step / 1000 for d in (1, 2, 10)}
+    if with_spot:
+        values |= {"bubble/used_s": 4.0 + step / 100, "bubble/stall_s": 0.03125 * step}
+        values |= {"drafter/loss": 1.1 + step / 100, "drafter/accept_length": 3.1 + step / 100}
+        values |= {"drafter/holdout_accept_length/published": 2.9 + step / 100}
+        values |= {"drafter/alarm": float(step == 2)}
+    return values
+
+
+def make_run(
+    folder: Path, *, with_speculation: bool = True, with_spot: bool = True, with_trace: bool = True
+) -> Path:
+    """Three steps on two ranks, written by what writes them in a run."""
+    config = RunConfig(
+        speculation=SpeculationSection(enabled=with_speculation, drafter="drafter"),
+        spot=SpotSection(enabled=with_spot),
+    )
+    folder.mkdir()
+    text = dump_config(config)
+    (folder / "config.yaml").write_text(
+        text if with_trace else text.replace("trace: true", "trace: false")
+    )
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    metrics = MetricsWriter(folder, tensorboard=False, wandb_project="", resume_step=None)
+    metrics.write(0, {"eval/accuracy": 0.4375})
+    log = SpeculationLog(folder, resume_step=None)
+    for step in (1, 2, 3):
+        values = step_metrics(step, with_speculation=with_speculation, with_spot=with_spot)
+        metrics.write(step, values)
+        if with_speculation:
+            for rank in (0, 1):
+                log.write(sum_passes(passes_of(rank, step), step=step, rank=rank))
+    metrics.write(3, {"eval/accuracy": 0.8125})
+    metrics.close()
+    if with_trace:
+        write_trace(folder)
+    return folder
+
+
+def write_trace(folder: Path) -> None:
+    for rank in (0, 1):
+        timeline = Timeline(folder / "timeline" / f"rank_{rank:05d}.jsonl", rank)
+        timeline.add_span("SYNC", 0.0, 10.5, version=0)
+        for step in (1, 2, 3):
+            start = 10.0 * step
+            if step == 2:
+                timeline.add_span("EVAL", start + 0.5, start + 0.875)
+                timeline.add_span("DECODE", start + 0.625, start + 0.75, batch_size=9)
+            add_pass_spans(timeline, passes_of(rank, step))
+            timeline.add_span("ROLLOUT", start + 1, start + 2)
+            timeline.add_span("DRAFT-TRAIN", start + 2, start + 3, lane="spot")
+            timeline.add_span("WAIT", start + 2, start + 4)
+            timeline.add_span("UPDATE", start + 4, start + 8)
+            timeline.add_span("SYNC", start + 8, start + 10.5, version=step)
+        timeline.close()
+    merge_timelines(folder)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def page_of(run_dir: Path, *arguments: str) -> str:
+    out = run_dir.parent / "page.html"
+    assert main([str(run_dir), "--out", str(out), *arguments]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def figures(page: str) -> dict[str, dict[str, Any]]:
+    """What is drawn, read back from the page."""
+    pattern = r'<script type="application/json" id="figure-(\w+)">(.*?)</script>'
+    return {key: json.loads(text) for key, text in re.findall(pattern, page, flags=re.DOTALL)}
+
+
+def traces(page: str, key: str) -> dict[str, dict[str, Any]]:
+    return {trace["name"]: trace for trace in figures(page)[key]["data"]}
+
+
+def rows_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return rows
+
+
+def test_every_number_of_a_curve_or_bar_is_a_metric_of_that_step(run_dir: Path) -> None:
+    rows, page = rows_of(run_dir), page_of(run_dir)
+    num_points = 0
+    for key in ("acceptance", "step_time", "drafter_loss", "accept_length", "rewards", "lengths"):
+        for trace in figures(page)[key]["data"]:
+            assert trace["x"]
+            for step, value in zip(trace["x"], trace["y"], strict=True):
+                assert value in rows[step].values(), (key, trace["name"], step)
+                num_points += 1
+    assert num_points == 9 + 3 * 3 + 3 + (3 + 3 + 3 + 1) + (3 + 2) + 9
+
+
+@pytest.mark.parametrize(
+    "key, name, metric",
+    [
+        ("acceptance", "≥ 2", "rollout/spec_accepted_at/2"),
+        ("acceptance", "≥ 10", "rollout/spec_accepted_at/10"),
+        ("step_time", "rollout", "timing_s/gen"),
+        ("step_time", "update", "timing_s/update_actor"),
+        ("step_time", "whole step", "timing_s/step"),
+        ("drafter_loss", "loss", "drafter/loss"),
+        ("accept_length", "in rollouts", "rollout/spec_accept_length"),
+        ("accept_length", "drafter in training", "drafter/accept_length"),
+        ("accept_length", "drafter on held-out data", "drafter/holdout_accept_length/published"),
+        ("bubble", "used: drafter training", "bubble/used_s"),
+        ("bubble", "stall: held up", "bubble/stall_s"),
+        ("rewards", "held-out accuracy", "eval/accuracy"),
+        ("lengths", "longest", "response_length/max"),
+    ],
+)
+def test_a_curve_shows_its_own_metric(run_dir: Path, key: str, name: str, metric: str) -> None:
+    trace = traces(page_of(run_dir), key)[name]
+    written = {step: row[metric] for step, row in rows_of(run_dir).items() if metric in row}
+    assert dict(zip(trace["x"], trace["y"], strict=True)) == written
+
+
+def test_used_and_unused_idle_time_are_all_idle_time(run_dir: Path) -> None:
+    bars = traces(page_of(run_dir), "bubble")
+    used, unused = bars["used: drafter training"]["y"], bars["idle, unused"]["y"]
+    idle = [row["bubble/idle_s"] for step, row in rows_of(run_dir).items() if step]
+    assert [a + b for a, b in zip(used, unused, strict=True)] == pytest.approx(idle)
+
+
+def test_headline_figures_are_those_of_the_summary(run_dir: Path) -> None:
+    found = re.findall(r'data-key="(\w+)" data-value="([^"]+)">([^<]+)<', page_of(run_dir))
+    expected = {key: value for key, value in SUMMARY.items() if key != "kind"}
+    assert {key: float(value) for key, value, _ in found} == expected
+    texts = {key: text for key, _, text in found}
+    assert texts["step_time_s_median"] == "2.03 s"
+    assert texts["spot_preempt_ms"] == "3.5 ms"
+
+
+def test_shares_of_strategies_are_those_of_the_passes(run_dir: Path) -> None:
+    (heat_map,) = figures(page_of(run_dir))["strategies"]["data"]
+    passes = [record for step in (1, 2, 3) for rank in (0, 1) for record in passes_of(rank, step)]
+    assert heat_map["x"] == ["1", "2", "3–4"]
+    assert heat_map["y"] == ["off", "6_1_6", "6_4_16"]
+    for column, size in enumerate((1, 2, 4)):
+        at_size = [record for record in passes if record.batch_size == size]
+        shares = [row[column] for row in heat_map["z"]]
+        for strategy, share in zip(heat_map["y"], shares, strict=True):
+            expected = sum(record.strategy == strategy for record in at_size) / len(at_size)
+            assert share == pytest.approx(expected), (strategy, size)
+    assert heat_map["customdata"][0][2].startswith("12 passes, 1.00 tokens per pass")
+
+
+def test_the_timeline_adds_up_to_the_spans(run_dir: Path) -> None:
+    phases = traces(page_of(run_dir, "--steps", "2"), "timeline")
+    seconds = {name: sum(trace["x"]) for name, trace in phases.items()}
+    assert seconds == pytest.approx(
+        {
+            "EVAL": 2 * 0.375,  # and nothing of what is decoded inside it
+            "DECODE": 2 * 2 * 0.125,
+            "VERIFY": (1 + 2) * 0.125,
+            "ROLLOUT": 2 * 1.0 - (3 + 4) * 0.125,
+            "DRAFT-TRAIN": 2 * 1.0,
+            "IDLE / WAIT": 2 * 2.0,
+            "UPDATE": 2 * 4.0,
+            "SYNC": 2 * 2.5,
+        }
+    )
+    assert phases["VERIFY"]["customdata"][0].split(": ")[0] == "VERIFY(6_1_6)"
+    assert phases["DRAFT-TRAIN"]["y"] == ["rank 0 · spot", "rank 1 · spot"]
+    assert phases["UPDATE"]["base"] == pytest.approx([3.5, 3.5])
+
+
+def test_running_requests_follow_the_passes(run_dir: Path) -> None:
+    curve = traces(page_of(run_dir, "--steps", "2"), "running")["rank 0"]
+    assert curve["y"] == [0, 4, 2, 0, 0]
+    assert curve["x"] == pytest.approx([0, 0.5, 0.75, 0.875, 10.0])
+
+
+def test_plotly_knows_every_setting_of_every_figure(run_dir: Path) -> None:
+    found = figures(page_of(run_dir))
+    assert len(found) == 10
+    for figure in found.values():
+        plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])
+
+
+def test_the_page_loads_nothing(run_dir: Path) -> None:
+    page = page_of(run_dir)
+    own = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)  # plotly.js itself left out
+    assert not re.search(r"(src|href)\s*=|@import|url\(", own)
+    assert "Plotly.newPlot" in page
+
+
+def test_a_name_cannot_break_the_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    timeline = Timeline(run_dir / "timeline" / "rank_00000.jsonl", 0)
+    timeline.add_span("ODD</script><b>", 38.0, 38.5)
+    timeline.close()
+    merge_timelines(run_dir)
+    assert "ODD</script><b>" in traces(page_of(run_dir), "timeline")
+
+
+def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", with_speculation=False, with_spot=False, with_trace=False)
+    page = page_of(run_dir)
+    assert set(figures(page)) == {"bubble", "step_time", "rewards", "lengths"}
+    assert list(traces(page, "bubble")) == ["idle, unused"]
+    listed = dict(re.findall(r"<li>([^:]+(?:: share of passes)?): (.+)</li>", page))
+    assert listed == {
+        "Timeline": "The run kept no trace (logging.trace=false).",
+        "Accepted tokens by depth": "Speculation was off (speculation.enabled=false).",
+        "Strategy by batch size: share of passes": "Speculation was off (speculation.enabled=false).",
+        "Drafter loss": "Spot training was off (spot.enabled=false).",
+        "Accept length": "Nothing was drafted: no rollout/spec_accept_length.",
+    }
+
+
+def test_a_value_that_was_not_finite_is_a_gap(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "drafter/loss": null}\n')
+    assert traces(page_of(run_dir), "drafter_loss")["loss"]["y"][-1] is None
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("metrics.jsonl", None, "metrics.jsonl: not found"),
+        ("metrics.jsonl", '{"step": 1}\n{"st\n', "metrics.jsonl:2: is not JSON"),
+        ("metrics.jsonl", '{"step": "x"}\n', "metrics.jsonl:1: step='x' must be a whole number"),
+        ("metrics.jsonl", '{"step": 1, "a": "b"}\n', "metrics.jsonl:1: a='b' must be a number"),
+        ("metrics.jsonl", "", "metrics.jsonl: holds no step"),
+        ("summary.json", None, "summary.json: not found"),
+        ("summary.json", "[1]", "summary.json: must hold an object, not a list"),
+        ("config.yaml", None, "config.yaml: not found"),
+        ("config.yaml", "a: [", "config.yaml: is not YAML"),
+        ("config.yaml", "text", "config.yaml: must hold the sections of a run"),
+        ("trace.json", None, "trace.json: not found"),
+        ("trace.json", "{}", "trace.json: traceEvents must be a list"),
+        ("trace.json", '{"traceEvents": [{"ph": "X"}]}', "trace.json: an event lacks 'pid'"),
+        ("trace.json", '{"traceEvents": []}', "trace.json: holds no complete step"),
+        ("speculation.jsonl", '{"step": 1}\n', "speculation.jsonl:1: has no rank, strategy"),
+    ],
+)
+def test_a_file_that_is_absent_or_broken_is_named(
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str | None,
+    message: str,
+) -> None:
+    path = run_dir / name
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    assert main([str(run_dir)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (run_dir / "report.html").exists()
+
+
+def test_a_line_that_was_cut_off_by_a_kill_is_left_out(run_dir: Path) -> None:
+    whole = read_run(run_dir)
+    for name in ("metrics.jsonl", "speculation.jsonl"):
+        with (run_dir / name).open("a") as file:
+            file.write('{"step": 4, "cri')
+    assert read_run(run_dir) == whole
+
+
+def test_steps_that_the_trace_lacks_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run_dir), "--steps", "3-4"]) == 2
+    assert "--steps 3-4: the trace holds steps 1 to 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(run_dir), "--steps", "all"])
+    assert "'all': expected a step such as 7" in capsys.readouterr().err
+
+
+def test_the_picture_is_drawn_and_not_empty(run_dir: Path) -> None:
+    out = run_dir / "docs" / "report.png"
+    page_of(run_dir, "--png", str(out))
+    data = out.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    assert width > 1200
+    assert height > 1200
+
+
+def test_of_a_step_that_was_done_again_the_last_time_counts() -> None:
+    def sync(version: int, start_s: float) -> Span:
+        return Span(rank=0, lane="MainThread", name="SYNC", start_s=start_s, end_s=start_s + 1,
+                    args={"version": version})  # fmt: skip
+
+    killed = [sync(0, 0.0), sync(1, 10.0), sync(2, 20.0), sync(3, 30.0)]
+    resumed = [sync(1, 50.0), sync(2, 60.0), sync(3, 75.0)]
+    assert step_spans(killed + resumed) == {1: (1.0, 11.0), 2: (51.0, 61.0), 3: (61.0, 76.0)}
+    window = choose_window(killed + resumed, None)
+    assert window.step_starts == {2: 0.0, 3: 10.0}
+    assert window.title == "steps 2-3"
+
+
+def test_innermost_spans_tile_the_time_of_the_outermost() -> None:
+    def span(name: str, start_s: float, end_s: float) -> Span:
+        return Span(rank=0, lane="MainThread", name=name, start_s=start_s, end_s=end_s)
+
+    spans = [span("A", 1, 9), span("B", 2, 6), span("C", 3, 4), span("C", 4, 5), span("D", 6, 7)]
+    parts = [
+        (part.name, start, end) for part, start, end in visible_parts([*spans, span("E", 11, 12)])
+    ]
+    assert parts == [
+        ("A", 1, 2),
+        ("B", 2, 3),
+        ("C", 3, 4),
+        ("C", 4, 5),
+        ("B", 5, 6),
+        ("D", 6, 7),
+        ("A", 7, 9),
+        ("E", 11, 12),
+    ]
+    assert all(first[2] == second[1] for first, second in pairwise(parts[:-1]))
+
+
+def test_colours_blend_from_end_to_end() -> None:
+    scale = ("#000000", "#102030", "#FFFFFF")
+    assert [blend(scale, at) for at in (0.0, 0.25, 0.5, 1.0)] == ["#000000", "#081018", "#102030", "#FFFFFF"]  # fmt: skip

@@ -1,0 +1,341 @@
+"""Which drafter the engines get: a candidate is published where it accepts no less than what they have; the best is kept.
+
+Called by the trainer after a session. No ranks, no engine: the same inputs give the same decision, so every rank may decide
+for itself on statistics that were merged over all (`HoldoutResult.merge`). The one thing to know: the target moves under
+every drafter, so a number of an earlier target says nothing. Candidate, published and best are all measured anew, on the
+same held-out batches, by the target of now.
+
+The noise of a comparison. All are given the same rows, and what is summed is the expected overlap of distributions, not a
+draw, so what is left is the choice of the slice: the standard error of the difference, by leaving out one batch at a time
+(jackknife). A candidate is refused where it is worse than the best by more than `tolerance` standard errors (default 1): an
+equally good one is then refused in 16 % of cases, and one that is worse by 2 standard errors published in as many. As the
+bar is the best and not the last one published, such slips do not add up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.drafter.collapse import RunningLevel, from_json, to_json
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldoutResult:
+    """What a drafter would accept on the held-out slice: sums by [batch][unroll step]."""
+
+    counts: tuple[tuple[float, ...], ...]  # rows that have a prediction
+    accepted: tuple[tuple[float, ...], ...]  # overlap of drafter's and target's distributions
+
+    @staticmethod
+    def merge(parts: Iterable[HoldoutResult]) -> HoldoutResult:
+        """The result over the batches of all `parts`, e.g. of all ranks."""
+        parts = tuple(parts)
+        return HoldoutResult(
+            counts=tuple(row for part in parts for row in part.counts),
+            accepted=tuple(row for part in parts for row in part.accepted),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows whose first drafted token was judged."""
+        return round(sum(row[0] for row in self.counts))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify pass of a chain as long as the unroll, bonus token included; nan without any row."""
+        if not self.num_rows:
+            return math.nan
+        counts_K, accepted_K = (_rows(x).sum(dim=0) for x in (self.counts, self.accepted))
+        return _accept_length(counts_K, accepted_K).item()
+
+    def standard_error(self, other: HoldoutResult) -> float:
+        """Of the difference of both accept lengths on the same batches; 0 with fewer than two."""
+        assert self.counts == other.counts, "not the same slice"
+        num_batches = len(self.counts)
+        if num_batches < 2:
+            return 0.0
+        differences = self._left_out_lengths() - other._left_out_lengths()
+        variance = differences.var(correction=0) * (num_batches - 1)
+        return variance.sqrt().item()
+
+    def _left_out_lengths(self) -> Tensor:
+        """Accept length without batch i, at i."""
+        counts, accepted = _rows(self.counts), _rows(self.accepted)
+        return _accept_length(counts.sum(dim=0) - counts, accepted.sum(dim=0) - accepted)
+
+
+def _rows(rows: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _accept_length(counts_K: Tensor, accepted_K: Tensor) -> Tensor:
+    """Over the last dim. A step that nothing reached accepts nothing."""
+    share_K = torch.where(counts_K > 0, accepted_K / counts_K.clamp(min=1e-9), 0.0)
+    return 1.0 + share_K.cumprod(dim=-1).sum(dim=-1)
+
+
+@torch.no_grad()
+def measure_holdout(
+    trainer: DrafterTrainer, weights: Mapping[str, Tensor], batches: Iterable[DraftBatch]
+) -> HoldoutResult:
+    """What the drafter with `weights` accepts on this rank's `batches`; the trainer's own weights are as before.
+
+    The more batches, the better the noise is known: give small ones.
+    """
+    model = trainer.model
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(dict(weights))
+    try:
+        results = [trainer.evaluate(batch) for batch in batches]
+    finally:
+        model.load_state_dict(own)
+    return HoldoutResult(
+        counts=tuple(tuple(result.counts_K.tolist()) for result in results if result.count),
+        accepted=tuple(tuple(result.accepted_K.tolist()) for result in results if result.count),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedDrafter:
+    """Weights as the engines get them."""
+
+    weights: dict[str, Tensor]  # trainable tensors under their own names, on the CPU
+    version: int
+    checksum: int
+
+
+class PublishAction(StrEnum):
+    """What becomes of the engines' drafter."""
+
+    PUBLISH = "publish"  # the candidate
+    RESTORE = "restore"  # the best so far, which the published one has fallen behind
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishDecision:
+    """The engines get `drafter`, unless the action is KEEP: then they have it."""
+
+    action: PublishAction
+    drafter: PublishedDrafter
+    reason: str
+    is_alarmed: bool  # speculate by n-gram or not at all until this is False again
+    metrics: dict[str, float]
+
+
+class DrafterPublisher:
+    """Holds the published drafter and the best, decides, and watches for a collapse.
+
+    Order of calls: `start`, then `observe_live` after each rollout that used the published drafter, and `consider` at
+    each phase boundary (or during a rollout, with `spot.publish=live`).
+    """
+
+    def __init__(
+        self, *, tolerance: float = 1.0, collapse_share: float = 0.5, level_decay: float = 0.8
+    ) -> None:
+        if tolerance < 0:
+            raise ValueError(f"tolerance={tolerance}: must be >= 0 standard errors")
+        self._tolerance = tolerance
+        self._live = RunningLevel(share=collapse_share, decay=level_decay)
+        self._holdout = RunningLevel(share=collapse_share, decay=level_decay)
+        self._published: PublishedDrafter | None = None
+        self._best: PublishedDrafter | None = None
+        self.best_accept_length = math.nan  # of the best, at the last comparison
+        self.num_refused = 0
+        self.alarm = ""  # why the published drafter must not be used; empty: it may
+
+    @property
+    def published(self) -> PublishedDrafter:
+        """What the engines have."""
+        assert self._published is not None, "start() comes first"
+        return self._published
+
+    @property
+    def best(self) -> PublishedDrafter:
+        """What accepted most at the last comparison."""
+        assert self._best is not None, "start() comes first"
+        return self._best
+
+    def start(self, weights: Mapping[str, Tensor], version: int = 0) -> PublishedDrafter:
+        """Take the drafter that the engines begin with."""
+        self._published = self._best = _copy(weights, version)
+        return self._published
+
+    def observe_live(self, accept_length: float | None) -> bool:
+        """The accept length of a rollout with the published drafter; None: it was not used. Returns `is alarmed`."""
+        level = self._live.value
+        if accept_length is not None and self._live.observe(accept_length) and not self.alarm:
+            self._raise_alarm("live", accept_length, level)
+        return bool(self.alarm)
+
+    def consider(
+        self,
+        candidate: Mapping[str, Tensor],
+        evaluate: Callable[[Mapping[str, Tensor]], HoldoutResult],
+    ) -> PublishDecision:
+        """Decide on `candidate` (trainable tensors). `evaluate` measures any weights on one and the same slice, by the
+        target of now; it is called for candidate, published and best, as far as they differ."""
+        published, best = self.published, self.best
+        checksum = _checksum(candidate)
+        measured = {}
+        for key, weights in (
+            (checksum, candidate),
+            (published.checksum, published.weights),
+            (best.checksum, best.weights),
+        ):
+            if key not in measured:
+                measured[key] = evaluate(weights)
+        new = measured[checksum]
+        if checksum == published.checksum:
+            objection = "the candidate is what is published"
+        elif not all(tensor.isfinite().all() for tensor in candidate.values()):
+            objection = "the candidate has weights that are not finite"
+        else:
+            objection = ""
+        action, reason = self._choose(
+            new, measured[published.checksum], measured[best.checksum], objection
+        )
+        if action == PublishAction.PUBLISH:
+            self._published = _copy(candidate, published.version + 1, checksum)
+        elif action == PublishAction.RESTORE:
+            self._published = PublishedDrafter(
+                weights=best.weights, version=published.version + 1, checksum=best.checksum
+            )
+        if action != PublishAction.PUBLISH and checksum != published.checksum:
+            self.num_refused += 1
+            log.info("drafter candidate refused: %s", reason)
+        self._update_best(measured)
+        self._watch(measured[self.published.checksum].accept_length, action)
+        lengths = {
+            "candidate": new.accept_length,
+            "published": measured[self.published.checksum].accept_length,
+            "best": self.best_accept_length,
+        }
+        return PublishDecision(
+            action=action,
+            drafter=self.published,
+            reason=reason,
+            is_alarmed=bool(self.alarm),
+            metrics={f"drafter/holdout_accept_length/{k}": v for k, v in lengths.items()}
+            | {"drafter/holdout_rows": float(new.num_rows)}
+            | {"drafter/is_published": float(action != PublishAction.KEEP)}
+            | self.metrics(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of the state, at any time."""
+        return {
+            "drafter/alarm": float(bool(self.alarm)),
+            "drafter/version": float(self.published.version),
+            "drafter/num_refused": float(self.num_refused),
+        }
+
+    def _choose(
+        self, new: HoldoutResult, old: HoldoutResult, best: HoldoutResult, objection: str
+    ) -> tuple[PublishAction, str]:
+        if not objection and not new.num_rows:
+            # No hold-out is asked for, or the buffer is still empty: training goes on unguarded.
+            return PublishAction.PUBLISH, "not compared: the held-out slice is empty"
+        if not objection and not self._is_worse(new, best):
+            return PublishAction.PUBLISH, f"accepts {new.accept_length:.3f}"
+        reason = objection or f"accepts {new.accept_length:.3f}, the best {best.accept_length:.3f}"
+        if new.num_rows and self._is_worse(old, best):
+            reason += f"; the published one is down to {old.accept_length:.3f}, the best is back"
+            return PublishAction.RESTORE, reason
+        return PublishAction.KEEP, reason
+
+    def _is_worse(self, one: HoldoutResult, other: HoldoutResult) -> bool:
+        """By more than the noise; what is not a number is worse than what is one."""
+        if math.isnan(other.accept_length):
+            return math.isnan(one.accept_length)
+        difference = one.accept_length - other.accept_length
+        return not difference >= -self._tolerance * one.standard_error(other)
+
+    def _update_best(self, measured: Mapping[int, HoldoutResult]) -> None:
+        """The published drafter is the best where it measures no less, or where nothing is known of either."""
+        now = measured[self.published.checksum].accept_length
+        kept = measured[self.best.checksum].accept_length
+        if now >= kept or math.isnan(kept):
+            self._best, kept = self._published, now
+        self.best_accept_length = kept
+
+    def _watch(self, accept_length: float, action: PublishAction) -> None:
+        """Alarm where the published drafter has collapsed; the end of it where one that has not was published."""
+        is_known = not math.isnan(accept_length)
+        level = self._holdout.value
+        if is_known and self._holdout.observe(accept_length):
+            if not self.alarm:
+                self._raise_alarm("hold-out", accept_length, level)
+        elif self.alarm and action != PublishAction.KEEP:
+            # Without a slice it is the next rollout that judges.
+            log.warning("drafter version %d is good again", self.published.version)
+            self.alarm = ""
+
+    def _raise_alarm(self, where: str, accept_length: float, level: float) -> None:
+        self.alarm = (
+            f"the {where} accept length of drafter version {self.published.version} fell to"
+            f" {accept_length:.2f} from a level of {level:.2f}"
+        )
+        log.warning("%s: fall back to n-gram or OFF until a good one is published", self.alarm)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights held, as live tensors: `published.*`, and `best.*` where that is another."""
+        state = {f"published.{name}": t for name, t in self.published.weights.items()}
+        if self.best.checksum != self.published.checksum:
+            state |= {f"best.{name}": t for name, t in self.best.weights.items()}
+        return state
+
+    def record(self) -> dict[str, object]:
+        """All else, as JSON holds it."""
+        return {
+            "published_version": self.published.version,
+            "best_version": self.best.version,
+            "best_accept_length": to_json(self.best_accept_length),
+            "num_refused": self.num_refused,
+            "alarm": self.alarm,
+            "live_level": self._live.state_dict(),
+            "holdout_level": self._holdout.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor], record: Mapping[str, object]) -> None:
+        """Take over what `state_dict` and `record` gave."""
+        parts: dict[str, dict[str, Tensor]] = {"published": {}, "best": {}}
+        for key, tensor in state.items():
+            part, _, name = key.partition(".")
+            if part not in parts:
+                raise ValueError(f"publisher state: {key} is unknown; published.* or best.*")
+            parts[part][name] = tensor
+        self._published = _copy(parts["published"], int(record["published_version"]))
+        self._best = self._published
+        if parts["best"]:
+            self._best = _copy(parts["best"], int(record["best_version"]))
+        self.best_accept_length = from_json(record["best_accept_length"])
+        self.num_refused = int(record["num_refused"])
+        self.alarm = str(record["alarm"])
+        self._live.load_state_dict(record["live_level"])
+        self._holdout.load_state_dict(record["holdout_level"])
+
+
+def _copy(
+    weights: Mapping[str, Tensor], version: int, checksum: int | None = None
+) -> PublishedDrafter:
+    """A copy on the CPU: the trainer goes on writing into its own."""
+    copies = {name: t.detach().to("cpu", copy=True) for name, t in weights.items()}
+    checksum = _checksum(copies) if checksum is None else checksum
+    return PublishedDrafter(weights=copies, version=version, checksum=checksum)
+
+
+def _checksum(weights: Mapping[str, Tensor]) -> int:
+    return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS

@@ -1,0 +1,304 @@
+"""Which passes are captured into graphs and what they take, known from sizes alone before anything runs.
+
+Made by the embedded engine for its GraphPool, and by the benchmark. TLT (arXiv 2511.16665), the bucketed graph pool: batch
+sizes in buckets, target and drafter captured apart, equal shapes captured once, one memory pool. What to know: a strategy
+is planned for batches whose verify pass has at most `verify_tokens` rows, and all strategies of a batch bucket share one
+verify capture, as wide as the widest of them, because up to that many rows a pass costs about what one row costs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+
+# Of a verify pass: 16 rows for a batch of 20 is the largest product among the thresholds that the paper's code ships with,
+# and an H100 does ~295 bfloat16 multiply-adds in the time in which it reads one weight.
+_VERIFY_TOKENS = 320
+_BATCH_STEP = 8  # between batch buckets above 4
+_MIN_LENGTH = 512  # of the shortest length bucket; further ones double
+# Of one kernel in a graph: 63-66 KB measured with empty kernels on CUDA 11.2 (forums.developer.nvidia.com/t/244901).
+_KERNEL_BYTES = 64 << 10
+# Kernels of a decoder layer, of its query and key norms, and around the layers: counted from the forward pass of a
+# bfloat16 model (torch calls that are no views; a logsumexp has seven kernels).
+_LAYER_KERNELS, _HEAD_NORM_KERNELS, _OTHER_KERNELS = 43, 8, 10
+_WIDE_BYTES = 4  # of the type that softmax works in
+
+
+class Role(StrEnum):
+    """Whose pass it is: target and drafter are captured apart."""
+
+    TARGET = "target"  # plain decoding with one row for each request, verifying with more
+    DRAFT = "draft"  # one depth of a tree, or the extension by what the last step committed
+
+
+class EagerReason(StrEnum):
+    """Why a pass runs without a graph."""
+
+    OFF = "graphs are off"
+    BATCH = "batch larger than planned"
+    ROWS = "more rows than planned for this batch size"
+    LENGTH = "sequences longer than planned"
+    LANES = "no lanes to pad the batch with"
+    PAGES = "sequences lie in pages, not in lanes"
+    LAGGING = "rows that the drafter brings up to date apart from the others"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphKey:
+    """One captured shape. Example: role target, num_rows 17, batch_size 8, length 1024 verifies up to 16 drafted tokens."""
+
+    role: Role
+    num_rows: int  # R, query tokens of each sequence
+    batch_size: int  # B
+    length: int  # S, positions read
+
+    @property
+    def num_tokens(self) -> int:
+        """B * R."""
+        return self.batch_size * self.num_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCost:
+    """What a captured pass takes: its kernels stay, its activations can share memory with those of other passes."""
+
+    num_kernels: int
+    activation_bytes: int  # most alive at once
+    static_bytes: int  # inputs and outputs, whose addresses are fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """Captures of one role and width, for the table that is printed before launch."""
+
+    role: Role
+    num_rows: int
+    batch_sizes: tuple[int, ...]
+    used_by: tuple[str, ...]
+    num_captures: int  # over batch sizes and lengths
+    graph_bytes: int
+
+
+def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
+    """Estimate for the CUDA form of `transformer.forward` over lanes; a draft pass is one such layer. Without the head."""
+    c, num_tokens = model, key.num_tokens
+    is_draft = key.role is Role.DRAFT
+    num_layers = 1 if is_draft else c.num_layers
+    num_fused = c.num_heads + 2 * c.num_kv_heads
+    layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
+    # Alive all the time, or left over from the layer before: states, heads, gate and up, the bias of every head.
+    per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
+    per_token += 0 if is_draft else 2 * c.ffn_size
+    repeat = c.num_heads // c.num_kv_heads
+    per_token += key.length * repeat if repeat > 1 and key.num_rows > 1 else 0
+    # Attention: three wide copies of the scores, or one of them with the narrow weights beside a copy of the values.
+    wide = max(item_bytes, _WIDE_BYTES)
+    scores = num_tokens * c.num_heads * key.length
+    values = key.batch_size * c.num_kv_heads * key.length * c.head_dim * item_bytes
+    attention = max(3 * wide * scores, (wide + item_bytes) * scores + values)
+    mlp = num_tokens * 2 * c.ffn_size * item_bytes
+    bias = num_tokens * key.length
+    states = num_tokens * c.hidden_size * (3 if is_draft else 1)
+    return PassCost(
+        num_kernels=num_layers * layer_kernels + _OTHER_KERNELS,
+        activation_bytes=num_tokens * per_token * item_bytes + max(attention, mlp),
+        static_bytes=(bias + states) * item_bytes + num_tokens * 3 * 8,
+    )
+
+
+class GraphPlan:
+    """The captures of one engine.
+
+    Example: `GraphPlan(config, strategies, max_batch_size=64, max_length=1600, item_bytes=2).bytes_pool()`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        strategies: Iterable[SpeculationStrategy],
+        *,
+        max_batch_size: int,
+        max_length: int,
+        item_bytes: int,
+        verify_tokens: int = _VERIFY_TOKENS,
+        bytes_per_kernel: int = _KERNEL_BYTES,
+    ) -> None:
+        """`max_length` is the length of a lane. Larger `verify_tokens` plan a strategy for larger batches.
+        `bytes_per_kernel` is what the driver keeps for each kernel of a graph: newer ones keep less."""
+        if max_batch_size < 1 or max_length < 1 or verify_tokens < 1:
+            raise ValueError(
+                f"max_batch_size={max_batch_size}, max_length={max_length}, verify_tokens={verify_tokens}:"
+                " all must be >= 1"
+            )
+        self.strategies = tuple(dict.fromkeys(s for s in strategies if not s.is_off))
+        self._model = model
+        self._item_bytes = item_bytes
+        self._verify_tokens = verify_tokens
+        self._bytes_per_kernel = bytes_per_kernel
+        self.batch_sizes = _batch_buckets(max_batch_size)
+        self.lengths = _length_buckets(max_length)
+        self._widths = {
+            (role, size): self._widths_of(role, size) for role in Role for size in self.batch_sizes
+        }
+        self.keys = tuple(
+            GraphKey(role=role, num_rows=num_rows, batch_size=size, length=length)
+            for (role, size), widths in self._widths.items()
+            for num_rows in widths
+            for length in self.lengths
+        )
+
+    def max_batch_size(self, strategy: SpeculationStrategy) -> int:
+        """The largest batch that verifies `strategy` in a graph; any strategy may do so for a batch of one."""
+        return max(size for size in self.batch_sizes if self._may_use(strategy, size))
+
+    def find(
+        self, role: Role, *, num_rows: int, batch_size: int, longest: int
+    ) -> GraphKey | EagerReason:
+        """The smallest capture that holds a pass, or why there is none. `longest` counts the positions to read."""
+        at_size = bisect_left(self.batch_sizes, batch_size)
+        if at_size == len(self.batch_sizes):
+            return EagerReason.BATCH
+        size = self.batch_sizes[at_size]
+        widths = self._widths[role, size]
+        at_width = bisect_left(widths, num_rows)
+        if at_width == len(widths):
+            return EagerReason.ROWS
+        at_length = bisect_left(self.lengths, longest)
+        if at_length == len(self.lengths):
+            return EagerReason.LENGTH
+        return GraphKey(
+            role=role, num_rows=widths[at_width], batch_size=size, length=self.lengths[at_length]
+        )
+
+    def _may_use(self, strategy: SpeculationStrategy, batch_size: int) -> bool:
+        return batch_size == 1 or batch_size * strategy.num_rows <= self._verify_tokens
+
+    def _widths_of(self, role: Role, batch_size: int) -> tuple[int, ...]:
+        """Rows per request that are captured for a batch bucket, ascending."""
+        usable = [s for s in self.strategies if self._may_use(s, batch_size)]
+        if role is Role.TARGET:
+            return tuple(sorted({1, max((s.num_rows for s in usable), default=1)}))
+        learned = [s for s in usable if s.is_learned]
+        if not learned:
+            return ()
+        widths = {s.topk for s in learned if s.num_steps > 1}
+        return tuple(sorted(widths | {max(map(_num_extended, usable))}))
+
+    # ---- bytes
+
+    def cost(self, key: GraphKey) -> PassCost:
+        """Of one capture."""
+        return pass_cost(self._model, key, self._item_bytes)
+
+    def bytes_pool(self) -> int:
+        """This plan: kernels of every capture, one set of activations, static tensors once for each role."""
+        return self.graph_bytes(self.keys) + self.shared_bytes()
+
+    def shared_bytes(self) -> int:
+        """What all captures use in turn: the largest activations, and the largest static tensors of each role."""
+        costs = {role: [self.cost(key) for key in self.keys if key.role is role] for role in Role}
+        static = sum(max((c.static_bytes for c in of), default=0) for of in costs.values())
+        return static + max(c.activation_bytes for of in costs.values() for c in of)
+
+    def graph_bytes(self, keys: Iterable[GraphKey]) -> int:
+        """What the driver keeps of graphs, besides the tensors that they work on."""
+        return sum(self.cost(key).num_kernels for key in keys) * self._bytes_per_kernel
+
+    def bytes_single(self, strategy: SpeculationStrategy | None = None) -> int:
+        """One strategy (the widest without an argument) and plain decoding captured the usual way: drafting and
+        verifying together, at every batch size, in memory of its own."""
+        if strategy is None:
+            strategy = max(self.strategies, key=lambda s: s.num_rows, default=None)
+        return self._bytes_plain() + (self._bytes_together(strategy) if strategy else 0)
+
+    def bytes_naive(self) -> int:
+        """All strategies captured like that."""
+        return self._bytes_plain() + sum(map(self._bytes_together, self.strategies))
+
+    def _bytes_plain(self) -> int:
+        keys = [
+            self._key(Role.TARGET, 1, size, n) for size in self.batch_sizes for n in self.lengths
+        ]
+        costs = [self.cost(key) for key in keys]
+        tensors = max(c.activation_bytes for c in costs) + max(c.static_bytes for c in costs)
+        return self.graph_bytes(keys) + tensors
+
+    def _bytes_together(self, strategy: SpeculationStrategy) -> int:
+        num_kernels = activations = static = 0
+        for size in self.batch_sizes:
+            for length in self.lengths:
+                passes = [self._key(Role.TARGET, strategy.num_rows, size, length)]
+                if strategy.is_learned:
+                    passes.append(self._key(Role.DRAFT, _num_extended(strategy), size, length))
+                    depth = self._key(Role.DRAFT, strategy.topk, size, length)
+                    passes.extend([depth] * (strategy.num_steps - 1))
+                costs = [self.cost(key) for key in passes]
+                num_kernels += sum(cost.num_kernels for cost in costs)
+                activations = max(activations, *(cost.activation_bytes for cost in costs), 0)
+                static = max(static, costs[0].static_bytes)
+        return num_kernels * self._bytes_per_kernel + activations + static
+
+    @staticmethod
+    def _key(role: Role, num_rows: int, batch_size: int, length: int) -> GraphKey:
+        return GraphKey(role=role, num_rows=num_rows, batch_size=batch_size, length=length)
+
+    def describe(self) -> list[PlanRow]:
+        """One row for each role and width; their bytes and `shared_bytes` add up to `bytes_pool`."""
+        by_width: dict[tuple[Role, int], list[GraphKey]] = {}
+        for key in self.keys:
+            by_width.setdefault((key.role, key.num_rows), []).append(key)
+        return [
+            PlanRow(
+                role=role,
+                num_rows=num_rows,
+                batch_sizes=(sizes := tuple(sorted({key.batch_size for key in keys}))),
+                used_by=self._users(role, num_rows, sizes),
+                num_captures=len(keys),
+                graph_bytes=self.graph_bytes(keys),
+            )
+            for (role, num_rows), keys in sorted(by_width.items())
+        ]
+
+    def _users(self, role: Role, num_rows: int, sizes: Sequence[int]) -> tuple[str, ...]:
+        """Who runs in captures of this width: plain decoding, or strategies for some of the batch sizes."""
+        if role is Role.TARGET and num_rows == 1:
+            return ("off",)
+        users = []
+        for strategy in self.strategies:
+            wanted = {strategy.num_rows}
+            if role is Role.DRAFT:
+                wanted = {strategy.topk} if strategy.num_steps > 1 else set()
+                wanted |= {_num_extended(strategy)} if strategy.is_learned else set()
+            for size in sizes:
+                widths = self._widths[role, size]
+                found = {widths[bisect_left(widths, w)] for w in wanted if w <= widths[-1]}
+                if num_rows in found and self._may_use(strategy, size):
+                    users.append(str(strategy))
+                    break
+        return tuple(users)
+
+
+def _num_extended(strategy: SpeculationStrategy) -> int:
+    """Pairs that the drafter has not seen after a step of this strategy, at most."""
+    return strategy.depth + 1
+
+
+def _batch_buckets(max_batch_size: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, ... and the largest batch itself."""
+    sizes = [1, 2, 4, *range(_BATCH_STEP, max_batch_size, _BATCH_STEP)]
+    return (*(size for size in sizes if size < max_batch_size), max_batch_size)
+
+
+def _length_buckets(max_length: int) -> tuple[int, ...]:
+    """512, 1024, ... and the longest itself."""
+    lengths = []
+    length = _MIN_LENGTH
+    while length < max_length:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, max_length)

@@ -1,0 +1,316 @@
+"""Runs the passes of a batch in lanes as captured graphs, where the device has graphs and the plan has the shape.
+
+Made by the embedded engine; called for every pass over rows in lanes. TLT (arXiv 2511.16665),
+the bucketed graph pool. What to know: a graph reads and writes fixed addresses, so inputs are copied into static tensors,
+padded by repeating their first row and by queries that write to a scratch slot and that nobody reads. What runs without
+a graph is counted with the reason, on a CPU everything: there a step runs directly, on the tensors that it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan, Role
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassInputs:
+    """What a pass over B sequences in lanes reads, R queries each."""
+
+    token_ids_BR: Tensor  # int64
+    positions_BR: Tensor  # int64
+    slots_BR: Tensor  # int64, where keys and values go
+    bias_BRS: Tensor  # 0 where a query may look, -inf elsewhere; S positions are read
+    hidden_BRD: Tensor | None = None  # what the drafter reads besides tokens
+
+
+Step = Callable[[PassInputs], tuple[Tensor, ...]]
+"""A pass. Outputs begin with B * R. It is run again on the same inputs when it is captured, and must then do the same;
+shapes must follow from shapes alone, and nothing may be read back."""
+
+
+class GraphMemory(Protocol):
+    """See `runtime.device.GraphMemory`."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What runs `work` again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerPass:
+    """Passes that ran without a graph."""
+
+    role: Role
+    num_rows: int
+    batch_size: int
+    reason: EagerReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCounts:
+    """What ran since the last look."""
+
+    num_replays: Mapping[GraphKey, int]
+    num_eager: Mapping[EagerPass, int]
+    num_captures: int
+
+    @property
+    def graph_share(self) -> float:
+        """Of all passes; 0 without any."""
+        replays, eager = sum(self.num_replays.values()), sum(self.num_eager.values())
+        return replays / max(replays + eager, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    inputs: PassInputs
+    outputs: tuple[Tensor, ...]
+    replay: Callable[[], None]
+
+
+class GraphPool:
+    """The captures of one engine. They are made when a shape is first met, or by `capture_ahead`.
+
+    Example: `pool.bind(lane_steps(model, cache, lane), layout, scratch_slot=s, num_lanes=n)`, and then
+    `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
+    """
+
+    def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
+        """`new_memory` is `Device.graph_memory`, or gives None to run every pass eagerly."""
+        self.plan = plan
+        self._steps: Mapping[Role, Step] = {}
+        self._new_memory = new_memory
+        self._memory = new_memory()
+        self._layout: Hashable = None
+        self._scratch_slot = self._num_lanes = 0
+        self._captured: dict[GraphKey, _Captured] = {}
+        self._static: dict[tuple[Role, str], Tensor] = {}
+        self._replays: Counter[GraphKey] = Counter()
+        self._eager: Counter[tuple[Role, int, int, EagerReason]] = Counter()
+        self._num_captures = 0
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether passes can be captured here."""
+        return self._memory is not None
+
+    def bind(
+        self, steps: Mapping[Role, Step], layout: Hashable, *, scratch_slot: int, num_lanes: int
+    ) -> None:
+        """What to run and where things lie from now on; graphs of another `layout` are dropped.
+
+        `layout` names every address and stride that steps read besides their inputs: weights, rotary tables, the KV pool,
+        the length of a lane. `scratch_slot` is one that no lane holds, `num_lanes` how many lanes fit.
+        """
+        if layout != self._layout:
+            self.drop()
+        self._steps, self._layout = steps, layout
+        self._scratch_slot, self._num_lanes = scratch_slot, num_lanes
+
+    def drop(self) -> None:
+        """Give all graphs and their memory back; the next passes capture anew."""
+        self._captured.clear()
+        self._static.clear()
+        self._layout = None
+        if self._memory is not None:
+            self._memory = self._new_memory()
+
+    def run(self, role: Role, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """The step's outputs, [B * R, ...] each. With a graph they are overwritten by the next pass of this role."""
+        batch_size, num_rows = inputs.token_ids_BR.shape
+        if self._memory is None:
+            found: GraphKey | EagerReason = EagerReason.OFF
+        else:
+            longest = inputs.bias_BRS.shape[-1]
+            found = self._find(role, batch_size, num_rows, longest)
+        if isinstance(found, GraphKey):
+            return self._run_graph(found, inputs)
+        self._eager[role, num_rows, batch_size, found] += 1
+        return self._steps[role](inputs)
+
+    @torch.inference_mode()  # so that static tensors can be written whoever calls
+    def _run_graph(self, key: GraphKey, inputs: PassInputs) -> tuple[Tensor, ...]:
+        if not self._captured:
+            self._first_capture(inputs)
+        captured = self._captured.get(key)
+        if captured is None:
+            static = self._static_inputs(key, inputs)
+            self._fill(static, inputs)
+            captured = self._capture(key, static)
+        else:
+            self._fill(captured.inputs, inputs)
+        captured.replay()
+        self._replays[key] += 1
+        batch_size, num_rows = inputs.token_ids_BR.shape
+        return tuple(_unpad(output, key, batch_size, num_rows) for output in captured.outputs)
+
+    @torch.inference_mode()
+    def capture_ahead(self, example: Mapping[Role, PassInputs]) -> None:
+        """Capture all that is planned and fits, the largest first. `example`: inputs of any shape for each role."""
+        largest_first = sorted(
+            self.plan.keys, key=lambda key: -self.plan.cost(key).activation_bytes
+        )
+        for key in largest_first:
+            if not self.has_graphs or key in self._captured or key.batch_size > self._num_lanes:
+                continue
+            self._capture_blank(key, example[key.role])
+
+    def count_eager(
+        self, role: Role, *, batch_size: int, num_rows: int, reason: EagerReason
+    ) -> None:
+        """Note a pass that the caller runs itself, because it is none of rows in lanes."""
+        self._eager[role, num_rows, batch_size, reason] += 1
+
+    def take_counts(self) -> GraphCounts:
+        """The counters, which start again."""
+        counts = GraphCounts(
+            num_replays=dict(self._replays),
+            num_eager={
+                EagerPass(role=role, num_rows=num_rows, batch_size=batch_size, reason=reason): count
+                for (role, num_rows, batch_size, reason), count in self._eager.items()
+            },
+            num_captures=self._num_captures,
+        )
+        self._replays.clear()
+        self._eager.clear()
+        self._num_captures = 0
+        return counts
+
+    def _find(
+        self, role: Role, batch_size: int, num_rows: int, longest: int
+    ) -> GraphKey | EagerReason:
+        key = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
+        if isinstance(key, GraphKey) and key.batch_size > self._num_lanes:
+            return EagerReason.LANES
+        return key
+
+    # ---- captures and their static tensors
+
+    def _first_capture(self, inputs: PassInputs) -> None:
+        """The largest of all comes first: what is captured after it fits into the memory that it took."""
+        fitting = [key for key in self.plan.keys if key.batch_size <= self._num_lanes]
+        largest = max(fitting, key=lambda key: self.plan.cost(key).activation_bytes)
+        if largest.role is Role.TARGET:
+            self._capture_blank(largest, dataclasses.replace(inputs, hidden_BRD=None))
+
+    def _capture_blank(self, key: GraphKey, like: PassInputs) -> None:
+        """Capture with queries that see everything and write where nobody reads."""
+        static = self._static_inputs(key, like)
+        for name, tensor in _tensors(static):
+            tensor.fill_(self._scratch_slot if name == "slots_BR" else 0)
+        self._capture(key, static)
+
+    def _capture(self, key: GraphKey, static: PassInputs) -> _Captured:
+        assert self._memory is not None
+        step = self._steps[key.role]
+        outputs = tuple(
+            self._buffer(key.role, f"output {number}", out.shape, out)
+            for number, out in enumerate(step(static))
+        )
+
+        def work() -> None:
+            # Outputs in the memory of the graphs would keep it from those that are captured later.
+            for target, source in zip(outputs, step(static), strict=True):
+                target.copy_(source)
+
+        captured = _Captured(inputs=static, outputs=outputs, replay=self._memory.capture(work))
+        self._captured[key] = captured
+        self._num_captures += 1
+        return captured
+
+    def _static_inputs(self, key: GraphKey, like: PassInputs) -> PassInputs:
+        fields = {}
+        for name, tensor in _tensors(like):
+            rest = (key.length,) if name == "bias_BRS" else tensor.shape[2:]
+            packed = self._buffer(key.role, name, (key.num_tokens, *rest), tensor)
+            fields[name] = packed.view(key.batch_size, key.num_rows, *rest)
+        return PassInputs(**fields)
+
+    def _buffer(self, role: Role, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """[P, ...], the start of one tensor that all captures of a role share, each with its own shape."""
+        buffer = self._static.get((role, name))
+        if buffer is None:
+            of_role = [key for key in self.plan.keys if key.role is role]
+            if name == "bias_BRS":
+                size = max(key.num_tokens * key.length for key in of_role)
+            else:
+                size = max(key.num_tokens for key in of_role) * math.prod(shape[1:])
+            buffer = torch.zeros(size, dtype=like.dtype, device=like.device)
+            self._static[role, name] = buffer
+        return buffer[: math.prod(shape)].view(*shape)
+
+    def _fill(self, static: PassInputs, given: PassInputs) -> None:
+        """Copy in. Padding repeats the first query of a row and the first row, so that it computes finite numbers."""
+        (batch_size, num_rows), length = given.token_ids_BR.shape, given.bias_BRS.shape[-1]
+        for (name, target), (_, source) in zip(_tensors(static), _tensors(given), strict=True):
+            is_slots = name == "slots_BR"
+            if name == "bias_BRS" and length < target.shape[-1]:
+                target[..., length:].fill_(-torch.inf)
+                target = target[..., :length]
+            target[:batch_size, :num_rows].copy_(source)
+            if num_rows < target.shape[1]:
+                repeated = target[:batch_size, :1]
+                target[:batch_size, num_rows:] = self._scratch_slot if is_slots else repeated
+            if batch_size < target.shape[0]:
+                target[batch_size:] = self._scratch_slot if is_slots else target[:1]
+
+
+def lane_steps(
+    model: Transformer, cache: KvCache, lane: int, draft: DraftInference | None = None
+) -> dict[Role, Step]:
+    """The passes of an engine whose rows stand in lanes of `lane` slots, from the first lane on.
+
+    TARGET gives (hidden [P, D], features [P, F]), DRAFT (hidden [P, D], head input [P, D]); logits are one more call.
+    """
+    views: dict[int, LaneView] = {}
+
+    def attention(inputs: PassInputs, first_layer: int) -> LaneTreeAttention:
+        num_rows = inputs.token_ids_BR.shape[0]
+        if num_rows not in views:
+            views[num_rows] = LaneView(cache, num_rows=num_rows, lane=lane)
+        slots_P = inputs.slots_BR.reshape(-1)
+        return LaneTreeAttention(views[num_rows], slots_P, inputs.bias_BRS, first_layer=first_layer)
+
+    def run_target(inputs: PassInputs) -> tuple[Tensor, ...]:
+        return model.forward_tapped(
+            inputs.token_ids_BR.reshape(-1),
+            inputs.positions_BR.reshape(-1),
+            attention(inputs, 0),
+            cache.tap_layers,
+        )
+
+    def run_draft(inputs: PassInputs) -> tuple[Tensor, ...]:
+        assert draft is not None
+        assert inputs.hidden_BRD is not None
+        return draft.forward(
+            inputs.token_ids_BR.reshape(-1),
+            inputs.hidden_BRD.flatten(0, 1),
+            inputs.positions_BR.reshape(-1),
+            attention(inputs, model.config.num_layers),
+        )
+
+    return {Role.TARGET: run_target, Role.DRAFT: run_draft}
+
+
+def _tensors(inputs: PassInputs) -> list[tuple[str, Tensor]]:
+    fields = ((field.name, getattr(inputs, field.name)) for field in dataclasses.fields(inputs))
+    return [(name, value) for name, value in fields if value is not None]
+
+
+def _unpad(output: Tensor, key: GraphKey, batch_size: int, num_rows: int) -> Tensor:
+    """[B * R, ...] of what was asked for; a copy where rows were padded."""
+    shape = output.shape[1:]
+    output = output.view(key.batch_size, key.num_rows, *shape)[:batch_size, :num_rows]
+    return output.reshape(batch_size * num_rows, *shape)

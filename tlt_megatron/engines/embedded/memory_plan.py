@@ -1,0 +1,85 @@
+"""What an embedded engine will allocate, from sizes alone: known, printed and refused before anything is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.models.config import ModelConfig
+
+PAGE_TOKENS = 64  # positions of one KV page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that an engine will take, known before it takes them."""
+
+    weights_bytes: int
+    kv_bytes: int
+    kv_tokens: int  # positions that kv_bytes hold
+    activations_bytes: (
+        int  # estimate: the larger of a prefill pass and a decode pass with its logits
+    )
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.activations_bytes
+
+
+def plan_memory(
+    model: ModelConfig,
+    section: RolloutSection,
+    *,
+    max_prompt_tokens: int = 1024,
+    draft_slots: int = 0,
+    num_taps: int = 0,
+    has_packed_weights: bool = False,
+) -> MemoryPlan:
+    """What `EmbeddedEngine` will allocate. A drafter, which needs `draft_slots` behind each sequence, adds its key-value
+    layer, and the tokens and features that it reads: the last hidden state and `num_taps` more.
+
+    With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
+    `max_prompt_tokens`, with one group that is only partly in. `has_packed_weights`: matrices are held twice (`Matrix`).
+    """
+    has_drafter = draft_slots > 0
+    item = getattr(torch, section.dtype).itemsize
+    d, f, v = model.hidden_size, model.ffn_size, model.vocab_size
+    num_fused = model.num_heads + 2 * model.num_kv_heads
+    matrices = d * (num_fused + model.num_heads) * model.head_dim + 3 * d * f
+    layer = matrices + 2 * d
+    layer += num_fused * model.head_dim * model.has_qkv_bias
+    layer += (model.num_heads + model.num_kv_heads) * model.head_dim * model.has_qk_norm
+    weights = layer * model.num_layers + d + v * d * (1 if model.tie_word_embeddings else 2)
+    if has_packed_weights:
+        weights += matrices * model.num_layers + v * d
+
+    pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + has_drafter
+    prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
+    num_groups = -(-section.max_batch_size // section.num_samples) + 1
+    num_pages = section.max_batch_size * pages_each + num_groups * prompt_pages
+    if section.kv_cache_tokens:
+        num_pages = section.kv_cache_tokens // PAGE_TOKENS
+        if num_pages < 2:
+            raise ValueError(
+                f"rollout.kv_cache_tokens={section.kv_cache_tokens}: must be 0 or at least {2 * PAGE_TOKENS}"
+                f" (a page of {PAGE_TOKENS} for a prompt and one for its response)"
+            )
+    kv_tokens = num_pages * PAGE_TOKENS
+    num_kv_layers = model.num_layers + has_drafter
+    kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
+    if has_drafter:
+        kv += kv_tokens * d * (1 + num_taps) * item + (kv_tokens + 1) * 8
+
+    per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
+    prefill = section.prefill_chunk_tokens * per_token * item
+    decode = section.max_batch_size * (per_token * item + v * (item + 4 * 8))
+    outputs = section.max_batch_size * section.max_new_tokens * 16
+    return MemoryPlan(
+        weights_bytes=weights * item,
+        kv_bytes=kv,
+        kv_tokens=kv_tokens,
+        activations_bytes=max(prefill, decode) + outputs,
+    )

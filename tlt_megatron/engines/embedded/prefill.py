@@ -1,0 +1,72 @@
+"""One packed pass over prompts, or over what a preempted request had generated; and the features that passes leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request
+from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.types import Rollout
+
+
+def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) -> tuple[int, int]:
+    """One packed pass; keeps the hidden state after each prompt or response that it completes.
+
+    Returns how many of its tokens were new, and how many computed again.
+    """
+    token_ids, position_ids, segments = [], [], []
+    num_again = 0
+    for chunk in chunks:
+        state, request = chunk.state, chunk.request
+        if request is None:
+            tokens = torch.tensor(state.prompt.token_ids[chunk.start : chunk.end])
+            first = 0
+            context = cache.slots(state.kv.pages, 0, chunk.end)
+            num_again += max(min(chunk.end, state.num_ever_computed) - chunk.start, 0)
+            state.num_ever_computed = max(state.num_ever_computed, chunk.end)
+        else:
+            assert request.saved is not None
+            tokens = request.saved[0][chunk.start : chunk.end]
+            first = state.num_tokens
+            own = cache.slots(request.kv.pages, 0, chunk.end)
+            context = torch.cat((cache.slots(state.kv.pages, 0, first), own))
+            num_again += chunk.end - chunk.start
+        token_ids.append(tokens)
+        position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
+        new = context[first + chunk.start :]
+        segments.append(PrefillSegment(new_slots_C=new, context_slots_S=context))
+    token_ids_P = torch.cat(token_ids).to(cache.device)
+    hidden_PD, features_PF = model.forward_tapped(
+        token_ids_P,
+        torch.cat(position_ids).to(cache.device),
+        PrefillAttention(cache, segments),
+        cache.tap_layers,
+    )
+    slots_P = torch.cat([segment.new_slots_C for segment in segments])
+    cache.keep_features(slots_P, features_PF, token_ids_P)
+    num_tokens = 0
+    for chunk in chunks:
+        num_tokens += chunk.end - chunk.start
+        last_hidden_D = hidden_PD[num_tokens - 1].clone()
+        if chunk.request is not None:
+            chunk.request.last_hidden_D = last_hidden_D
+        else:
+            chunk.state.last_hidden_D = last_hidden_D
+    return num_tokens - num_again, num_again
+
+
+def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
+    """A copy of the features at every position but the last, whose token nobody has computed."""
+    num_prompt = len(rollout.prompt_ids)
+    num_own = rollout.token_ids.numel() - 1
+    if request.kv.prompt is None:  # in a lane
+        slots = cache.slots(request.kv.pages, 0, num_prompt + num_own)
+    else:
+        own = cache.slots(request.kv.pages, 0, num_own)
+        slots = torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
+    return cache.features_TD.index_select(0, slots)

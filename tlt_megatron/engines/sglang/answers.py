@@ -1,0 +1,136 @@
+"""What the scheduler processes count, and how the engine asks them: through SGLang's `check_weights` request.
+
+`Answers` runs in the scheduler, hooked in by `plugin.register`; `Question` is shared with the engine. What to know:
+`check_weights` is the one request of SGLang that every tensor-parallel rank answers for itself, and that reaches the model
+runners of target and drafter apart; an action that begins with `PREFIX` is ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory
+from tlt_megatron.engines.sglang.held_weights import held_checksum
+from tlt_megatron.engines.sglang.noise import is_active
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+PREFIX = "tlt_megatron."
+ACCEPT_LENGTHS = "accept_lengths"  # key of a response's meta_info
+
+
+class Question(StrEnum):
+    """What can be asked; the answer is JSON."""
+
+    MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
+    CHECKSUM = "checksum"  # of the weights held, as their sender sums them
+    COUNTERS = "counters"  # since they were last asked for
+    SELECTOR_STATE = "selector_state"  # None without adaptive speculation
+    LOAD_SELECTOR_STATE = "load_selector_state"  # argument: the state
+
+
+class Answers:
+    """Counters of one scheduler process, and its side of the conversation."""
+
+    def __init__(self, policies: PolicyFactory, targets: set[str]) -> None:
+        self._policies = policies
+        self._targets = targets
+        self._num_passes = 0
+        self._peak_tokens = 0
+
+    # ---- hooks
+
+    def answer(
+        self,
+        original: Callable[..., object],
+        runner: ModelRunner,
+        action: str,
+        allow_quant_error: bool = False,
+        skip_tensor_list: list[str] | None = None,
+        *,
+        role: str,
+    ) -> object:
+        """Around `ModelRunner.check_weights`. `skip_tensor_list` carries the argument of a question of ours."""
+        if not action.startswith(PREFIX):
+            return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
+        question = Question(action.removeprefix(PREFIX))
+        argument = json.loads(skip_tensor_list[0]) if skip_tensor_list else None
+        answers = {
+            Question.MISSING_HOOKS: self._missing_hooks,
+            Question.CHECKSUM: lambda: held_checksum(runner.model, is_draft=role != "target"),
+            Question.COUNTERS: self._take_counters,
+            Question.SELECTOR_STATE: self._selector_state,
+            Question.LOAD_SELECTOR_STATE: lambda: self._load_selector_state(argument),
+        }
+        place = dict.fromkeys(
+            ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size"), 0
+        )
+        return {
+            "checksums": {question: json.dumps(answers[question]())},
+            "per_gpu_checksum": "",
+            "parallelism_info": place | {"role": role},
+        }
+
+    def count_pass(
+        self,
+        original: Callable[..., None],
+        processor: object,
+        batch: ScheduleBatch,
+        result: GenerationBatchResult,
+    ) -> None:
+        """Around `process_batch_result_decode`, called once for every pass of a decode batch."""
+        allocator = processor.token_to_kv_pool_allocator
+        used = allocator.size - allocator.available_size()
+        self._num_passes += 1
+        self._peak_tokens = max(self._peak_tokens, used)
+        original(processor, batch, result)
+
+    @staticmethod
+    def note_accept_lengths(
+        tokens: list[list[int]],
+        processor: object,
+        result: GenerationBatchResult,
+        batch: ScheduleBatch,
+    ) -> None:
+        """After `_resolve_spec_v2_tokens`: tokens out of this verify pass. A pass that drafted nothing is plain decoding.
+
+        SGLang's own rates divide by the width that it started with; this is counted, so it holds under adaptation."""
+        if not is_active() or result.speculative_num_draft_tokens == 1:
+            return
+        for request, committed in zip(batch.reqs, tokens, strict=True):
+            if request.is_retracted or request.finished():
+                continue
+            if request.customized_info is None:
+                request.customized_info = {}
+            request.customized_info.setdefault(ACCEPT_LENGTHS, []).append(len(committed))
+
+    @staticmethod
+    def is_whole_response(original: bool, streamer: object, key: str) -> bool:
+        """After `is_request_level_customized_info_key`: accept lengths come once, not sliced by tokens."""
+        return original or key == ACCEPT_LENGTHS
+
+    # ---- answers
+
+    def _missing_hooks(self) -> list[str]:
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        return sorted(self._targets - HookRegistry._patched)
+
+    def _take_counters(self) -> dict[str, int]:
+        counters = {"num_passes": self._num_passes, "peak_tokens": self._peak_tokens}
+        self._num_passes = self._peak_tokens = 0
+        return counters
+
+    def _selector_state(self) -> dict[str, object] | None:
+        policy = self._policies.policy
+        return None if policy is None else policy.selector.state_dict()
+
+    def _load_selector_state(self, state: dict[str, object]) -> None:
+        if self._policies.policy is not None:
+            self._policies.policy.selector.load_state_dict(state)

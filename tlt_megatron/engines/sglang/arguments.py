@@ -1,0 +1,209 @@
+"""Settings -> the options of SGLang's Engine: pure functions, nothing is started here.
+
+Called by the engine. What to know: our options come from the run's own sections; everything else in `sglang.engine_args`
+is passed on as it stands, and a key that both would set is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
+from tlt_megatron.engines.sglang.noise import BACKEND
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+
+_ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGLE3"}
+_FIRST_PORT = 21000
+_PORTS_PER_RANK = 16
+_RANKS_PER_NODE = 64
+# The CPU backend that can verify draft trees; plain decoding takes torch_native.
+_CPU_TREE_BACKEND = "intel_amx"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationPlan:
+    """How SGLang is to speculate."""
+
+    algorithm: str  # EAGLE | EAGLE3 | NGRAM
+    strategies: tuple[SpeculationStrategy, ...]  # one, or several chains between which is chosen
+    selector: str
+    drafter: str = ""
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether a selector chooses before every step."""
+        return self.selector != "fixed"
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether there are drafter weights."""
+        return self.algorithm != "NGRAM"
+
+
+def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
+    """None where speculation is off. ValueError for what SGLang cannot hold: it keeps graphs for one `topk`, adapts
+    chains alone, and does not mix learned and retrieved drafts."""
+    if not section.enabled:
+        return None
+    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
+    if section.selector == "fixed":
+        strategies = strategies[:1]
+    drafting = tuple(strategy for strategy in strategies if not strategy.is_off)
+    for strategy in drafting:
+        if strategy.num_retrieved and (strategy.is_learned or len(drafting) > 1):
+            raise ValueError(
+                f"speculation.strategies={strategy}: sglang drafts with the n-gram cache alone or not at all; one strategy"
+                " such as 'ngram_8' with speculation.selector=fixed"
+            )
+        if section.selector != "fixed" and strategy.is_learned and not strategy.is_chain:
+            raise ValueError(
+                f"speculation.strategies={strategy}: sglang chooses among chains alone (topk 1, such as '4_1_4'); a tree"
+                " needs speculation.selector=fixed"
+            )
+    if not drafting:
+        raise ValueError(f"speculation.strategies={section.strategies}: all are off")
+    if drafting[0].num_retrieved:
+        width = drafting[0].num_retrieved + 1
+        return SpeculationPlan(
+            algorithm="NGRAM",
+            strategies=drafting,
+            selector="fixed",
+            options={"speculative_num_draft_tokens": width},
+        )
+    return _plan_learned(section, drafting)
+
+
+def _plan_learned(
+    section: SpeculationSection, drafting: tuple[SpeculationStrategy, ...]
+) -> SpeculationPlan:
+    widest = max(drafting, key=lambda strategy: strategy.num_steps)
+    return SpeculationPlan(
+        algorithm=_algorithm_of(section.drafter),
+        strategies=drafting,
+        selector=section.selector,
+        drafter=section.drafter,
+        options={
+            "speculative_draft_model_path": section.drafter,
+            "speculative_num_steps": widest.num_steps,
+            "speculative_eagle_topk": widest.topk,
+            "speculative_num_draft_tokens": widest.num_draft_tokens + 1,  # the root's row counts
+            "speculative_adaptive": section.selector != "fixed",
+        },
+    )
+
+
+def _algorithm_of(drafter: str) -> str:
+    file = Path(drafter) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"speculation.drafter={drafter!r}: must be a folder with config.json")
+    names = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["none"]
+    if names[0] not in _ALGORITHMS:
+        raise ValueError(
+            f"{file}: architectures={names[0]!r}: must be one of {', '.join(_ALGORITHMS)}"
+        )
+    return _ALGORITHMS[names[0]]
+
+
+def engine_arguments(
+    model_path: str,
+    rollout: RolloutSection,
+    section: SglangSection,
+    *,
+    speculation: SpeculationPlan | None,
+    device_type: str,
+    device_index: int,
+    rank: int,
+    max_prompt_tokens: int,
+) -> dict[str, object]:
+    """All options of the engine of one rank. ValueError names the keys of `sglang.engine_args` that are ours to set."""
+    if rollout.dtype == "float64":
+        raise ValueError("rollout.dtype='float64': sglang knows float32 and bfloat16")
+    longest = max_prompt_tokens + rollout.max_new_tokens
+    ports = free_ports(rank, 2)
+    ours: dict[str, object] = {
+        "model_path": model_path,
+        "dtype": rollout.dtype,
+        "device": device_type,
+        "base_gpu_id": device_index,
+        "port": ports[0],
+        "nccl_port": ports[1],
+        "skip_tokenizer_init": True,
+        "sampling_backend": BACKEND,
+        "context_length": longest + _slack(speculation),
+        "max_running_requests": rollout.max_batch_size,
+        "max_total_tokens": rollout.kv_cache_tokens
+        or rollout.max_batch_size * (longest + _slack(speculation)),
+        "chunked_prefill_size": rollout.prefill_chunk_tokens,
+    }
+    defaults: dict[str, object] = {"log_level": "error"}
+    if speculation is not None:
+        ours |= {"speculative_algorithm": speculation.algorithm, **speculation.options}
+    if device_type == "cpu":
+        defaults |= _cpu_defaults(speculation)
+    else:
+        ours["enable_memory_saver"] = True
+        if speculation is not None and speculation.has_draft_model:
+            # The policy is sent anew after every update; a drafter may stay.
+            ours["enable_draft_weights_cpu_backup"] = True
+    clashing = sorted(ours.keys() & section.engine_args.keys())
+    if clashing:
+        raise ValueError(
+            f"sglang.engine_args: {', '.join(clashing)} follow from other sections (model, rollout, speculation) and cannot"
+            " be set here"
+        )
+    return defaults | ours | section.engine_args
+
+
+def _slack(speculation: SpeculationPlan | None) -> int:
+    """Positions behind a sequence that drafts need."""
+    if speculation is None:
+        return 4
+    widest = max(strategy.num_rows for strategy in speculation.strategies)
+    reach = max(strategy.topk * strategy.num_steps for strategy in speculation.strategies)
+    return 2 * max(widest, reach) + 4
+
+
+def _cpu_defaults(speculation: SpeculationPlan | None) -> dict[str, object]:
+    defaults: dict[str, object] = {"disable_cuda_graph": True}
+    if speculation is None:
+        return defaults | {"attention_backend": "torch_native"}
+    keys = (
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    )
+    return defaults | dict.fromkeys(keys, _CPU_TREE_BACKEND)
+
+
+def free_ports(rank: int, count: int) -> list[int]:
+    """Ports of this rank's own range that nobody listens on: ranks of a node never look at the same ones."""
+    start = _FIRST_PORT + rank % _RANKS_PER_NODE * _PORTS_PER_RANK
+    found = [port for port in range(start, start + _PORTS_PER_RANK) if _is_free(port)]
+    if len(found) < count:
+        raise RuntimeError(
+            f"ports {start}-{start + _PORTS_PER_RANK - 1} of rank {rank}: {count} must be free, {len(found)} are"
+        )
+    return found[:count]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def check_drafter_names(names: Sequence[str]) -> None:
+    """ValueError if borrowed tensors are among a drafter's: SGLang would overwrite the policy's own with them."""
+    borrowed = [name for name in names if "embed_tokens" in name or "lm_head" in name]
+    if borrowed:
+        raise ValueError(
+            f"drafter weights hold {', '.join(borrowed)}: embedding and head are the policy's and come with it"
+        )

@@ -1,0 +1,351 @@
+"""SGLang as a rollout engine: satisfies `engines.base.RolloutEngine` with an in-process `sglang.Engine`.
+
+Made by the trainer, one per rollout replica, on the rank that owns it; called by the rollout worker and the weight sync.
+What to know: SGLang's scheduler and detokenizer are processes of their own, and every wait for them is watched, so a death
+is an error of this rank within a second instead of a wait without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
+from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.sglang.adaptive_policy import write_config
+from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS, Question
+from tlt_megatron.engines.sglang.arguments import (
+    SpeculationPlan,
+    check_drafter_names,
+    engine_arguments,
+    plan_speculation,
+)
+from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
+from tlt_megatron.engines.sglang.noise import SamplingSettings, seed_at_origin
+from tlt_megatron.engines.sglang.weights import WeightSender
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.speculation.sampling import request_seed
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
+
+
+class SglangEngine:
+    """See `engines.base.RolloutEngine`. Processes start with the object; weights are those of `load_weights`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        rollout: RolloutSection,
+        section: SglangSection,
+        device: Device,
+        *,
+        rank: int,
+        max_prompt_tokens: int = 1024,
+        speculation: SpeculationSection | None = None,
+    ) -> None:
+        """ValueError for settings that SGLang cannot hold; RuntimeError if it is not up in time."""
+        self._dtype: torch.dtype = getattr(torch, rollout.dtype)
+        self._device = device
+        self._longest = max_prompt_tokens + rollout.max_new_tokens
+        self._version: int | None = None
+        self._drafter_version: int | None = None
+        self._is_asleep = self._is_closed = False
+        self._plan = None if speculation is None else plan_speculation(speculation)
+        arguments = engine_arguments(
+            model_path,
+            rollout,
+            section,
+            speculation=self._plan,
+            device_type=device.torch_device.type,
+            device_index=device.torch_device.index or 0,
+            rank=rank,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        self._capacity = int(arguments["max_total_tokens"])
+        num_ranks = int(arguments.get("tp_size", 1))
+        self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
+        if self._plan is not None and self._plan.is_adaptive:
+            path = Path(self._folder.name) / "adaptive.json"
+            write_config(
+                path, self._plan.strategies, self._plan.selector, speculation.beg_thresholds
+            )
+            arguments["speculative_adaptive_config"] = str(path)
+        self._sglang = Connection(
+            arguments,
+            timeout_s=section.start_timeout_s,
+            is_cpu=not device.is_cuda,
+            num_ranks=num_ranks,
+        )
+        self._weights = WeightSender(self._sglang, num_ranks=num_ranks)
+        self._stats = self._count([], 0.0, {"num_passes": 0, "peak_tokens": 0})
+
+    # ---- weights and lifetime
+
+    @torch.no_grad()
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
+    ) -> None:
+        """See `RolloutEngine`. The sender sums its tensors as cast to the engine's dtype."""
+        self._require_awake()
+        self._version = None
+        self._weights.send(self._on_device(tensors), role=TARGET, version=str(version))
+        self._verify(TARGET, checksum(), f"weights of policy_version={version}")
+        self._version = version
+
+    @torch.no_grad()
+    def load_drafter_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace the drafter's own parameters; generated tokens stay the same. RuntimeError without a drafter, or if
+        SGLang then holds something else; ValueError for tensors that a drafter borrows."""
+        self._require_awake()
+        if self._plan is None or not self._plan.has_draft_model:
+            raise RuntimeError("this engine has no drafter")
+        named = list(self._on_device(tensors))
+        check_drafter_names([name for name, _ in named])
+        expected = sum(checksum_tensor(name, t) for name, t in named) % CHECKSUM_MODULUS
+        self._drafter_version = None
+        self._weights.send(named, role=DRAFT, version=str(version))
+        self._verify(DRAFT, expected, f"weights of drafter version {version}")
+        self._drafter_version = version
+
+    @property
+    def drafter_version(self) -> int | None:
+        """Of the drafter weights last loaded; None for those on disk."""
+        return self._drafter_version
+
+    def checksum(self, role: str) -> int:
+        """Of the weights that the schedulers hold for `target` or `draft`; RuntimeError if their ranks disagree."""
+        answers = {int(answer) for answer in self._sglang.ask(Question.CHECKSUM, role=role)}
+        if len(answers) != 1:
+            raise RuntimeError(f"sglang's ranks hold different {role} weights: {sorted(answers)}")
+        return answers.pop()
+
+    def _verify(self, role: str, expected: int, what: str) -> None:
+        held = self.checksum(role)
+        if held != expected:
+            raise RuntimeError(f"{what} have checksum {held} in {self._dtype}: must be {expected}")
+
+    def _on_device(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.detach().to(self._device.torch_device, self._dtype)
+
+    def sleep(self) -> None:
+        """Free the cached keys and values; on a GPU release KV memory and weights."""
+        self._require_open()
+        if self._is_asleep:
+            return
+        self._sglang.run(self._sglang.engine.tokenizer_manager.flush_cache())
+        self._memory("release_memory_occupation")
+        self._is_asleep = True
+        self._version = None if self._device.is_cuda else self._version
+
+    def wake(self) -> None:
+        """Undo `sleep`; on a GPU weights must be loaded anew."""
+        self._require_open()
+        if self._is_asleep:
+            self._memory("resume_memory_occupation")
+        self._is_asleep = False
+
+    def _memory(self, method: str) -> None:
+        if not self._device.is_cuda:
+            return  # SGLang's memory saver moves nothing on a CPU
+        from sglang.srt.managers import io_struct
+
+        requests = {
+            "release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
+            "resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
+        }
+        request = requests[method](tags=["weights", "kv_cache"])
+        self._sglang.call(method, request)
+
+    def close(self) -> None:
+        """See `RolloutEngine`: no process is left behind."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._sglang.close()
+        self._folder.cleanup()
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        policy_version: int,
+        on_finish: Callable[[Rollout], None] | None = None,
+    ) -> list[RolloutGroup]:
+        """See `RolloutEngine`."""
+        self._require_awake()
+        if self._version != policy_version:
+            raise RuntimeError(
+                f"policy_version={policy_version}: the engine holds {self._version or 'no'} weights"
+            )
+        self._check_lengths(prompts, params)
+        started = time.perf_counter()
+        self._sglang.ask(Question.COUNTERS)
+
+        async def answer_all() -> list[tuple[Rollout, Mapping[str, object]]]:
+            requests = [(p, s) for p in prompts for s in range(params.num_samples)]
+            tasks = [
+                asyncio.ensure_future(self._answer(p, s, params, policy_version, on_finish))
+                for p, s in requests
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        answered = self._sglang.run(answer_all())
+        counters = self._sglang.ask(Question.COUNTERS)[0]
+        seconds = time.perf_counter() - started
+        self._stats = self._count([meta for _, meta in answered], seconds, counters)
+        rollouts = [rollout for rollout, _ in answered]
+        g = params.num_samples
+        return [
+            RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[n * g : (n + 1) * g]))
+            for n, prompt in enumerate(prompts)
+        ]
+
+    async def _answer(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        params: SamplingParams,
+        policy_version: int,
+        on_finish: Callable[[Rollout], None] | None,
+    ) -> tuple[Rollout, Mapping[str, object]]:
+        """One response."""
+        settings = SamplingSettings(params.temperature, params.top_p, params.top_k)
+        seed = request_seed(params.seed, prompt.draw_index, sample_index)
+        output = await self._sglang.engine.async_generate(
+            input_ids=list(prompt.token_ids),
+            sampling_params={
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k or -1,
+                "max_new_tokens": params.max_new_tokens,
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,
+                "sampling_seed": seed_at_origin(seed, len(prompt.token_ids)),
+            },
+            return_logprob=True,
+            top_logprobs_num=0 if settings.is_plain or params.temperature == 0.0 else 1,
+        )
+        meta = output["meta_info"]
+        if meta["weight_version"] != str(policy_version):
+            raise RuntimeError(
+                f"sglang answered with weights of version {meta['weight_version']}: must be {policy_version}"
+            )
+        rollout = _make_rollout(prompt, sample_index, params, policy_version, output)
+        if on_finish is not None:
+            on_finish(rollout)
+        return rollout, meta
+
+    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        for prompt in prompts:
+            needed = len(prompt.token_ids) + params.max_new_tokens
+            if needed > min(self._longest, self._capacity):
+                raise ValueError(
+                    f"prompt {prompt.prompt_id!r} with {len(prompt.token_ids)} tokens and max_new_tokens="
+                    f"{params.max_new_tokens} needs {needed} positions: at most {min(self._longest, self._capacity)}"
+                )
+
+    def _count(
+        self, metas: Sequence[Mapping[str, object]], seconds: float, counters: Mapping[str, int]
+    ) -> EngineStats:
+        return EngineStats(
+            num_prompt_tokens=sum(m["prompt_tokens"] - m["cached_tokens"] for m in metas),
+            num_generated_tokens=sum(m["completion_tokens"] for m in metas),
+            num_decode_passes=counters["num_passes"],
+            num_preemptions=sum(m["num_retractions"] for m in metas),
+            seconds=seconds,
+            peak_kv_tokens=counters["peak_tokens"],
+            kv_capacity_tokens=self._capacity,
+        )
+
+    def stats(self) -> EngineStats:
+        """See `RolloutEngine`. Prompt tokens that a preempted request computes again are not told apart."""
+        return self._stats
+
+    def state_dict(self) -> dict[str, object]:
+        """See `RolloutEngine`: the state of the selector, if there is one."""
+        return {"selector": self._sglang.ask(Question.SELECTOR_STATE)[0]}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """See `RolloutEngine`."""
+        if state.get("selector") is not None:
+            self._sglang.ask(Question.LOAD_SELECTOR_STATE, argument=state["selector"])
+
+    # ----
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+
+    def _require_awake(self) -> None:
+        self._require_open()
+        if self._is_asleep:
+            raise RuntimeError("the engine sleeps: call wake() first")
+
+
+def _make_rollout(
+    prompt: Prompt,
+    sample_index: int,
+    params: SamplingParams,
+    policy_version: int,
+    output: Mapping[str, object],
+) -> Rollout:
+    """RuntimeError for a response that SGLang gave up, or ended where it was not told to."""
+    meta, token_ids = output["meta_info"], output["output_ids"]
+    reason = meta["finish_reason"]["type"]
+    has_stopped = bool(token_ids) and token_ids[-1] in params.stop_token_ids
+    if reason not in ("stop", "length") or (reason == "stop" and not has_stopped):
+        raise RuntimeError(
+            f"sglang ended a response to prompt {prompt.prompt_id!r} after {len(token_ids)} tokens with"
+            f" {meta['finish_reason']}: expected one of stop_token_ids={params.stop_token_ids} or max_new_tokens="
+            f"{params.max_new_tokens}"
+        )
+    num_tokens = len(token_ids)
+    logprobs = _values(meta["output_token_logprobs"], num_tokens)
+    policy_logprobs = logprobs
+    if meta.get("output_top_logprobs"):
+        policy_logprobs = _values([top[0] for top in meta["output_top_logprobs"]], num_tokens)
+    if params.temperature == 0.0:
+        logprobs = torch.zeros_like(logprobs)
+    return Rollout(
+        prompt_id=prompt.prompt_id,
+        draw_index=prompt.draw_index,
+        sample_index=sample_index,
+        prompt_ids=prompt.token_ids,
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=logprobs,
+        policy_logprobs=policy_logprobs,
+        finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
+        policy_version=policy_version,
+        accept_lengths=_cut(meta.get(ACCEPT_LENGTHS, ()), num_tokens - 1),
+    )
+
+
+def _values(pairs: Sequence[Sequence[float]], num_tokens: int) -> Tensor:
+    return torch.tensor([pair[0] for pair in pairs[:num_tokens]], dtype=torch.float32)
+
+
+def _cut(accept_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Without what the last passes committed behind the end of the response."""
+    excess = max(sum(accept_lengths) - num_tokens, 0)
+    lengths = list(accept_lengths)
+    while excess:
+        taken = min(excess, lengths[-1])
+        lengths[-1] -= taken
+        excess -= taken
+        if not lengths[-1]:
+            lengths.pop()
+    return tuple(lengths)

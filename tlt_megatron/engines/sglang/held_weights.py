@@ -1,0 +1,75 @@
+"""What an SGLang model holds, as Hugging Face names a checkpoint: fused matrices cut apart, shards gathered.
+
+Runs in SGLang's scheduler processes, for the checksum that a weight update is verified by. What to know: it reads the
+parameters that the forward pass uses, after SGLang's own loading, so a tensor that went astray on the way shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+
+
+def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
+    """The sum over all tensors, as their sender sums them. A collective of the tensor-parallel ranks."""
+    tensors = named_held_tensors(model, is_draft=is_draft)
+    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+
+
+def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by name. Of a drafter its own alone: embedding and head are the target's."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    is_eagle3 = is_draft and "Eagle3" in type(model).__name__
+    for module_name, module in model.named_modules():
+        if is_draft and isinstance(module, VocabParallelEmbedding):
+            continue
+        for kind, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{kind}"
+            if is_draft:
+                name = name.removeprefix("model.")
+            if is_eagle3:
+                name = name.replace("layers.0.", "midlayer.")
+            yield from _parts(name, kind, module, parameter.detach())
+
+
+def _parts(name: str, kind: str, module: nn.Module, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors behind one parameter."""
+    from sglang.srt.layers.linear import (
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, QKVParallelLinear):
+        sizes = (module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size)
+        copies = (1, module.num_kv_head_replicas, module.num_kv_head_replicas)
+        for part, piece, num_copies in zip("qkv", shard.split(sizes), copies, strict=True):
+            yield name.replace("qkv_proj", f"{part}_proj"), _gather(piece, 0, num_copies)
+    elif isinstance(module, MergedColumnParallelLinear):
+        gate, up = shard.chunk(2)
+        yield name.replace("gate_up_proj", "gate_proj"), _gather(gate, 0)
+        yield name.replace("gate_up_proj", "up_proj"), _gather(up, 0)
+    elif isinstance(module, RowParallelLinear):
+        yield name, _gather(shard, 1) if kind == "weight" else shard
+    elif isinstance(module, VocabParallelEmbedding):
+        yield name, _gather(shard, 0)[: module.org_vocab_size]
+    else:
+        yield name, shard
+
+
+def _gather(shard: Tensor, dim: int, num_copies: int = 1) -> Tensor:
+    """The whole tensor from all ranks; key-value heads that ranks share (`num_copies` each) count once."""
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(group.world_size)]
+    torch.distributed.all_gather(shards, shard.contiguous(), group=group.device_group)
+    return torch.cat(shards[::num_copies], dim=dim)

@@ -1,0 +1,247 @@
+"""Noise-keyed exact sampling inside SGLang: every token, decoded or verified, is the draw that the embedded engine makes.
+
+Runs in SGLang's scheduler processes, hooked in by `plugin.register`. What to know: a request's seed arrives shifted by its
+prompt (`seed_at_origin`), so that noise is keyed by positions in the sequence, which is all that SGLang carries through
+its batches. In the verify pass the argmax of perturbed logits is the exact sample, so SGLang's greedy verification, the
+fast one, is an exact sampler at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.speculation.sampling import Sampled, cut_logits, gumbel_noise, sample
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+BACKEND = "tlt_megatron"  # value of SGLang's `sampling_backend` that turns everything here on
+_GOLDEN = (
+    0x9E3779B97F4A7C15  # what one position adds to a key in `speculation.sampling.gumbel_noise`
+)
+_SETTINGS = "noise_settings"  # our attribute of SamplingBatchInfo
+
+
+class SamplingSettings(NamedTuple):
+    """What the requests of a batch share, on the host: reading SGLang's tensors would make the device wait."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sampled distribution is the raw policy."""
+        return self.temperature == 1.0 and self.top_p >= 1.0 and self.top_k == 0
+
+
+def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
+    """The seed with which noise keyed by the last token's place in the sequence equals noise keyed by `seed` and the next
+    token's place in the response: the first response token follows sequence position num_prompt_tokens - 1."""
+    shifted = (seed - (num_prompt_tokens - 1) * _GOLDEN) & ((1 << 64) - 1)
+    return shifted - (1 << 64) if shifted >> 63 else shifted
+
+
+def is_active() -> bool:
+    """Whether this process serves an engine of ours; anybody else's SGLang stays as it is."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().kernel.sampling_backend == BACKEND
+
+
+# ---- what a batch carries
+
+
+def keep_seeds(
+    info: SamplingBatchInfo, info_class: type, batch: ScheduleBatch, vocab_size: int
+) -> SamplingBatchInfo:
+    """After `SamplingBatchInfo.from_schedule_batch`: seeds without SGLang's deterministic mode, and the settings."""
+    if not is_active():
+        return info
+    params = [request.sampling_params for request in batch.reqs]
+    seeds = torch.tensor([p.sampling_seed or 0 for p in params], dtype=torch.int64)
+    info.sampling_seed = seeds.to(batch.device, non_blocking=True)
+    setattr(info, _SETTINGS, _shared({_normalized(p) for p in params}))
+    return info
+
+
+def _normalized(params: object) -> SamplingSettings:
+    """SGLang writes greedy as top_k=1 and "all tokens" as a huge top_k."""
+    if params.top_k == 1:
+        return SamplingSettings(0.0, 1.0, 0)
+    top_k = params.top_k if params.top_k < 1 << 30 else 0
+    return SamplingSettings(params.temperature, params.top_p, top_k)
+
+
+def _shared(found: set[SamplingSettings]) -> SamplingSettings:
+    if len(found) > 1:
+        raise RuntimeError(
+            f"requests of one batch have {len(found)} sampling settings {sorted(found)}: an engine answers one"
+            " SamplingParams at a time"
+        )
+    return next(iter(found), SamplingSettings(0.0, 1.0, 0))
+
+
+def check_merged(
+    merge: Callable[..., None], info: SamplingBatchInfo, other: SamplingBatchInfo
+) -> None:
+    """Around `SamplingBatchInfo.merge_batch`."""
+    if hasattr(info, _SETTINGS) and hasattr(other, _SETTINGS):
+        _shared({settings_of(info), settings_of(other)})
+    merge(info, other)
+
+
+def keep_settings(copied: SamplingBatchInfo, info: SamplingBatchInfo) -> SamplingBatchInfo:
+    """After `SamplingBatchInfo.copy_for_forward`, which copies declared fields alone."""
+    if hasattr(info, _SETTINGS):
+        setattr(copied, _SETTINGS, settings_of(info))
+    return copied
+
+
+def settings_of(info: SamplingBatchInfo) -> SamplingSettings:
+    """The settings of a batch; greedy for the batches of SGLang's own warm-up."""
+    return getattr(info, _SETTINGS, SamplingSettings(0.0, 1.0, 0))
+
+
+# ---- plain decode
+
+
+def make_sampler() -> object:
+    """The factory behind `BACKEND`: SGLang's Sampler with `forward` replaced."""
+    from sglang.srt.layers.sampler import Sampler
+
+    class NoiseKeyedSampler(Sampler):
+        """Draws with `speculation.sampling.sample`."""
+
+        def forward(
+            self,
+            logits_output: LogitsProcessorOutput,
+            sampling_info: SamplingBatchInfo,
+            return_logprob: bool,
+            top_logprobs_nums: list[int],
+            token_ids_logprobs: list[list[int]],
+            positions: Tensor,
+            *,
+            logprob_logits: Tensor | None = None,
+        ) -> Tensor:
+            """[B] tokens; log-probabilities go into `logits_output`."""
+            logits_BV = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+            sampled = sample(
+                logits_BV,
+                sampling_info.sampling_seed,
+                positions,
+                *settings_of(sampling_info),
+            )
+            if return_logprob:
+                _write_logprobs(
+                    logits_output, sampled, settings_of(sampling_info), top_logprobs_nums
+                )
+            self._sync_token_ids_across_tp(sampled.token_ids_B, sampling_info)
+            return sampled.token_ids_B
+
+    return NoiseKeyedSampler()
+
+
+def _write_logprobs(
+    logits_output: LogitsProcessorOutput,
+    sampled: Sampled,
+    settings: SamplingSettings,
+    top_logprobs_nums: list[int] | None,
+) -> None:
+    """Of the sampled distribution (greedy: of the policy); the policy's own travel as "top" log-probability if asked for."""
+    is_greedy = settings.temperature == 0.0
+    logits_output.next_token_logprobs = (
+        sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
+    )
+    if top_logprobs_nums and any(top_logprobs_nums):
+        logits_output.next_token_top_logprobs_val = list(sampled.policy_logprobs_B.unsqueeze(1))
+        logits_output.next_token_top_logprobs_idx = list(sampled.token_ids_B.unsqueeze(1))
+
+
+# ---- verification
+
+
+def verify_greedily(original: Callable[..., bool], **facts: bool) -> bool:
+    """Around `_verify_uses_greedy`: perturbed logits make the greedy path exact on every platform."""
+    return True if is_active() else original(**facts)
+
+
+def verify_perturbed(
+    eagle_sample: Callable[..., object],
+    verify_input: EagleVerifyInput,
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Around `eagle_sample`, which takes the argmax of the logits at every node of the draft trees."""
+    settings = settings_of(batch.sampling_info)
+    if not is_active() or batch.forward_mode.is_idle() or settings.temperature == 0.0:
+        return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
+    raw_PV = logits_output.next_token_logits
+    noise_PV = _tree_noise(verify_input, batch, raw_PV.shape[-1])
+    logits_output.next_token_logits = noise_PV.add_(_allowed(raw_PV, settings))
+    try:
+        return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
+    finally:
+        logits_output.next_token_logits = raw_PV  # log-probabilities are of these
+
+
+def _allowed(logits_PV: Tensor, settings: SamplingSettings) -> Tensor:
+    """Tempered and cut exactly as in `sample`."""
+    logits_PV = logits_PV.float()
+    if settings.is_plain:
+        return logits_PV
+    return cut_logits(logits_PV / settings.temperature, settings.top_p, settings.top_k)
+
+
+def _tree_noise(verify_input: EagleVerifyInput, batch: ScheduleBatch, vocab_size: int) -> Tensor:
+    """[B * Q, V]: nodes of one depth share one row of noise."""
+    seeds_B, lengths_B = batch.sampling_info.sampling_seed, batch.seq_lens
+    positions_BQ = verify_input.positions.view(lengths_B.shape[0], -1)
+    depths_BQ = positions_BQ - lengths_B.unsqueeze(1)
+    steps_S = torch.arange(verify_input.max_tree_depth, device=lengths_B.device)
+    positions_BS = lengths_B.unsqueeze(1).to(torch.int64) + steps_S
+    noise_SBV = gumbel_noise(
+        seeds_B.unsqueeze(1).expand_as(positions_BS).reshape(-1),
+        positions_BS.reshape(-1),
+        vocab_size,
+    ).view(*positions_BS.shape, vocab_size)
+    rows_B1 = torch.arange(lengths_B.shape[0], device=lengths_B.device).unsqueeze(1)
+    return noise_SBV[rows_B1, depths_BQ.long()].view(-1, vocab_size)
+
+
+def spec_logprobs(
+    original: Callable[..., None],
+    batch: ScheduleBatch,
+    logits_output: LogitsProcessorOutput,
+    predict: Tensor,
+    *,
+    accept_index: Tensor | None = None,
+    chain_stride: int | None = None,
+) -> None:
+    """Around `compute_spec_logprobs`, which knows temperature but not what top-p and top-k cut."""
+    settings = settings_of(batch.sampling_info)
+    if not is_active() or accept_index is None or settings.temperature == 0.0 or settings.is_plain:
+        original(
+            batch, logits_output, predict, accept_index=accept_index, chain_stride=chain_stride
+        )
+        return
+    rows = accept_index.long().reshape(-1)
+    logits_PV = logits_output.next_token_logits[rows].float()
+    tokens_P1 = predict[rows].long().unsqueeze(1)
+    sampled_P1 = _allowed(logits_PV, settings).log_softmax(-1).gather(1, tokens_P1)
+    # Rows behind the accepted ones hold no draw of theirs, so a token there may be outside the cut.
+    sampled_P1 = sampled_P1.clamp(min=torch.finfo(torch.float32).min)
+    logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
+    if batch.top_logprobs_nums and any(batch.top_logprobs_nums):
+        policy_P1 = logits_PV.log_softmax(-1).gather(1, tokens_P1)
+        logits_output.next_token_top_logprobs_val = list(policy_P1)
+        logits_output.next_token_top_logprobs_idx = list(tokens_P1)

@@ -1,0 +1,79 @@
+"""The entry point `sglang.srt.plugins`: what this project adds to SGLang, through SGLang's own hook registry.
+
+Called by SGLang in each of its processes, with or without an engine of ours. What to know: SGLang logs a plugin that fails
+and goes on without it, so the scheduler is asked which hooks are in place (`answers.py`), and a start without all of them
+is refused. Every hook leaves engines alone that were not started with our sampling backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tlt_megatron.engines.sglang import noise
+from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory
+from tlt_megatron.engines.sglang.answers import Answers
+from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
+
+_BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
+_DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
+_DRAFT_GRAPH = (
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner."
+)
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
+_SCHEDULER = "sglang.srt.managers.scheduler_components."
+_RESULTS = _SCHEDULER + "batch_result_processor.SchedulerBatchResultProcessor."
+_STREAMER = _SCHEDULER + "output_streamer.SchedulerOutputStreamer."
+_VERIFY = "sglang.srt.speculative.eagle_utils."
+
+
+def register() -> None:
+    """Register the sampler and all hooks; SGLang applies them when this has returned."""
+    from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+    register_sampler_backend(noise.BACKEND, noise.make_sampler)
+    policies = PolicyFactory(AdaptiveSpeculativeParams)
+    targets: set[str] = set()
+    for when, target, hook in _hooks(policies, Answers(policies, targets), DraftRanking()):
+        HookRegistry.register(target, hook, HookType(when))
+        targets.add(target)
+
+
+def _hooks(
+    policies: PolicyFactory, answers: Answers, ranking: DraftRanking
+) -> Iterator[tuple[str, str, Callable[..., object]]]:
+    """(when, where, what)."""
+    yield "after", _BATCH_INFO + "from_schedule_batch", noise.keep_seeds
+    yield "after", _BATCH_INFO + "copy_for_forward", noise.keep_settings
+    yield "around", _BATCH_INFO + "merge_batch", noise.check_merged
+
+    yield "around", _VERIFY + "_verify_uses_greedy", noise.verify_greedily
+    yield "around", _VERIFY + "eagle_sample", noise.verify_perturbed
+    yield (
+        "around",
+        "sglang.srt.layers.logprob_processor.compute_spec_logprobs",
+        noise.spec_logprobs,
+    )
+
+    yield "around", _DRAFT_WORKER + "draft", ranking.draft
+    yield "around", _DRAFT_WORKER + "draft_forward", ranking.draft_forward
+    yield "around", _DRAFT_WORKER + "_draft_extend_for_prefill", ranking.extend_for_prefill
+    yield "around", _DRAFT_WORKER + "_draft_extend_for_decode", ranking.extend_for_decode
+    yield "around", _DRAFT_GRAPH + "execute", ranking.graph_execute
+    yield "around", _RUNNER + "forward", ranking.runner_forward
+    yield (
+        "after",
+        "sglang.srt.speculative.spec_utils.renorm_draft_probs",
+        ranking.keep_order,
+    )
+    yield (
+        "replace",
+        "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams",
+        policies.make,
+    )
+
+    yield "around", _RUNNER + "check_weights", answers.answer
+    yield "around", _RESULTS + "process_batch_result_decode", answers.count_pass
+    yield "after", _RESULTS + "_resolve_spec_v2_tokens", answers.note_accept_lengths
+    yield "after", _STREAMER + "is_request_level_customized_info_key", answers.is_whole_response

@@ -1,0 +1,149 @@
+"""The processes behind an SGLang engine: which they are, whether they live, and their end.
+
+Called by the engine. What to know: SGLang's own answer to a dead child is to kill its parent's whole process tree, and its
+shutdown kills every child of the process, reward workers included. Here a death is an error of this rank, and only the
+engine's own processes are ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from types import FrameType
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_END_TIMEOUT_S = 30.0
+
+
+class EngineProcesses:
+    """Children of this process that came up while an engine started."""
+
+    def __init__(self) -> None:
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._own: list[psutil.Process] = []
+        self._has_complained = False
+
+    def note_started(self) -> None:
+        """Take all new children as the engine's."""
+        self._own = self._new()
+
+    def complain(self, signum: int, frame: FrameType | None) -> None:
+        """Handler of SIGQUIT, with which SGLang's processes report that they failed."""
+        self._has_complained = True
+
+    def failure(self) -> str | None:
+        """What is wrong with the engine's processes, if anything."""
+        dead = [str(process.pid) for process in self._own if not _is_alive(process)]
+        if dead:
+            return f"its process {', '.join(dead)} has died (the reason is in its output above)"
+        if self._has_complained:
+            return "one of its processes reported a failure (the reason is in its output above)"
+        return None
+
+    def end(self) -> None:
+        """Kill all of them, grandchildren too, and wait until they are gone."""
+        processes = self._own or self._new()
+        for process in list(processes):
+            try:
+                processes += process.children(recursive=True)
+            except psutil.NoSuchProcess:
+                continue
+        for process in processes:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        _, alive = psutil.wait_procs(processes, timeout=_END_TIMEOUT_S)
+        if alive:
+            pids = ", ".join(str(process.pid) for process in alive)
+            log.warning("processes %s of the sglang engine do not end", pids)
+        self._own = []
+
+    def _new(self) -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return [c for c in children if c.pid not in self._before and not _is_shared(c)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_shared(process: psutil.Process) -> bool:
+    """Python's resource tracker belongs to the whole process."""
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
+class StartWatch:
+    """Ends an engine's processes if it is not up in time, which makes SGLang's start raise."""
+
+    def __init__(self, processes: EngineProcesses, timeout_s: float) -> None:
+        self.is_late = False
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="sglang-start")
+
+    def __enter__(self) -> StartWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        if not self._done.wait(self._timeout_s):
+            self.is_late = True
+            self._processes.end()
+
+
+class Signals:
+    """SIGTERM and SIGQUIT of this process, which SGLang takes over, and how to take them back. Main thread alone."""
+
+    def __init__(self, on_quit: Callable[[int, FrameType | None], None]) -> None:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._on_quit = on_quit
+        if self._is_main:
+            self._before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGQUIT)}
+
+    def take_back(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """After SGLang has installed its handlers: ours for SIGQUIT, the former one for SIGTERM."""
+        if not self._is_main:
+            return
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            if loop is not None:
+                loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, self._before[signal.SIGTERM] or signal.SIG_DFL)
+        signal.signal(signal.SIGQUIT, self._on_quit)
+
+    def restore(self) -> None:
+        """As before the engine."""
+        if self._is_main:
+            signal.signal(signal.SIGQUIT, self._before[signal.SIGQUIT] or signal.SIG_DFL)
+
+
+async def watched(work: Awaitable[object], processes: EngineProcesses) -> object:
+    """The result of `work`; RuntimeError as soon as a process of the engine is gone, which `work` would wait for."""
+    task = asyncio.ensure_future(work)
+    while True:
+        done, _ = await asyncio.wait({task}, timeout=_POLL_S)
+        if done:
+            return task.result()
+        failure = processes.failure()
+        if failure is not None:
+            task.cancel()
+            raise RuntimeError(f"the sglang engine of process {os.getpid()} is lost: {failure}")

@@ -1,0 +1,1 @@
+"""Spot training: ranks that have finished their rollouts train the drafter until the last rank has (DESIGN 5.4)."""

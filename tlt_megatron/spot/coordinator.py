@@ -1,0 +1,82 @@
+"""When a session starts, grows or is replaced: rules over the phase's view, run by whichever idle rank can act.
+
+Asked by spot_trainer.py (ranks that wait) and session.py (the leader, once per step). There is no coordinating process: the
+leader of the running session plans its growth, and where there is none the first idle rank to speak does; the log
+(rank_state.py) settles who was first. So the loss of any rank leaves somebody to plan.
+"""
+
+from __future__ import annotations
+
+from tlt_megatron.spot.rank_state import PhaseView, Plan, RankState, ReplicaLayout
+
+
+class Coordinator:
+    """The rules, for one rank, in one phase. Times are seconds of one monotonic clock."""
+
+    def __init__(
+        self,
+        layout: ReplicaLayout,
+        rank: int,
+        *,
+        min_idle_replicas: int,
+        settle_s: float,
+        member_timeout_s: float,
+    ) -> None:
+        self.replica = layout.replica_of(rank)
+        self.is_speaker = layout.replicas[self.replica][0] == rank
+        self.min_idle_replicas = min_idle_replicas
+        self.settle_s = settle_s  # several members of a lost session report within so long
+        self.member_timeout_s = member_timeout_s
+        self._seen: tuple[int, bool] = (0, False)  # epoch, and whether a member has left it
+        self._since = 0.0
+
+    def plan_start(self, view: PhaseView, now: float, num_updates: int) -> Plan | None:
+        """A session of all free replicas, or None. For a rank that waits; `num_updates` are its drafter's."""
+        free = view.free_replicas()
+        is_allowed = self._may_follow(view, now)  # always asked: it also starts the clock
+        if view.is_over or view.is_closed or not is_allowed or not self.is_speaker:
+            return None
+        if self.replica not in free or len(free) < self.min_idle_replicas:
+            return None
+        base_updates = view.plan.base_updates if view.plan else num_updates
+        return Plan(epoch=view.next_epoch, replicas=free, base_updates=base_updates)
+
+    def plan_growth(self, view: PhaseView) -> Plan | None:
+        """The running session and all free replicas, or None. For the leader of the newest plan."""
+        free = view.free_replicas()
+        if view.is_over or view.is_closed or view.plan is None or not free:
+            return None
+        return Plan(
+            epoch=view.next_epoch,
+            replicas=view.plan.replicas + free,
+            base_updates=view.plan.base_updates,
+        )
+
+    def _may_follow(self, view: PhaseView, now: float) -> bool:
+        """Whether the newest session is over, or as good as lost."""
+        if view.plan is None:
+            return True
+        members = view.members()
+        absent = [rank for rank in members if not view.has_left(rank)]
+        if not absent:
+            return True
+        seen = (view.plan.epoch, len(absent) < len(members))
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        waited_s = now - self._since
+        if len(absent) < len(members):
+            # Members report that the session broke. Who broke it will not; who reports late joins the next one.
+            return len(absent) == 1 or waited_s >= self.settle_s
+        # Nobody has taken us in: a leader that trains would have, within a step.
+        return waited_s >= self.member_timeout_s
+
+
+def check_deadline(view: PhaseView, step: int, now: float, phase_timeout_s: float) -> None:
+    """RuntimeError that names the ranks still in ROLLOUT, `phase_timeout_s` after the first rank finished."""
+    waited_s = now - min(view.finished.values())
+    late = view.ranks_in(RankState.ROLLOUT)
+    if late and waited_s > phase_timeout_s:
+        raise RuntimeError(
+            f"spot: ranks {late} have not finished the rollouts of RL step {step}"
+            f" {waited_s:.0f} s after the first rank did (at most {phase_timeout_s:g} s)"
+        )

@@ -1,0 +1,328 @@
+"""One epoch of drafter training by a fixed set of ranks: answer the plan, form a group, level, train, leave together.
+
+Made by spot_trainer.py on every rank that the newest plan lists. Two rules keep it from deadlocking: a member leaves only
+on flags that were reduced with the gradients, never on its own look at the store; and a group is formed only when every
+member has answered the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.runtime.process_groups import (
+    SINGLE,
+    Group,
+    MemberLost,
+    PrivateHandle,
+    forget_private_group,
+    form_private_group,
+)
+from tlt_megatron.spot.coordinator import Coordinator, check_deadline
+from tlt_megatron.spot.rank_state import PhaseBoard, Plan, SharedLog
+
+log = logging.getLogger(__name__)
+
+_NO_GROUP = "-"
+_NO_DATA_WAIT_S = 0.005  # between steps while no member has anything to train on
+
+
+class BatchSource(Protocol):
+    """Where a member's training data comes from."""
+
+    def next_batch(self) -> DraftBatch | None:
+        """The next batch on the drafter's device, or None while there is none."""
+        ...
+
+
+class SessionEnd(StrEnum):
+    """How a session ended, for this member; all but `lost` after the same step on all members."""
+
+    STOPPED = "stopped"  # the last rollout has ended
+    REPLACED = "replaced"  # by a newer plan
+    FULL = "full"  # the phase has had spot.max_updates
+    CANCELLED = "cancelled"  # not every member answered the plan, or the phase ended before that
+    LOST = "lost"  # a member is gone or silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateVersion:
+    """Which drafter a rank holds: weights and optimizer."""
+
+    num_updates: int
+    checksum: int
+
+
+def version_of(trainer: DrafterTrainer) -> StateVersion:
+    """Equal on two ranks exactly if their drafters are (63 bits)."""
+    state = trainer.state_dict()
+    total = sum(checksum_tensor(name, tensor) for name, tensor in state.items())
+    return StateVersion(num_updates=trainer.num_updates, checksum=total % CHECKSUM_MODULUS)
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionRecord:
+    """What one session did, filled in as it runs."""
+
+    epoch: int
+    members: tuple[int, ...]
+    end: SessionEnd | None = None  # None: by an error of this rank's own
+    steps: list[tuple[float, float]]  # wall time from and to
+    stats: list[DrafterStats]  # of each step; the same on all members
+
+
+class GroupPool:
+    """Private groups of this rank, by member set. `max_kept` of them stay for the next session of the same members.
+
+    NCCL communicators are slow to make, so they are kept; gloo groups cost a millisecond. A group that was left in
+    peace is closed later, when its successor stands or in `trim`: a peer may still be reading the last reduction from it.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        max_kept: int,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+        self._max_kept = max_kept
+        self._groups: dict[frozenset[int], tuple[str, Group]] = {}  # in the order of use
+        self._forgettable: list[tuple[str, Group]] = []
+
+    def name_of(self, members: Sequence[int]) -> str:
+        """The name of the group that is kept for `members`."""
+        name, _ = self._groups.get(frozenset(members), (_NO_GROUP, None))
+        return name
+
+    def obtain(self, members: Sequence[int], name: str) -> Group:
+        """The group of that name, kept or new. Called by all members."""
+        key = frozenset(members)
+        if self.name_of(members) != name:
+            self.drop(members)
+            group = form_private_group(
+                self._store, name, members, self._rank, self._device, self._timeout_s
+            )
+            self._groups[key] = (name, group)
+            self._forgettable.append((name, group))
+        self._groups[key] = self._groups.pop(key)
+        self._close_oldest(max(2, self._max_kept))
+        return self._groups[key][1]
+
+    def drop(self, members: Sequence[int]) -> None:
+        """Close the group of `members` now: it is broken, and whoever waits in it is set free."""
+        _, group = self._groups.pop(frozenset(members), (_NO_GROUP, SINGLE))
+        if isinstance(group.handle, PrivateHandle):
+            group.handle.close()
+
+    def trim(self) -> None:
+        """Close all but the last `max_kept` groups, clean up in the store. All sessions are over on all ranks."""
+        self._close_oldest(self._max_kept)
+        for name, group in self._forgettable:
+            forget_private_group(self._store, group, name)
+        self._forgettable.clear()
+
+    def _close_oldest(self, num_left: int) -> None:
+        for members in list(self._groups)[: max(0, len(self._groups) - num_left)]:
+            self.drop(tuple(members))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Times in seconds."""
+
+    max_updates: int  # per phase; 0: no limit
+    member_timeout_s: float  # a member that is silent for so long is lost
+    phase_timeout_s: float  # from the first finished rollout to the last
+    poll_s: float  # between two looks at the store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """How the muster ended."""
+
+    is_go: bool
+    source: int = 0  # the rank that holds the newest drafter
+    is_level: bool = False  # all hold the same already
+    group_name: str = _NO_GROUP
+
+
+class SpotSession:
+    """This rank's part in one session."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        board: PhaseBoard,
+        coordinator: Coordinator,
+        trainer: DrafterTrainer,
+        source: BatchSource,
+        groups: GroupPool,
+        limits: SessionLimits,
+    ) -> None:
+        self.plan = plan
+        self.members = board.view.layout.ranks_of(plan)
+        self.board = board
+        self.coordinator = coordinator
+        self.trainer = trainer
+        self.source = source
+        self.groups = groups
+        self.limits = limits
+        self.record = SessionRecord(epoch=plan.epoch, members=self.members, steps=[], stats=[])
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this member looks at the store for all of them."""
+        return self.board.rank == self.members[0]
+
+    def run(self) -> SessionEnd:
+        """Take part until the session ends. An error that is no lost member passes on, and frees the others."""
+        try:
+            self.record.end = self._run()
+        except MemberLost as error:
+            log.warning(
+                "spot: session %d of RL step %d with ranks %s ended after %d steps: %s",
+                self.plan.epoch,
+                self.board.step,
+                list(self.members),
+                len(self.record.steps),
+                error,
+            )
+            self.record.end = SessionEnd.LOST
+        finally:
+            self.trainer.group = SINGLE
+            if self.record.end in (None, SessionEnd.LOST):
+                self.groups.drop(self.members)
+        return self.record.end
+
+    def _run(self) -> SessionEnd:
+        verdict = self._muster()
+        if not verdict.is_go:
+            return SessionEnd.CANCELLED
+        group = self.groups.obtain(self.members, verdict.group_name)
+        self.trainer.group = group
+        if not verdict.is_level:
+            self.trainer.broadcast_state(group.global_ranks.index(verdict.source))
+        return self._train()
+
+    def _muster(self) -> _Verdict:
+        """Say what we hold, and learn whether all members have answered: the first verdict in the log counts."""
+        answers: dict[int, tuple[StateVersion, str]] = {}
+        muster = self.board.muster_log(self.plan.epoch)
+        own = version_of(self.trainer)
+        kept = self.groups.name_of(self.members)
+        muster.append("here", self.board.rank, own.num_updates, own.checksum, kept)
+        deadline = time.monotonic() + self.limits.member_timeout_s
+        while True:
+            for kind, *words in muster.read():
+                if kind == "here":
+                    rank, num_updates, checksum = map(int, words[:3])
+                    version = StateVersion(num_updates=num_updates, checksum=checksum)
+                    answers[rank] = (version, words[3])
+                elif kind == "go":
+                    return self._verdict(answers, source=int(words[0]), group_name=words[1])
+                else:
+                    return _Verdict(is_go=False)
+            self._advance_muster(muster, answers, time.monotonic() >= deadline)
+
+    def _advance_muster(
+        self, muster: SharedLog, answers: dict[int, tuple[StateVersion, str]], is_late: bool
+    ) -> None:
+        """Put a verdict forward if there is reason to, else wait a moment."""
+        if len(answers) == len(self.members) and self.is_leader:
+            source = max(self.members, key=lambda rank: answers[rank][0].num_updates)
+            names = {name for _, name in answers.values()}
+            fresh = f"{self.board.step}.{self.plan.epoch}"
+            muster.append(
+                "go", source, fresh if len(names) > 1 or _NO_GROUP in names else names.pop()
+            )
+            return
+        view = self.board.read()
+        if is_late or view.is_over or view.is_closed:
+            missing = sorted(set(self.members) - answers.keys())
+            if is_late:
+                log.warning(
+                    "spot: ranks %s did not answer plan %d of RL step %d within %g s",
+                    missing,
+                    self.plan.epoch,
+                    self.board.step,
+                    self.limits.member_timeout_s,
+                )
+            muster.append("cancel", *missing)
+            return
+        time.sleep(self.limits.poll_s)
+
+    def _verdict(
+        self, answers: dict[int, tuple[StateVersion, str]], source: int, group_name: str
+    ) -> _Verdict:
+        versions = {version for version, _ in answers.values()}
+        return _Verdict(
+            is_go=True, source=source, is_level=len(versions) == 1, group_name=group_name
+        )
+
+    def _train(self) -> SessionEnd:
+        flags: Collection[float] = _LateFlags(self._look) if self.is_leader else (0.0, 0.0)
+        while True:
+            batch = self.source.next_batch()
+            started = time.time()
+            stats = self.trainer.step(batch, flags)
+            self.record.steps.append((started, time.time()))
+            self.record.stats.append(stats)
+            is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
+            if is_stopped:
+                return SessionEnd.STOPPED
+            num_done = stats.num_updates - self.plan.base_updates
+            if 0 < self.limits.max_updates <= num_done:
+                self.board.close()  # each for itself: whoever goes on from here has closed before
+                return SessionEnd.FULL
+            if is_replaced:
+                return SessionEnd.REPLACED
+            if not stats.num_tokens:
+                time.sleep(_NO_DATA_WAIT_S)
+
+    def _look(self) -> tuple[float, float]:
+        """The leader's flags, once per step: the phase is over; there is a newer plan."""
+        view = self.board.read()
+        check_deadline(view, self.board.step, time.time(), self.limits.phase_timeout_s)
+        plan = None
+        if view.next_epoch == self.plan.epoch + 1:
+            plan = self.coordinator.plan_growth(view)
+            if plan is not None:
+                self.board.propose(plan)
+        is_replaced = plan is not None or view.next_epoch > self.plan.epoch + 1
+        return (float(view.is_over), float(is_replaced))
+
+
+class _LateFlags(Collection[float]):
+    """Flags that are looked up when `DrafterTrainer.step` reads them: after the backward pass, just before the reduction.
+
+    So a stop that comes while a step computes ends the session with that step, not with the next one.
+    """
+
+    def __init__(self, look: Callable[[], tuple[float, float]]) -> None:
+        self._look = look
+
+    def __len__(self) -> int:
+        return 2
+
+    def __contains__(self, value: object) -> bool:
+        return value in tuple(self)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._look())

@@ -1,0 +1,284 @@
+"""What a rank does between the end of its own rollouts and the end of the last: train the drafter with whoever is idle.
+
+Called by the trainer in every RL step: `run_until_preempted` by each rank when its rollouts are finished, `sync_newest` by
+all ranks together at the phase boundary. The one thing to know: until the last rank has finished there is no collective of
+the world, and a rank that still generates is never waited for nor asked anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import SINGLE, Group
+from tlt_megatron.spot.coordinator import Coordinator, check_deadline
+from tlt_megatron.spot.rank_state import PhaseBoard, Plan, ReplicaLayout
+from tlt_megatron.spot.session import (
+    BatchSource,
+    GroupPool,
+    SessionEnd,
+    SessionLimits,
+    SessionRecord,
+    SpotSession,
+    version_of,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_BROKEN_SESSIONS = (
+    5  # of a rank in one phase; then it stays idle: the network, not a rank, is at fault
+)
+_SETTLE_S = 0.25
+_KEPT_NCCL_GROUPS = 4
+
+
+class SpanRecorder(Protocol):
+    """Of the trace; runtime/timeline.py's Timeline."""
+
+    def span(self, name: str, /, **args: object) -> AbstractContextManager[None]:
+        """The time that the body takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotReport:
+    """One rollout phase of one rank. Wall times are compared over ranks, so hosts need clocks in step (NTP)."""
+
+    step: int
+    idle_s: float  # from the end of this rank's rollouts to the end of the last
+    used_s: float  # of these, inside training steps
+    stall_s: float  # from the end of the last rollouts until this rank was free
+    preempt_ms: float  # the same where the rank was in a session at that time; else 0
+    sessions: tuple[SessionRecord, ...]  # that this rank was called to, broken ones included
+
+    @property
+    def num_epochs(self) -> int:
+        """Sessions that this rank trained in."""
+        return sum(bool(session.stats) for session in self.sessions)
+
+    @property
+    def num_broken(self) -> int:
+        """Sessions that lost a member or never began."""
+        return sum(_is_broken(session) for session in self.sessions)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the last session that this rank trained in."""
+        return next((s.members for s in reversed(self.sessions) if s.stats), ())
+
+    @property
+    def updates(self) -> tuple[DrafterStats, ...]:
+        """Of the drafter, in this rank's sessions. Losses and acceptance are those before the update."""
+        return tuple(s for session in self.sessions for s in session.stats if not s.is_skipped)
+
+    @property
+    def num_updates(self) -> int:
+        """Of the drafter, in this rank's sessions."""
+        return len(self.updates)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """By update."""
+        return tuple(stats.loss for stats in self.updates)
+
+    @property
+    def accept_lengths(self) -> tuple[float, ...]:
+        """By update."""
+        return tuple(stats.accept_length for stats in self.updates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestDrafter:
+    """What all ranks hold after `sync_newest`; the same on each but for `seconds`."""
+
+    source: int  # the rank that had it
+    num_updates: int
+    checksum: int
+    num_stale: int  # ranks that held another one
+    seconds: float  # that this rank spent
+
+
+class SpotTrainer:
+    """Sessions of this rank, for the whole run. All ranks make one, with the same layout, section and limits."""
+
+    def __init__(
+        self,
+        trainer: DrafterTrainer,
+        source: BatchSource,
+        section: SpotSection,
+        *,
+        store: dist.Store,
+        layout: ReplicaLayout,
+        rank: int,
+        device: torch.device,
+        timeline: SpanRecorder,
+        phase_timeout_s: float,
+        member_timeout_s: float = 20.0,
+    ) -> None:
+        """`store` comes from runtime/process_groups.py's `open_store`; `rank` is this one's in the world.
+
+        `member_timeout_s` must exceed the longest training step: a member that is silent for so long is lost.
+        """
+        self.trainer = trainer
+        self.source = source
+        self.section = section
+        self.layout = layout
+        self.rank = rank
+        self.timeline = timeline
+        self.limits = SessionLimits(
+            max_updates=section.max_updates,
+            member_timeout_s=member_timeout_s,
+            phase_timeout_s=phase_timeout_s,
+            # The store answers some ten thousand times a second, and all idle ranks ask it.
+            poll_s=max(0.002, 0.0001 * layout.world_size),
+        )
+        self._store = store
+        self._groups = GroupPool(
+            self._store,
+            rank,
+            device,
+            timeout_s=member_timeout_s,
+            max_kept=_KEPT_NCCL_GROUPS if device.type == "cuda" else 0,
+        )
+        self._left_boards: list[PhaseBoard] = []  # phases that are still in the store
+        if section.min_idle_replicas >= len(layout.replicas):
+            log.warning(
+                "spot.min_idle_replicas=%d: with %d rollout replicas no session will ever start",
+                section.min_idle_replicas,
+                len(layout.replicas),
+            )
+
+    def run_until_preempted(self, step: int) -> SpotReport:
+        """Announce that this rank's rollouts of RL step `step` are finished; train until those of all ranks are.
+
+        RuntimeError names the ranks that do not finish within `phase_timeout_s` of the first, or rank 0 if the store
+        that it hosts is gone. Other ranks that vanish end sessions only.
+        """
+        finished_at = time.time()
+        board = PhaseBoard(self._store, self.layout, step, self.rank)
+        board.announce_finished(finished_at)
+        self._left_boards.append(board)
+        coordinator = Coordinator(
+            self.layout,
+            self.rank,
+            min_idle_replicas=self.section.min_idle_replicas,
+            settle_s=_SETTLE_S,
+            member_timeout_s=self.limits.member_timeout_s,
+        )
+        records: list[SessionRecord] = []
+        while (plan := self._await_plan(board, coordinator, records)) is not None:
+            session = SpotSession(
+                plan,
+                board=board,
+                coordinator=coordinator,
+                trainer=self.trainer,
+                source=self.source,
+                groups=self._groups,
+                limits=self.limits,
+            )
+            records.append(session.record)
+            with self.timeline.span(
+                "DRAFT-TRAIN", step=step, epoch=plan.epoch, members=len(session.members)
+            ):
+                end = session.run()
+            if end == SessionEnd.STOPPED:
+                break
+        with self.timeline.span("PREEMPT", step=step):
+            return self._report(board, finished_at, records)
+
+    def sync_newest(self, world: Group) -> NewestDrafter:
+        """Give every rank the drafter with the most updates, optimizer included. A collective of all ranks.
+
+        Call it after every phase: the next one starts from it, and the store is cleaned up here.
+        """
+        started = time.perf_counter()
+        own = version_of(self.trainer)
+        versions = gather_objects(own, world)
+        source = max(range(world.size), key=lambda rank: (versions[rank].num_updates, -rank))
+        newest = versions[source]
+        num_stale = sum(version != newest for version in versions)
+        if num_stale:
+            self.trainer.group = world
+            try:
+                self.trainer.broadcast_state(source)
+            finally:
+                self.trainer.group = SINGLE
+            if own != newest:
+                own = version_of(self.trainer)
+            strays = [rank for rank, v in enumerate(gather_objects(own, world)) if v != newest]
+            if strays:
+                raise RuntimeError(
+                    f"ranks {strays} do not hold the drafter that rank {source} sent to all"
+                )
+        self._clean_up(world)
+        return NewestDrafter(
+            source=source,
+            num_updates=newest.num_updates,
+            checksum=newest.checksum,
+            num_stale=num_stale,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _await_plan(
+        self, board: PhaseBoard, coordinator: Coordinator, records: list[SessionRecord]
+    ) -> Plan | None:
+        """Wait, and plan where it is our turn, until a new plan lists this rank; None when the phase is over."""
+        newest_epoch = records[-1].epoch if records else 0
+        num_broken = sum(_is_broken(record) for record in records)
+        started = time.monotonic()
+        with self.timeline.span("IDLE", step=board.step):
+            while True:
+                view = board.read()
+                if view.is_over:
+                    return None
+                check_deadline(view, board.step, time.time(), self.limits.phase_timeout_s)
+                plan, listed = view.plan, view.listed_in(self.rank)
+                is_mine = plan is not None and plan.epoch == listed > newest_epoch
+                if is_mine and not view.is_closed:
+                    return plan
+                if not view.has_left(self.rank) and num_broken < _MAX_BROKEN_SESSIONS:
+                    # The session that listed us went on without us, or is no more.
+                    board.announce_left(listed)
+                    continue
+                proposal = coordinator.plan_start(view, time.monotonic(), self.trainer.num_updates)
+                if proposal is not None:
+                    board.propose(proposal)
+                    continue
+                time.sleep(self.limits.poll_s)
+
+    def _report(
+        self, board: PhaseBoard, finished_at: float, records: list[SessionRecord]
+    ) -> SpotReport:
+        ended_at = board.read().ended_at
+        steps = [step for record in records for step in record.steps]
+        stall_s = max(0.0, time.time() - ended_at)
+        was_training = bool(records) and records[-1].end == SessionEnd.STOPPED
+        return SpotReport(
+            step=board.step,
+            idle_s=max(0.0, ended_at - finished_at),
+            used_s=sum(max(0.0, min(end, ended_at) - start) for start, end in steps),
+            stall_s=stall_s,
+            preempt_ms=stall_s * 1e3 if was_training else 0.0,
+            sessions=tuple(records),
+        )
+
+    def _clean_up(self, world: Group) -> None:
+        """Remove past phases from the store. Every rank is in a world collective after them, so nobody reads them."""
+        self._groups.trim()
+        if world.is_first:
+            for board in self._left_boards:
+                board.forget()
+        self._left_boards.clear()
+
+
+def _is_broken(record: SessionRecord) -> bool:
+    return record.end in (SessionEnd.LOST, SessionEnd.CANCELLED)

@@ -1,0 +1,142 @@
+"""What speculates, and what keeps its drafter fresh, from the settings. Called by build.py once the engine holds a policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, load_trainer_state
+from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.publisher import DrafterPublisher
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import ModelConfig, load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import (
+    DraftModel,
+    default_aux_layer_ids,
+    make_draft_config,
+)
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.process_groups import Group, open_store
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.spot.rank_state import ReplicaLayout
+from tlt_megatron.spot.spot_trainer import SpotTrainer
+from tlt_megatron.trainer.drafter_upkeep import BufferSource, DrafterUpkeep
+
+log = logging.getLogger(__name__)
+
+
+def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
+    """The layers whose states an EAGLE-3 drafter reads; () for others, or without a drafter."""
+    if not config.speculation.enabled:
+        return ()
+    if config.speculation.drafter:
+        return load_draft_config(config.speculation.drafter).aux_layer_ids
+    if config.drafter.algorithm != "eagle3":
+        return ()
+    return tuple(config.drafter.aux_layer_ids) or default_aux_layer_ids(target.num_layers)
+
+
+def attach_drafter(
+    config: RunConfig,
+    engine: EmbeddedEngine,
+    *,
+    run_dir: Path,
+    timeline: Timeline,
+    world: Group,
+    device: Device,
+) -> DrafterUpkeep | None:
+    """Make the engine speculate, if the settings say so; the upkeep of its drafter, if they want spot training.
+
+    The engine must hold the policy: drafter and policy are compared. ValueError for a drafter of another policy, or
+    strategies that do not exist. A collective of all ranks.
+    """
+    if not config.speculation.enabled:
+        return None
+    target = load_model_config(config.model.path)
+    embedding_VD, lm_head_VD = engine.target_tensors()
+    engine.set_speculation(
+        _make_speculation(config, _make_drafter(config, target, embedding_VD, lm_head_VD))
+    )
+    if not config.spot.enabled:
+        return None
+    # Trained apart from the one that drafts: what is not good enough never reaches the engine.
+    model = _make_drafter(config, target, embedding_VD, lm_head_VD)
+    trainer = DrafterTrainer(model, config.drafter)
+    if config.speculation.drafter:
+        state = load_trainer_state(config.speculation.drafter)
+        if state is not None:
+            trainer.load_state_dict(state)
+    buffer = DataBuffer(config.spot, getattr(torch, config.drafter.dtype))
+    spot = SpotTrainer(
+        trainer,
+        BufferSource(buffer, config.drafter.batch_tokens, device.torch_device),
+        config.spot,
+        store=open_store(world, config.run.group_timeout_s),
+        layout=ReplicaLayout.uniform(world.size),
+        rank=world.rank,
+        device=device.torch_device,
+        timeline=timeline,
+        phase_timeout_s=config.run.group_timeout_s,
+    )
+    checkpointer = None
+    if world.is_first:
+        checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter", model)
+    return DrafterUpkeep(
+        trainer=trainer,
+        buffer=buffer,
+        spot=spot,
+        publisher=DrafterPublisher(),
+        checkpointer=checkpointer,
+        engine=engine,
+        tap_layers=model.config.aux_layer_ids,
+        tap_bytes=config.spot.data_bytes,
+        world=world,
+        device=device.torch_device,
+    )
+
+
+def _make_drafter(
+    config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
+) -> DraftModel:
+    """The one at `speculation.drafter`, or one with random weights, the same on every rank."""
+    if config.speculation.drafter:
+        return load_drafter(
+            config.speculation.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
+        )
+    architecture = "eagle3" if config.drafter.algorithm == "eagle3" else "eagle"
+    draft_config = make_draft_config(
+        target, architecture, embedding_VD, tuple(config.drafter.aux_layer_ids)
+    )
+    return DraftModel(
+        draft_config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, seed=config.drafter.seed
+    )
+
+
+def _make_speculation(config: RunConfig, model: DraftModel) -> Speculation:
+    section = config.speculation
+    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
+    selectors: dict[str, Callable[[], StrategySelector]] = {
+        "cost_model": lambda: CostModelSelector(strategies),
+        "beg_mab": lambda: BegMabSelector(strategies, section.beg_thresholds),
+        "fixed": lambda: FixedSelector(strategies[0]),
+    }
+    return Speculation(
+        DraftInference(model, model.lm_head_VD.dtype),
+        selectors[section.selector](),
+        strategies,
+        ranking=Ranking(section.ranking),
+    )

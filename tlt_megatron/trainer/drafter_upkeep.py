@@ -1,0 +1,256 @@
+"""The drafter's side of an RL step: gather data while responses finish, train while idle, publish at the phase boundary.
+
+Called by the loop and the rollout worker; a run without spot training has none. The one thing to know: a rank comes to
+`run_until_preempted` when its own rollouts are done and leaves when everyone's are, so what the RL step pays for the drafter
+is the time from there to the end of `publish`, and that is measured as stall.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, load_checkpoint
+from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
+from tlt_megatron.drafter.publisher import (
+    DrafterPublisher,
+    HoldoutResult,
+    PublishAction,
+    measure_holdout,
+)
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
+from tlt_megatron.types import Rollout
+
+_HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a comparison is known
+_HOLDOUT_BATCHES = (
+    4  # of a rank: enough to tell drafters apart, little enough to cost no step anything
+)
+_FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # of a checkpoint
+
+
+class BufferSource:
+    """Batches of a DataBuffer on the drafter's device; satisfies `spot.session.BatchSource`."""
+
+    def __init__(self, buffer: DataBuffer, batch_tokens: int, device: torch.device) -> None:
+        self._buffer = buffer
+        self._batch_tokens = batch_tokens
+        self._device = device
+
+    def next_batch(self) -> DraftBatch | None:
+        """The next one, or None while there is no data."""
+        batch = self._buffer.next_batch(self._batch_tokens)
+        return None if batch is None else batch.to(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotShare:
+    """What one rank's report adds to the metrics of a step."""
+
+    idle_s: float
+    used_s: float
+    stall_s: float
+    preempt_ms: float
+    num_epochs: int
+    num_broken: int
+    num_updates: int
+    losses: tuple[float, ...]
+    accept_lengths: tuple[float, ...]
+
+
+class DrafterUpkeep:
+    """Data, sessions, publication and checkpoints of the drafter of this run, on this rank."""
+
+    def __init__(
+        self,
+        *,
+        trainer: DrafterTrainer,
+        buffer: DataBuffer,
+        spot: SpotTrainer,
+        publisher: DrafterPublisher,
+        checkpointer: AsyncDrafterCheckpointer | None,
+        engine: RolloutEngine,
+        tap_layers: tuple[int, ...],
+        tap_bytes: int,
+        world: Group,
+        device: torch.device,
+    ) -> None:
+        """`checkpointer` is rank 0's. `publisher` starts from the weights that `trainer` and engine hold."""
+        self.trainer = trainer
+        self.buffer = buffer
+        self.spot = spot
+        self.publisher = publisher
+        self.checkpointer = checkpointer
+        self.engine = engine
+        self.world = world
+        self.device = device
+        self._hidden_size = trainer.model.config.hidden_size
+        self._tap_layers = tap_layers
+        self._tap_bytes = tap_bytes
+        self._num_considered = trainer.num_updates
+        self.publisher.start(trainer.model.state_dict())
+
+    # ---- data
+
+    def start_step(self, step: int) -> None:
+        """RL step `step` begins: what was this step's data is now the last one's."""
+        self.buffer.start_step(step)
+
+    def add_features(self, rollout: Rollout, features: Tensor) -> None:
+        """A response has ended; `features` [T - 1, F] are its states as the engine saw them."""
+        tokens = torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids))
+        size = self._hidden_size
+        sequence = DraftSequence(
+            token_ids=tokens,
+            features=features[:, size:] if self._tap_layers else features,
+            final_hidden=features[:, :size] if self._tap_layers else None,
+            loss_start=len(rollout.prompt_ids),
+        )
+        self.buffer.add(sequence, self.buffer.step)
+
+    def make_tap(self) -> HiddenStateTap:
+        """For the log-prob pass: the whole batch, dealt out over all ranks, the longest first."""
+
+        def add(tapped: TappedSequence) -> None:
+            sequence = DraftSequence(
+                token_ids=tapped.token_ids,
+                features=tapped.features,
+                final_hidden=tapped.final_hidden,
+                loss_start=tapped.prompt_length,
+            )
+            self.buffer.add(sequence, self.buffer.step)
+
+        return HiddenStateTap(
+            on_sequence=add, max_bytes=self._tap_bytes, aux_layer_ids=self._tap_layers
+        )
+
+    # ---- the idle time of a step, and its end
+
+    def run_until_preempted(self, step: int) -> SpotShare:
+        """This rank's rollouts are done: train until the last rank's are."""
+        return _share_of(self.spot.run_until_preempted(step))
+
+    def publish(self, metrics: dict[str, float]) -> None:
+        """All ranks level with the newest drafter; the engines get it if it accepts no less than theirs.
+
+        Reads how the rollouts went from the step's `metrics` and adds its own. A collective of all ranks, while the
+        engines hold the policy of the rollouts.
+        """
+        started = time.perf_counter()
+        self.publisher.observe_live(metrics.get("drafter/live_accept_length"))
+        self.spot.sync_newest(self.world)
+        metrics |= self.publisher.metrics()
+        if self.trainer.num_updates != self._num_considered:
+            self._num_considered = self.trainer.num_updates
+            batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS)[:_HOLDOUT_BATCHES]
+            batches = [batch.to(self.device) for batch in batches]
+            decision = self.publisher.consider(
+                self.trainer.model.state_dict(), lambda weights: self._measure(weights, batches)
+            )
+            metrics |= decision.metrics
+            if decision.action != PublishAction.KEEP:
+                self._hand_over()
+            if self.checkpointer is not None:
+                self._save(is_best=decision.action == PublishAction.PUBLISH)
+        self.engine.suspend_drafter(bool(self.publisher.alarm))
+        metrics["drafter/num_updates"] = float(self.trainer.num_updates)
+        metrics["bubble/stall_s"] += time.perf_counter() - started
+
+    def _measure(self, weights: Mapping[str, Tensor], batches: list[DraftBatch]) -> HoldoutResult:
+        own = measure_holdout(self.trainer, weights, batches)
+        return HoldoutResult.merge(gather_objects(own, self.world))
+
+    def _hand_over(self) -> None:
+        drafter = self.publisher.published
+        self.engine.load_drafter_weights(
+            drafter.weights, version=drafter.version, checksum=drafter.checksum
+        )
+
+    # ---- checkpoints
+
+    def _save(self, *, is_best: bool) -> None:
+        assert self.checkpointer is not None
+        self.checkpointer.save(self.trainer.state_dict(), self._record(), is_best=is_best)
+
+    def _record(self) -> dict[str, object]:
+        return {"publisher": self.publisher.record(), "num_considered": self._num_considered}
+
+    def save_into(self, folder: Path) -> None:
+        """This rank's part of an RL checkpoint: rank 0 the drafter, every rank its data."""
+        data = self.buffer.state_dict()
+        path = folder / _DATA_FOLDER / f"rank_{self.world.rank:05d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_file(data["tensors"], path, metadata={"values": json.dumps(data["values"])})
+        if self.checkpointer is not None:
+            self.checkpointer.snapshot_into(
+                folder / _FOLDER,
+                self.trainer.state_dict(),
+                self._record(),
+                extra={"publisher": self.publisher.state_dict()},
+            )
+            self.checkpointer.wait()
+
+    def load_from(self, folder: Path) -> None:
+        """Go on where `save_into` stood. The data are only taken up by as many ranks as wrote them."""
+        saved = load_checkpoint(folder / _FOLDER)
+        self.trainer.load_state_dict(saved.state)
+        self.publisher.load_state_dict(saved.extra["publisher"], saved.record["publisher"])
+        self._num_considered = int(saved.record["num_considered"])
+        files = sorted((folder / _DATA_FOLDER).glob("rank_*.safetensors"))
+        if len(files) == self.world.size:
+            with safe_open(files[self.world.rank], framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                values = json.loads(file.metadata()["values"])
+            self.buffer.load_state_dict({"tensors": tensors, "values": values})
+        self._hand_over()
+        self.engine.suspend_drafter(bool(self.publisher.alarm))
+
+    def close(self) -> None:
+        """Finish the checkpoints that are still being written."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+
+def _share_of(report: SpotReport) -> SpotShare:
+    return SpotShare(
+        idle_s=report.idle_s,
+        used_s=report.used_s,
+        stall_s=report.stall_s,
+        preempt_ms=report.preempt_ms,
+        num_epochs=report.num_epochs,
+        num_broken=report.num_broken,
+        num_updates=report.num_updates,
+        losses=report.losses,
+        accept_lengths=report.accept_lengths,
+    )
+
+
+def spot_metrics(shares: list[SpotShare]) -> dict[str, float]:
+    """Over all ranks. An update counts once, although every member of its session made it."""
+    most = max(shares, key=lambda share: share.num_updates)
+    metrics = {
+        "bubble/idle_s": sum(share.idle_s for share in shares),
+        "bubble/used_s": sum(share.used_s for share in shares),
+        "bubble/stall_s": max(share.stall_s for share in shares),
+        "spot/epochs": float(max(share.num_epochs for share in shares)),
+        "spot/broken": float(max(share.num_broken for share in shares)),
+        "spot/updates": float(most.num_updates),
+        "spot/preempt_ms": max(share.preempt_ms for share in shares),
+    }
+    if most.losses:
+        metrics["drafter/loss"] = sum(most.losses) / len(most.losses)
+        metrics["drafter/accept_length"] = sum(most.accept_lengths) / len(most.accept_lengths)
+    return metrics

@@ -1,0 +1,112 @@
+"""What the engine decided, pass by pass, as something to look at: spans of the trace and rows of speculation.jsonl.
+
+The loop calls it after every rollout phase with what `engine.take_passes()` gave: each rank adds spans to its own
+timeline and sums its passes up; rank 0 writes the sums of all ranks. One thing to know: a response takes hundreds of
+passes, so neither spans nor rows are per pass. A span is a run of equal decisions, a row is a step's total of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from pathlib import Path
+
+from tlt_megatron.engines.base import PassRecord
+from tlt_megatron.runtime.metrics import cut_rows, set_aside
+from tlt_megatron.runtime.timeline import Timeline
+
+_OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTotals:
+    """All passes of one rank, in one step, with one strategy at one batch size; a line of speculation.jsonl.
+
+    Example: `committed / (passes * batch_size)` is the accept length, `accepted_by_depth[0] / (passes * batch_size)`
+    the share of requests, counted once for each pass, that accepted at least one drafted token.
+    """
+
+    step: int
+    rank: int
+    strategy: str  # "off" for plain passes
+    batch_size: int
+    passes: int
+    seconds: float
+    committed: int  # tokens
+    accepted_by_depth: tuple[int, ...]  # [d - 1]: accepted >= d drafted tokens, summed over passes
+    reasons: dict[str, int]  # passes by the selector's word for them
+
+
+def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
+    """Add a span for each run of passes with the same strategy and batch size: `VERIFY(6_4_16)` or `DECODE`.
+
+    Called within the phase whose span encloses them, or after it, on the same thread.
+    """
+    runs = [list(run) for _, run in groupby(passes, key=lambda p: (p.strategy, p.batch_size))]
+    for run, following in zip_longest(runs, runs[1:]):
+        first, last = run[0], run[-1]
+        end_s = last.start_s + last.seconds
+        if following:  # the sum may round past the start of the next span, and spans must nest
+            end_s = min(end_s, following[0].start_s)
+        timeline.add_span(
+            "DECODE" if first.strategy == _OFF else f"VERIFY({first.strategy})",
+            first.start_s,
+            end_s,
+            batch_size=first.batch_size,
+            passes=len(run),
+            committed=sum(p.num_committed for p in run),
+            reason=", ".join(dict.fromkeys(p.reason for p in run)),
+        )
+
+
+def sum_passes(passes: Iterable[PassRecord], *, step: int, rank: int) -> list[PassTotals]:
+    """The totals of one rank's rollout phase, by strategy and batch size, largest batch first."""
+    sums: dict[tuple[int, str], list[PassRecord]] = {}
+    for record in passes:
+        sums.setdefault((-record.batch_size, record.strategy), []).append(record)
+    return [
+        PassTotals(
+            step=step,
+            rank=rank,
+            strategy=strategy,
+            batch_size=-negative_size,
+            passes=len(same),
+            seconds=sum(p.seconds for p in same),
+            committed=sum(p.num_committed for p in same),
+            accepted_by_depth=_add([p.accepted_by_depth for p in same]),
+            reasons=dict(Counter(p.reason for p in same)),
+        )
+        for (negative_size, strategy), same in sorted(sums.items())
+    ]
+
+
+class SpeculationLog:
+    """<run.dir>/speculation.jsonl, on rank 0 alone.
+
+    `resume_step` is the first step that will be written again, None for a fresh run: as for metrics.jsonl, no step is
+    there twice, and the file of an earlier run in the same folder is set aside.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
+        self.path = run_dir / "speculation.jsonl"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file():
+            if resume_step is None:
+                set_aside(self.path)
+            else:
+                cut_rows(self.path, resume_step)
+
+    def write(self, totals: Iterable[PassTotals]) -> None:
+        """Append one line each."""
+        lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in totals]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+
+
+def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Element-wise sum; a missing depth counts as nothing accepted."""
+    return tuple(sum(depth) for depth in zip_longest(*counts, fillvalue=0))

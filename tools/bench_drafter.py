@@ -1,0 +1,268 @@
+"""What packing and asynchronous, selective checkpoints bring to the training of a drafter.
+
+    python tools/bench_drafter.py --model build/tiny_policy --drafter build/tiny_drafter
+
+Packing: the policy answers prompts, and the drafter is trained on the answers, with their real long-tailed lengths, for one
+pass over all of them: in packed batches; in batches of as many sequences (on average), padded to their longest; and padded
+after sorting by length, which padding is often saved with and which gives up the random order. Same drafter, same arithmetic
+on every real row; all variants in every round, ratios within a round, CPU time of this process.
+
+Checkpoints: seconds that the trainer waits. Full: parameters, moments and the borrowed embedding and head into one
+safetensors file, fsynced, by the caller. Own: the same without the borrowed. Async: `AsyncDrafterCheckpointer`. For a drafter
+with the proportions of a real target (a vocabulary of 32,768; `checkpoint_blocking_ratio`), and for the one of `--model`,
+whose 24 tokens leave nothing to leave out. Wall time, all three in every round, ratios within a round.
+Writes build/bench/drafter.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from tlt_megatron.config.schema import DataSection, DrafterSection
+from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.runtime.durable import sync_path
+from tlt_megatron.types import SamplingParams
+from tools.export_drafter import load_target
+from tools.load_engine import MAX_PROMPT_TOKENS, load_engine
+from tools.measure import cpu_seconds, ratios, spread, wall_seconds, write_json
+from tools.warmup_drafter import collect_sequences
+
+PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
+FULL, SELECTIVE, ASYNCHRONOUS = "full", "own", "async"
+# A target of 80M parameters, of which the vocabulary is 40 %, as in models of 0.5 to 3 billion.
+REAL_TARGET = ModelConfig(
+    model_type="llama",
+    vocab_size=32768,
+    hidden_size=512,
+    ffn_size=1536,
+    num_layers=16,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=10000.0),
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    has_qkv_bias=False,
+    has_qk_norm=False,
+)
+
+
+def main() -> None:
+    """Measure, print two tables, write JSON."""
+    options = _parse()
+    torch.set_num_threads(1)
+    console = Console()
+    result = _bench_packing(options, console) | _bench_checkpoints(options, console)
+    write_json(Path(options.out), result)
+
+
+def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
+    """One batch of all `sequences`, each filled up to the longest; the filling is computed and not trained."""
+    longest = max(sequence.token_ids.numel() for sequence in sequences)
+    batch = pack_batch([_fill_up(sequence, longest) for sequence in sequences])
+    num_rows = torch.tensor([sequence.num_rows for sequence in sequences])
+    is_real_P = batch.position_ids < num_rows.repeat_interleave(torch.tensor(batch.lengths))
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask & is_real_P)
+
+
+def _fill_up(sequence: DraftSequence, num_tokens: int) -> DraftSequence:
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        filled = tensor.new_zeros(num_tokens, *tensor.shape[1:])
+        filled[: tensor.shape[0]] = tensor
+        return filled
+
+    final = sequence.final_hidden
+    return DraftSequence(
+        token_ids=fill(sequence.token_ids),
+        features=fill(sequence.features),
+        final_hidden=None if final is None else fill(final),
+        loss_start=sequence.loss_start,
+    )
+
+
+def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    sequences = _collect(options)
+    packed = pack_sequences(sequences, options.batch_tokens)
+    size = max(1, round(len(sequences) / len(packed)))
+    by_length = sorted(sequences, key=lambda sequence: sequence.num_rows)
+    batches = {
+        PACKED: packed,
+        PADDED: [pad_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)],
+        SORTED: [pad_batch(by_length[i : i + size]) for i in range(0, len(sequences), size)],
+    }
+    trainers = {name: _make_trainer(options) for name in batches}
+    seconds: dict[str, list[float]] = {name: [] for name in batches}
+    for round_index in range(options.rounds + 1):
+        for name, trainer in trainers.items():
+            spent = cpu_seconds(lambda t=trainer, b=batches[name]: [t.step(batch) for batch in b])
+            if round_index > 0:  # the first round warms up
+                seconds[name].append(spent)
+    lengths = sorted(sequence.num_rows for sequence in sequences)
+    num_rows = sum(lengths)
+    described = f"median {statistics.median(lengths):.0f}, p95 {lengths[int(0.95 * (len(lengths) - 1))]}, max {lengths[-1]}"
+    table = Table(title=f"{len(lengths)} sequences, rows {described}; {size} per padded batch")
+    for column in ("batches", "rows computed", "tokens/s", "packed over it", "min", "max"):
+        table.add_column(column, justify="left" if column == "batches" else "right")
+    against = {name: ratios(values, seconds[PACKED]) for name, values in seconds.items()}
+    for name, values in seconds.items():
+        computed = sum(batch.num_rows for batch in batches[name])
+        rate = num_rows / statistics.median(values)
+        cells = [f"{value:.2f}" for value in against[name].values()]
+        table.add_row(name, f"{computed:,}", f"{rate:,.0f}", *cells)
+    console.print(table)
+    return {
+        "packing_ratio": against[PADDED],
+        "packing_ratio_sorted": against[SORTED],
+        "packed_tokens_per_s": spread([num_rows / value for value in seconds[PACKED]]),
+        "num_sequences": len(lengths),
+        "rows": described,
+        "dtype": options.dtype,
+        "algorithm": options.algorithm,
+    }
+
+
+def _collect(options: argparse.Namespace) -> list[DraftSequence]:
+    """Answers of the policy, in the order in which they finished."""
+    engine = load_engine(options.model, dtype="float32", max_new_tokens=options.max_new_tokens)
+    tokenizer = load_tokenizer(options.model)
+    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
+    prompts = load_prompts(options.prompts, tokenizer, section).prompts(
+        options.num_requests // options.num_samples
+    )
+    params = SamplingParams(
+        num_samples=options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=options.seed,
+    )
+    sequences = collect_sequences(engine, prompts, params)
+    # Finished together means equally long: as a buffer gives them out, they come in random order.
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(options.seed))
+    return [sequences[index] for index in order.tolist()]
+
+
+def _make_trainer(options: argparse.Namespace) -> DrafterTrainer:
+    target = load_target(Path(options.model))
+    model = load_drafter(
+        options.drafter, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD
+    )
+    section = DrafterSection(
+        algorithm=options.algorithm, dtype=options.dtype, batch_tokens=options.batch_tokens
+    )
+    return DrafterTrainer(model, section)
+
+
+def _make_real_trainer() -> DrafterTrainer:
+    generator = torch.Generator().manual_seed(0)
+    shape = (REAL_TARGET.vocab_size, REAL_TARGET.hidden_size)
+    embedding = torch.randn(shape, generator=generator).bfloat16()
+    config = make_draft_config(REAL_TARGET, "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=embedding.clone())
+    return DrafterTrainer(model, DrafterSection(algorithm="eagle"))
+
+
+def measure_blocking(
+    trainer: DrafterTrainer, folder: Path, rounds: int
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds that the trainer waits for a checkpoint, by variant and round, and the median of the thread's seconds."""
+    model = trainer.model
+    borrowed = {"target.embedding": model.embedding_VD, "target.lm_head": model.lm_head_VD}
+    checkpointer = AsyncDrafterCheckpointer(folder / "asynchronous", model)
+    file = folder / "synchronous.safetensors"
+
+    def save_now(**extra: torch.Tensor) -> None:
+        save_file(trainer.state_dict() | extra, file)
+        sync_path(file)
+
+    variants: dict[str, Callable[[], None]] = {
+        FULL: lambda: save_now(**borrowed),
+        SELECTIVE: save_now,
+        ASYNCHRONOUS: lambda: checkpointer.save(trainer.state_dict(), {}),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    written: list[float] = []
+    for round_index in range(rounds + 1):
+        for name, save in variants.items():
+            before = checkpointer.writing_s
+            spent = wall_seconds(save)
+            checkpointer.wait()  # the next variant finds the disk idle
+            if round_index > 0:  # the first round makes files and memory
+                seconds[name].append(spent)
+                if name == ASYNCHRONOUS:
+                    written.append(checkpointer.writing_s - before)
+    checkpointer.close()
+    return seconds, statistics.median(written)
+
+
+def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    table = Table(title="milliseconds that the trainer waits for a checkpoint: full / async")
+    columns = ("drafter", "MB full", "MB own", FULL, SELECTIVE, ASYNCHRONOUS, "thread")
+    for column in (*columns, "less by", "min", "max"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    result: dict[str, dict[str, object]] = {}
+    for name, trainer in (("real", _make_real_trainer()), ("tiny", _make_trainer(options))):
+        own = sum(tensor.nbytes for tensor in trainer.state_dict().values()) / 1e6
+        model = trainer.model
+        full = own + (model.embedding_VD.nbytes + model.lm_head_VD.nbytes) / 1e6
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as folder:
+            seconds, written = measure_blocking(trainer, Path(folder), options.checkpoint_rounds)
+        ratio = ratios(seconds[FULL], seconds[ASYNCHRONOUS])
+        cells = [f"{1e3 * statistics.median(values):.2f}" for values in seconds.values()]
+        less = [f"{value:.1f}" for value in ratio.values()]
+        table.add_row(name, f"{full:.1f}", f"{own:.1f}", *cells, f"{1e3 * written:.1f}", *less)
+        result[name] = {
+            "ratio": ratio,
+            "ratio_to_selective": ratios(seconds[SELECTIVE], seconds[ASYNCHRONOUS]),
+            "seconds": {variant: spread(values) for variant, values in seconds.items()},
+            "background_s": written,
+            "full_mb": full,
+            "own_mb": own,
+        }
+    console.print(table)
+    return {"checkpoint_blocking_ratio": result["real"]["ratio"], "checkpoints": result}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="build/tiny_policy")
+    parser.add_argument("--drafter", default="build/tiny_drafter")
+    parser.add_argument("--prompts", default="build/tiny_policy/train.jsonl")
+    parser.add_argument("--algorithm", default="hass", choices=("eagle", "hass"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="rows of a packed batch")
+    parser.add_argument("--num-requests", type=int, default=256)
+    parser.add_argument("--num-samples", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--checkpoint-rounds", type=int, default=15)
+    parser.add_argument("--folder", default="build", help="on the disk that checkpoints go to")
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--out", default="build/bench/drafter.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Converts the policy between a Hugging Face folder and a Megatron torch_dist checkpoint, in one process, on the CPU.
+
+    python tools/convert_checkpoint.py --from build/tiny_policy --to build/megatron
+    python tools/convert_checkpoint.py --from runs/quickstart --to build/hf
+
+The direction follows from `--from`: a folder with config.json and safetensors becomes a torch_dist checkpoint (weights, and
+the optimizer before its first step), as `policy/` of a run's checkpoint; a run, its checkpoints, one of them or its `policy/`
+becomes a Hugging Face model, whatever the layout that it was saved at. What is not weights (config, tokenizer) comes
+from `--model`, for a run by default the folder that it was started with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+
+from tlt_megatron.config.schema import (
+    McoreSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+)
+from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
+from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.models.hf_io import save_hf_model
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.process_groups import Group, init_world
+from tlt_megatron.trainer.checkpoint import read_pointer
+
+_COMMON_FILE = "common.pt"  # Megatron's plain values
+_TIMEOUT_S = 600.0
+
+
+def main() -> None:
+    """Convert and say what was done."""
+    options = _parse()
+    source, target = Path(options.source), Path(options.to)
+    world = init_world("gloo", _TIMEOUT_S)
+    try:
+        if is_hf_folder(source):
+            hf_to_megatron(source, target, world, dtype=options.dtype or "float32")
+        else:
+            model = Path(options.model) if options.model else find_model(source)
+            megatron_to_hf(find_policy(source), target, model, world, dtype=options.dtype)
+    except ValueError as error:
+        sys.exit(f"convert_checkpoint: {error}")
+    finally:
+        dist.destroy_process_group()
+    Console().print(f"{source} -> {target}")
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether `path` is a Hugging Face model with weights."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def find_policy(path: Path) -> Path:
+    """The torch_dist folder in `path`: a run, a folder of checkpoints (the last one counts), one of them, or itself."""
+    for root in (path, path / "checkpoints"):
+        step = read_pointer(root)
+        if step is not None:
+            path = root / f"iter_{step:07d}"
+    for folder in (path, path / "policy"):
+        if (folder / _COMMON_FILE).is_file():
+            return folder
+    raise ValueError(
+        f"--from {path}: must be a Hugging Face model, a run with a checkpoint, or a torch_dist checkpoint"
+    )
+
+
+def find_model(path: Path) -> Path:
+    """The model that the run in or around `path` was started with."""
+    for folder in (path, *path.resolve().parents):
+        if (folder / "config.yaml").is_file():
+            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            return Path(config["model"]["path"])
+    raise ValueError(f"--model: needed, as {path} is in no run folder (with config.yaml)")
+
+
+def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
+    """Write the Hugging Face model in `source` as a torch_dist checkpoint to `target`, a new or empty folder.
+
+    A run loads it only with the same `dtype` as its model.dtype.
+    """
+    policy = _build(source, dtype, world)
+    try:
+        policy.save(target)
+    finally:
+        destroy_model_parallel()
+
+
+def megatron_to_hf(
+    source: Path, target: Path, model: Path, world: Group, *, dtype: str | None = None
+) -> None:
+    """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, beside the config and tokenizer
+    of `model`; in `dtype`, by default that of its training."""
+    if target.exists():
+        raise ValueError(f"--to {target}: must not exist")
+    common = torch.load(source / _COMMON_FILE, weights_only=True)
+    identity = common["identity"]
+    policy = _build(
+        model,
+        identity["model.dtype"],
+        world,
+        use_distributed_optimizer=identity["mcore.use_distributed_optimizer"],
+    )
+    try:
+        policy.load(source)
+        kept = getattr(torch, dtype or identity["model.dtype"])
+        save_hf_model(target, policy.export_hf_weights(), model, dtype=kept)
+    finally:
+        destroy_model_parallel()
+
+
+def _build(
+    model: Path, dtype: str, world: Group, *, use_distributed_optimizer: bool = True
+) -> McorePolicyModel:
+    parallel = ParallelSection()
+    return McorePolicyModel(
+        model_path=model,
+        model=ModelSection(path=str(model), dtype=dtype),
+        parallel=parallel,
+        mcore=McoreSection(use_distributed_optimizer=use_distributed_optimizer),
+        optimizer=OptimizerSection(),
+        groups=initialize_model_parallel(parallel, world, seed=0),
+        device=select_device("cpu"),
+        keep_reference=False,
+    )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
+    parser.add_argument("--to", required=True, metavar="FOLDER")
+    parser.add_argument("--model", metavar="FOLDER", help="config and tokenizer, see above")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: float32 for torch_dist, that of its training for Hugging Face",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

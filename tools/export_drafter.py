@@ -1,0 +1,354 @@
+"""Writes a drafter as SGLang or vLLM load it, and checks that what they would load is the drafter.
+
+    python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
+
+`--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a Hugging Face folder; then the
+fingerprint is checked too and outputs are compared on its own embedding and head; vLLM's EAGLE needs it (below).
+
+The layouts differ in this (read in the sources of both; no engine is started here):
+- architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and Eagle3LlamaForCausalLM in vLLM;
+- EAGLE-3 layer numbers: ours and SGLang's `eagle_config.eagle_aux_hidden_state_layer_ids` name the layer behind which the
+  residual stream is taken, vLLM's `eagle_aux_hidden_state_layer_ids` the one before which: one more;
+- draft_vocab_size: null makes SGLang take the target's head; vLLM takes it for any drafter without one, and gets the number;
+- EAGLE's fc has a bias in SGLang and none in vLLM. fc(e, h) + b = fc(e + d, h) where d solves W_e d = b: the drafter gets
+  an embedding of its own, the target's plus d. (A vLLM from before drafters could have one takes the target's all the same.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tlt_megatron.drafter.async_checkpoint import find_best, find_newest
+from tlt_megatron.drafter.attention import UnrolledAttention
+from tlt_megatron.drafter.checkpoint import WEIGHTS_FILE, load_drafter
+from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.models.hf_io import HfReader
+
+FORMATS = ("sglang", "vllm")
+_OWN_KEY = "tlt_megatron"  # in config.json: the target's fingerprint
+_EMBEDDING = "embed_tokens.weight"
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_VLLM_NAMES = {
+    "LlamaForCausalLMEagle": "EagleLlamaForCausalLM",
+    "LlamaForCausalLMEagle3": "Eagle3LlamaForCausalLM",
+}
+_USAGE = {
+    "sglang": "--speculative-algorithm {upper} --speculative-draft-model-path {path}",
+    "vllm": '--speculative-config \'{{"method": "{lower}", "model": "{path}", "num_speculative_tokens": 4}}\'',
+}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of a folded bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A drafter's folder in memory: config.json and the tensors of model.safetensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def is_eagle3(self) -> bool:
+        """Whether three layers' features are fused."""
+        return "Eagle3" in self.config["architectures"][0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What the drafter borrows."""
+
+    embedding_VD: Tensor
+    lm_head_VD: Tensor
+
+
+def main() -> None:
+    """Export, check, say how it is used."""
+    options = _parse()
+    console = Console()
+    source = find_drafter(Path(options.source))
+    target = load_target(Path(options.target)) if options.target else None
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    try:
+        difference = export_drafter(source, Path(options.to), options.format, target, dtype=dtype)
+    except ValueError as error:
+        sys.exit(f"export_drafter: {error}")
+    layout = read_layout(Path(options.to))
+    num_bytes = sum(tensor.nbytes for tensor in layout.tensors.values())
+    console.print(f"{source} -> {options.to}: {len(layout.tensors)} tensors, {num_bytes:,} bytes")
+    console.print(
+        f"checked: names, shapes, dtypes, outputs after reload (largest difference {difference:.1e})"
+    )
+    method = "eagle3" if layout.is_eagle3 else "eagle"
+    usage = _USAGE[options.format].format(upper=method.upper(), lower=method, path=options.to)
+    console.print(f"{options.format}: {usage}", highlight=False, soft_wrap=True)
+
+
+def find_drafter(path: Path) -> Path:
+    """The drafter's folder in `path`: itself, of a run's last checkpoint, or the best (else newest) of saved ones."""
+    pointers = [path / "latest_checkpointed_iteration.txt"]
+    pointers.append(path / "checkpoints" / pointers[0].name)
+    for pointer in pointers:
+        if pointer.is_file():
+            step = int(pointer.read_text(encoding="utf-8"))
+            path = pointer.parent / f"iter_{step:07d}"
+    for folder in (path, path / "drafter"):
+        if (folder / "config.json").is_file() and (folder / WEIGHTS_FILE).is_file():
+            return folder
+        found = find_best(folder) or find_newest(folder)
+        if found is not None:
+            return found
+    raise ValueError(
+        f"--from {path}: must be a drafter's folder (config.json, {WEIGHTS_FILE}), a run with one in its last"
+        " checkpoint, or a folder of saved drafters"
+    )
+
+
+def load_target(path: Path) -> Target:
+    """Embedding and head of the policy in the Hugging Face folder `path`, in float32."""
+    reader = HfReader(path)
+    embedding = reader["model.embed_tokens.weight"].float()
+    name = "lm_head.weight"
+    return Target(
+        embedding_VD=embedding, lm_head_VD=reader[name].float() if name in reader else embedding
+    )
+
+
+def export_drafter(
+    source: Path,
+    folder: Path,
+    format: str,
+    target: Target | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> float:
+    """Write the drafter in `source` to the new folder `folder`; the largest difference of its outputs after reload.
+
+    `dtype` None keeps the stored one. ValueError where the format cannot hold the drafter, or a check fails: then nothing
+    is left behind.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
+    if folder.exists():
+        raise ValueError(f"--to {folder}: must not exist")
+    original = read_layout(source)
+    layout = _cast(original, dtype or next(iter(original.tensors.values())).dtype)
+    layout = _with_old_rope_keys(to_vllm(layout, target) if format == "vllm" else layout)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as beside:
+        written = Path(beside) / "drafter"
+        write_layout(written, layout)
+        difference = check_export(written, format, original, target)
+        written.rename(folder)
+    return difference
+
+
+def read_layout(folder: Path) -> Layout:
+    """A folder as it is, unchecked."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return Layout(config=config, tensors=load_file(folder / WEIGHTS_FILE))
+
+
+def write_layout(folder: Path, layout: Layout) -> None:
+    """The inverse of `read_layout`."""
+    folder.mkdir(parents=True)
+    save_file(layout.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = json.dumps(layout.config, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _cast(layout: Layout, dtype: torch.dtype) -> Layout:
+    name = str(dtype).removeprefix("torch.")
+    tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
+    return Layout(config=layout.config | {"dtype": name}, tensors=tensors)
+
+
+def _with_old_rope_keys(layout: Layout) -> Layout:
+    """`rope_theta` and `rope_scaling` beside transformers 5's `rope_parameters`: engines on transformers 4 read those."""
+    rope = layout.config["rope_parameters"]
+    old: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        old["rope_scaling"] = rope
+    return Layout(config=layout.config | old, tensors=layout.tensors)
+
+
+def to_vllm(layout: Layout, target: Target | None) -> Layout:
+    """Our (SGLang's) layout as vLLM's. ValueError for an EAGLE drafter with a bias where `target` is None."""
+    config = dict(layout.config)
+    config["architectures"] = [_VLLM_NAMES[config["architectures"][0]]]
+    if not layout.is_eagle3:
+        return Layout(config=config, tensors=_fold_bias(layout.tensors, target))
+    config[_IDS] = [layer + 1 for layer in config["eagle_config"][_IDS]]
+    config |= {
+        "eagle_config": {"use_aux_hidden_state": True},
+        "draft_vocab_size": config["vocab_size"],
+        "target_hidden_size": config["hidden_size"],
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+    }
+    return Layout(config=config, tensors=layout.tensors)
+
+
+def _fold_bias(tensors: Mapping[str, Tensor], target: Target | None) -> dict[str, Tensor]:
+    """Without `fc.bias`; what it added comes from an embedding of the drafter's own."""
+    rest = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
+    bias_D = tensors["fc.bias"].double()
+    if not bias_D.any():
+        return rest
+    if target is None:
+        raise ValueError(
+            "--target: vLLM's EAGLE has no fc.bias, so the drafter needs its target's embedding"
+        )
+    fc_weight = tensors["fc.weight"]
+    of_embedding_DD = fc_weight[:, : bias_D.numel()].double()
+    shift_D = torch.linalg.lstsq(of_embedding_DD, bias_D.unsqueeze(1)).solution.squeeze(1)
+    embedding_VD = target.embedding_VD.double() + shift_D
+    return rest | {_EMBEDDING: embedding_VD.to(fc_weight.dtype)}
+
+
+def from_vllm(layout: Layout) -> tuple[Layout, Tensor | None]:
+    """The inverse of `to_vllm`: our layout, and the drafter's own embedding if it has one (its bias is then zero)."""
+    config, tensors = dict(layout.config), dict(layout.tensors)
+    names = {theirs: ours for ours, theirs in _VLLM_NAMES.items()}
+    config["architectures"] = [names[config["architectures"][0]]]
+    if layout.is_eagle3:
+        ids = [layer - 1 for layer in config.pop(_IDS)]
+        config["eagle_config"] = {_IDS: ids, "use_aux_hidden_state": True}
+        return Layout(config=config, tensors=tensors), None
+    embedding_VD = tensors.pop(_EMBEDDING, None)
+    tensors["fc.bias"] = tensors["fc.weight"].new_zeros(config["hidden_size"])
+    return Layout(config=config, tensors=tensors), embedding_VD
+
+
+def expected_shapes(config: Mapping[str, Any], format: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that the engine makes of this config.json, as its loader wants them; the own embedding aside."""
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    kv_heads = config["num_key_value_heads"] * config["head_dim"]
+    is_eagle3 = "Eagle3" in config["architectures"][0]
+    layer = "midlayer" if is_eagle3 else "layers.0"
+    width = 2 * hidden if is_eagle3 else hidden  # of the attention's input
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{layer}.self_attn.q_proj.weight": (heads, width),
+        f"{layer}.self_attn.k_proj.weight": (kv_heads, width),
+        f"{layer}.self_attn.v_proj.weight": (kv_heads, width),
+        f"{layer}.self_attn.o_proj.weight": (hidden, heads),
+        f"{layer}.mlp.gate_proj.weight": (ffn, hidden),
+        f"{layer}.mlp.up_proj.weight": (ffn, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, ffn),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+    }
+    if is_eagle3:
+        norms = (f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm")
+        shapes |= {f"{name}.weight": (hidden,) for name in norms}
+        return shapes | {"fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden))}
+    shapes["fc.weight"] = (hidden, 2 * hidden)
+    return shapes | ({"fc.bias": (hidden,)} if format == "sglang" else {})
+
+
+def check_export(folder: Path, format: str, original: Layout, target: Target | None) -> float:
+    """ValueError unless the engine would find in `folder` exactly what it needs, and that gives the outputs of `original`
+    (rounded to the dtype of the export). Returns the largest difference of these."""
+    layout = read_layout(folder)
+    _check_tensors(layout, format)
+    ours, own_embedding = from_vllm(layout) if format == "vllm" else (layout, None)
+    dtype = layout.tensors["fc.weight"].dtype
+    given = target or _make_target(layout.config)
+    expected = _outputs(_load(_cast(original, dtype), given, has_fingerprint=target is not None))
+    if own_embedding is None:
+        actual = _outputs(_load(ours, given, has_fingerprint=target is not None))
+    else:
+        own = Target(embedding_VD=own_embedding.float(), lm_head_VD=given.lm_head_VD)
+        actual = _outputs(_load(ours, own, has_fingerprint=False))
+    difference = (actual - expected).abs().max().item()
+    limit = 0.0 if own_embedding is None else _TOLERANCE[dtype] * expected.abs().max().item()
+    if not difference <= limit:
+        raise ValueError(
+            f"{folder.name}: outputs after reload differ by {difference:.2e} (at most {limit:.2e})"
+            + ("" if own_embedding is None else "; a wider --dtype may hold the folded bias")
+        )
+    return difference
+
+
+def _check_tensors(layout: Layout, format: str) -> None:
+    shapes = expected_shapes(layout.config, format)
+    if format == "vllm" and not layout.is_eagle3 and _EMBEDDING in layout.tensors:
+        shapes[_EMBEDDING] = (layout.config["vocab_size"], layout.config["hidden_size"])
+    problems = [f"{name} is missing" for name in sorted(shapes.keys() - layout.tensors.keys())]
+    # SGLang skips such names without a word.
+    problems += [f"{name} is unknown" for name in sorted(layout.tensors.keys() - shapes.keys())]
+    dtype = getattr(torch, layout.config["dtype"])
+    for name in shapes.keys() & layout.tensors.keys():
+        tensor = layout.tensors[name]
+        if tuple(tensor.shape) != shapes[name]:
+            problems.append(f"{name} has shape {tuple(tensor.shape)}, must be {shapes[name]}")
+        if tensor.dtype != dtype:
+            problems.append(f"{name} is {tensor.dtype}, config.json says {dtype}")
+    if problems:
+        raise ValueError(f"{format}: {'; '.join(problems)}")
+
+
+def _make_target(config: Mapping[str, Any]) -> Target:
+    """Any embedding and head of the right size."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (config["vocab_size"], config["hidden_size"])
+    embedding, head = (torch.randn(shape, generator=generator) for _ in range(2))
+    return Target(embedding_VD=embedding, lm_head_VD=head)
+
+
+def _load(layout: Layout, target: Target, *, has_fingerprint: bool) -> DraftModel:
+    """Through drafter/checkpoint.py, which checks names and shapes once more, and the target if asked to."""
+    config = layout.config
+    if not has_fingerprint:
+        config = {key: value for key, value in config.items() if key != _OWN_KEY}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "drafter"
+        write_layout(path, Layout(config=config, tensors=layout.tensors))
+        return load_drafter(path, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD)
+
+
+@torch.no_grad()
+def _outputs(model: DraftModel, num_rows: int = 12) -> Tensor:
+    """Logits of two drafted steps on random tokens and features."""
+    generator = torch.Generator().manual_seed(1)
+    config = model.config
+    token_ids_P = torch.randint(config.vocab_size, (num_rows,), generator=generator)
+    positions_P = torch.arange(num_rows)
+    model.rotary.reserve(num_rows + 1)
+    attention = UnrolledAttention((num_rows,))
+    hidden_PD = model.fuse(torch.randn(num_rows, config.feature_size, generator=generator))
+    logits = []
+    for step in range(2):
+        hidden_PD, head_PD = model(token_ids_P, hidden_PD, positions_P + step, attention)
+        logits.append(model.logits(head_PD))
+    return torch.stack(logits)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="must not exist")
+    parser.add_argument("--format", required=True, choices=FORMATS)
+    parser.add_argument("--target", metavar="FOLDER", help="the policy, as a Hugging Face folder")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What a run left, as one HTML page that needs no network, and as a picture.
+
+    python tools/report.py runs/quickstart-20260101-120000 --steps 40-41 --png docs/report.png
+
+Reads metrics.jsonl, summary.json, config.yaml, trace.json and speculation.jsonl of the run folder; the page goes to
+<run folder>/report.html unless `--out` says otherwise. What the run did not do is left out with a sentence. Needs
+`pip install -e .[report]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.run_report.data import read_run
+from tools.run_report.panels import build_panels
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0 written, 2 a file is absent or broken, or a package that draws is."""
+    options = _parse(arguments)
+    out = options.out or options.run_dir / "report.html"
+    try:
+        run = read_run(options.run_dir)
+        panels = build_panels(run, options.steps)
+        from tools.run_report.page import write_page
+
+        write_page(run, panels, out)
+        if options.png:
+            from tools.run_report.picture import write_picture
+
+            write_picture(run, panels, options.png)
+    except ValueError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"report: needs the package {error.name}: pip install -e .[report]", file=sys.stderr)
+        return 2
+    for path in filter(None, (out, options.png)):
+        print(f"report: {path} ({path.stat().st_size / 2**20:.1f} MiB)")
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="report.py", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a finished run")
+    parser.add_argument("--out", type=Path, help="HTML file; default RUN_DIR/report.html")
+    parser.add_argument("--png", type=Path, help="picture of the panels, too (png, svg, pdf)")
+    parser.add_argument(
+        "--steps", type=_steps, metavar="A-B", help="of the timeline; default the last two"
+    )
+    return parser.parse_args(arguments)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a step such as 7, or steps such as 7-8"
+        )
+    return int(match[1]), int(match[2] or match[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""A run folder, read and checked: what the panels of the report are drawn from.
+
+Called by tools/report.py. The one thing to know: a file that is broken, or absent though the run's settings say that it
+was written, is a ValueError that names it; what the settings turned off is None, and the page says so in a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+MAIN_LANE = "MainThread"
+_PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "committed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A span of trace.json, or a moment where both times are equal."""
+
+    rank: int
+    lane: str
+    name: str  # "VERIFY(6_4_16)"
+    start_s: float  # since the first event of the run
+    end_s: float
+    args: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def phase(self) -> str:
+        """The name without what is in brackets: "VERIFY"."""
+        return self.name.split("(")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """Everything that the report shows."""
+
+    name: str
+    config: dict[str, dict[str, object]]
+    config_text: str
+    summary: dict[str, object]
+    rows: list[dict[str, float | None]]  # metrics by step, ascending; an evaluation is merged in
+    spans: list[Span] | None  # None: the run kept no trace
+    moments: list[Span]
+    passes: list[dict[str, object]] | None  # rows of speculation.jsonl; None: there is none
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Steps and values of a metric, where it was written; None where it was not finite."""
+        rows = [row for row in self.rows if name in row]
+        return [int(row["step"] or 0) for row in rows], [row[name] for row in rows]
+
+    def is_on(self, section: str) -> bool:
+        """Whether `section`.enabled is set."""
+        return bool(self.config.get(section, {}).get("enabled"))
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read the folder. ValueError naming the file that is absent or broken."""
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: no such run folder")
+    config_text = _read_text(run_dir / "config.yaml")
+    config = _parse_config(run_dir / "config.yaml", config_text)
+    spans, moments = None, []
+    if config.get("logging", {}).get("trace", True):
+        spans, moments = _read_trace(run_dir / "trace.json")
+    return RunData(
+        name=run_dir.resolve().name,
+        config=config,
+        config_text=config_text,
+        summary=_read_object(run_dir / "summary.json"),
+        rows=_read_metrics(run_dir / "metrics.jsonl"),
+        spans=spans,
+        moments=moments,
+        passes=_read_passes(run_dir / "speculation.jsonl"),
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: not found; a run writes it before it ends") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not text ({error})") from None
+
+
+def _parse_config(path: Path, text: str) -> dict[str, dict[str, object]]:
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: is not YAML ({error})") from None
+    if not isinstance(config, dict) or not all(isinstance(s, dict) for s in config.values()):
+        raise ValueError(f"{path}: must hold the sections of a run")
+    return config
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold an object, not a {type(value).__name__}")
+    return value
+
+
+def _read_lines(path: Path) -> list[tuple[int, dict[str, object]]]:
+    """Objects and their line numbers. A last line without its end belongs to a write that was cut off: left out."""
+    text = _read_text(path)
+    lines = text.split("\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: is not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: must hold an object, not a {type(row).__name__}")
+        rows.append((number, row))
+    return rows
+
+
+def _read_metrics(path: Path) -> list[dict[str, float | None]]:
+    rows: dict[int, dict[str, float | None]] = {}
+    for number, row in _read_lines(path):
+        step = row.get("step")
+        if not isinstance(step, int):
+            raise ValueError(f"{path}:{number}: step={step!r} must be a whole number")
+        for name, value in row.items():
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(f"{path}:{number}: {name}={value!r} must be a number or null")
+            rows.setdefault(step, {})[name] = value
+    if not rows:
+        raise ValueError(f"{path}: holds no step")
+    return [rows[step] for step in sorted(rows)]
+
+
+def _read_passes(path: Path) -> list[dict[str, object]] | None:
+    if not path.exists():
+        return None
+    rows = []
+    for number, row in _read_lines(path):
+        absent = [name for name in _PASS_FIELDS if name not in row]
+        if absent:
+            raise ValueError(f"{path}:{number}: has no {', '.join(absent)}")
+        rows.append(row)
+    return rows
+
+
+def _read_trace(path: Path) -> tuple[list[Span], list[Span]]:
+    """Spans and moments, in the order of the trace."""
+    events = _read_object(path).get("traceEvents")
+    if not isinstance(events, list):
+        raise ValueError(f"{path}: traceEvents must be a list of events")
+    spans: list[Span] = []
+    moments: list[Span] = []
+    try:
+        lanes = {
+            (event["pid"], event["tid"]): event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+        for event in events:
+            if event["ph"] not in ("X", "i"):
+                continue
+            span = Span(
+                rank=event["pid"],
+                lane=lanes[event["pid"], event["tid"]],
+                name=event["name"],
+                start_s=event["ts"] / 1e6,
+                end_s=(event["ts"] + event.get("dur", 0)) / 1e6,
+                args=event.get("args", {}),
+            )
+            (spans if event["ph"] == "X" else moments).append(span)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: an event lacks {error}; not a trace of a run") from None
+    return spans, moments

@@ -1,0 +1,241 @@
+"""The report as one HTML file: Jinja2 for the page, Plotly for the figures, plotly.js inlined; it loads nothing else.
+
+Called by tools/report.py with the panels. The one thing to know: figures are plain JSON in the page (`figure-<key>`),
+so whoever wants a number reads it there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jinja2
+import plotly.offline
+
+from tools.run_report.data import RunData
+from tools.run_report.headline import facts, headline
+from tools.run_report.palette import SHARES, legend_order, phase_of, text_on
+from tools.run_report.panels import (
+    Absent,
+    HeatMap,
+    Lanes,
+    Lines,
+    Panel,
+    Series,
+    StackedBars,
+    percent,
+)
+
+Json = dict[str, object]
+
+_FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13}
+_AXIS = {
+    "showline": True,
+    "linecolor": "#8A8F98",
+    "gridcolor": "#E6E8EB",
+    "zeroline": False,
+    "ticks": "outside",
+    "tickcolor": "#8A8F98",
+    "automargin": True,
+}
+_LANE_HEIGHT = 46
+_OWN_HEIGHT: Json = {"automargin": "height"}  # labels may not narrow a wide panel
+_WIDE_MARGIN = {"l": 110, "r": 24, "t": 8, "b": 10}  # the same, so that time axes agree
+_MODES: dict[str, Json] = {
+    "lines": {"mode": "lines"},
+    "dots": {"mode": "lines+markers"},
+    "marks": {"mode": "markers"},
+    "dashed": {"mode": "lines"},
+    "steps": {"mode": "lines"},
+}
+
+
+def write_page(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
+    """Write the page of `run` to `out`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("page.html.j2").render(
+        name=run.name,
+        headline=headline(run.summary),
+        facts=facts(run),
+        panels=[
+            {"panel": panel, "figure": _script_json(figure(panel))}
+            for panel in panels
+            if isinstance(panel, Panel)
+        ],
+        absent=[panel for panel in panels if isinstance(panel, Absent)],
+        config=run.config_text,
+        plotly_js=plotly.offline.get_plotlyjs(),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+
+
+def figure(panel: Panel) -> Json:
+    """The panel as Plotly's data and layout."""
+    layout: Json = {
+        "font": _FONT,
+        "margin": {"l": 10, "r": 10, "t": 8, "b": 10},
+        "height": 330,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hoverlabel": {"font": _FONT},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "xaxis": _AXIS | {"title": {"text": panel.x_label}},
+        "yaxis": _AXIS | {"title": {"text": panel.y_label}, "rangemode": "tozero"},
+        "showlegend": True,
+    }  # fmt: skip
+    content = panel.content
+    if isinstance(content, Lanes):
+        data = _lanes(content, layout)
+    elif isinstance(content, HeatMap):
+        data = _heat_map(content, layout)
+    elif isinstance(content, StackedBars):
+        data = [
+            {"type": "bar", "name": s.name, "x": list(s.x), "y": list(s.y), "marker": {"color": s.color}}
+            for s in content.series
+        ]  # fmt: skip
+        if content.marks is not None:
+            data.append(_curve(content.marks))
+        layout |= {"barmode": "stack", "bargap": 0.15, "hovermode": "x unified"}
+    else:
+        data = _curves(content, layout)
+    return {"data": data, "layout": layout}
+
+
+def _curves(content: Lines, layout: Json) -> list[Json]:
+    layout["hovermode"] = "x unified"
+    axis: Json = dict(layout["yaxis"])  # type: ignore[call-overload]
+    if content.x_range is not None:  # a wide panel, on the axis of the timeline
+        layout["xaxis"] = (
+            _AXIS | {"title": layout["xaxis"]["title"], "range": [*content.x_range]} | _OWN_HEIGHT
+        )  # type: ignore[index]
+        layout |= {"margin": _WIDE_MARGIN, "height": 240}
+    if content.y_range is not None:
+        axis["range"] = list(content.y_range)
+    if content.is_log:
+        axis |= {"type": "log", "tickvals": content.log_ticks, "tickformat": ","}
+    layout["yaxis"] = axis
+    return [_curve(series) for series in content.series]
+
+
+def _curve(series: Series) -> Json:
+    line: Json = {"color": series.color, "width": 2}
+    if series.mode == "dashed":
+        line["dash"] = "dash"
+    if series.mode == "steps":
+        line["shape"] = "hv"
+    marker = {"color": series.color, "size": 7}
+    if series.mode == "marks":
+        marker |= {"symbol": "diamond"}
+    return {
+        "type": "scatter",
+        "name": series.name,
+        "x": list(series.x),
+        "y": list(series.y),
+        "line": line,
+        "marker": marker,
+        **_MODES[series.mode],
+    }
+
+
+def _heat_map(content: HeatMap, layout: Json) -> list[Json]:
+    scale = [[i / (len(SHARES) - 1), color] for i, color in enumerate(SHARES)]
+    layout |= {"showlegend": False, "hovermode": "closest"}
+    layout["xaxis"] = _AXIS | {"title": layout["xaxis"]["title"], "type": "category"}  # type: ignore[index]
+    layout["yaxis"] = _AXIS | {"title": layout["yaxis"]["title"], "type": "category"}  # type: ignore[index]
+    return [
+        {
+            "type": "heatmap",
+            "x": list(content.columns),
+            "y": list(content.rows),
+            "z": [list(row) for row in content.shares],
+            "customdata": [list(row) for row in content.details],
+            "text": [[percent(share) for share in row] for row in content.shares],
+            "texttemplate": "%{text}",
+            "hovertemplate": "%{y} at %{x} requests: %{z:.1%}<br>%{customdata}<extra></extra>",
+            "colorscale": scale,
+            "zmin": 0,
+            "zmax": 1,
+            "xgap": 2,
+            "ygap": 2,
+            "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
+        }
+    ]
+
+
+def _lanes(content: Lanes, layout: Json) -> list[Json]:
+    names = content.names
+    by_label: dict[str, list] = {}
+    for segment in content.segments:
+        by_label.setdefault(phase_of(segment.phase)[0], []).append(segment)
+    data: list[Json] = []
+    for label in legend_order(by_label):
+        segments = by_label[label]
+        color = phase_of(segments[0].phase)[1]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": label,
+                "y": [s.lane for s in segments],
+                "base": [s.start_s for s in segments],
+                "x": [s.end_s - s.start_s for s in segments],
+                "text": [content.label_of(s) for s in segments],
+                "customdata": [s.detail for s in segments],
+                "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
+                "marker": {"color": color, "line": {"width": 0}},
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "insidetextfont": {"color": text_on(color)},
+                "constraintext": "none",
+            }
+        )
+    if content.moments:
+        data.append(_moments(content))
+    layout |= {
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "hovermode": "closest",
+        "height": 120 + _LANE_HEIGHT * len(names),
+        "margin": _WIDE_MARGIN,
+        "xaxis": _AXIS | {"title": layout["xaxis"]["title"], "range": [0, content.width_s]}
+        | _OWN_HEIGHT,
+        "yaxis": _AXIS | {"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False},
+        "shapes": [
+            {"type": "line", "x0": start, "x1": start, "y0": 0, "y1": 1, "yref": "paper",
+             "line": {"color": "#000000", "width": 1, "dash": "dot"}}
+            for start in content.window.step_starts.values() if start > 0
+        ],
+    }  # fmt: skip
+    return data
+
+
+def _moments(content: Lanes) -> Json:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": " / ".join(sorted({m.phase for m in content.moments})) + " (moment)",
+        "showlegend": True,
+        "x": [m.start_s for m in content.moments],
+        "y": [m.lane for m in content.moments],
+        "customdata": [m.detail for m in content.moments],
+        "hovertemplate": "%{customdata}<br>%{x:.4f} s<extra>%{y}</extra>",
+        "marker": {
+            "symbol": "triangle-down",
+            "size": 11,
+            "color": [phase_of(m.phase)[1] for m in content.moments],
+            "line": {"color": "#000000", "width": 1},
+        },
+    }
+
+
+def _script_json(value: Json) -> str:
+    """JSON that cannot end the script element that holds it."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

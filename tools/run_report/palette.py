@@ -1,0 +1,91 @@
+"""The colours of the report, one for one thing on page and picture alike.
+
+From the palette of Okabe and Ito (2008, "Color Universal Design"), which readers with any colour vision tell apart, with
+a few darker and greyer ones for phases that take little time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+BLACK = "#000000"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+VERMILLION = "#D55E00"
+PURPLE = "#CC79A7"
+GREY = "#C8CCD0"
+OTHER = "#8A8F98"
+
+# In the order of the legend: (names of the spans, name in the legend, colour).
+_PHASES = (
+    (("DECODE",), "DECODE", SKY),
+    (("VERIFY",), "VERIFY", BLUE),
+    (("ROLLOUT",), "ROLLOUT", "#CFE8F8"),
+    (("IDLE", "WAIT"), "IDLE / WAIT", GREY),
+    (("DRAFT-TRAIN",), "DRAFT-TRAIN", ORANGE),
+    (("PREEMPT",), "PREEMPT", VERMILLION),
+    (("REWARD",), "REWARD", PURPLE),
+    (("LOGPROB",), "LOGPROB", YELLOW),
+    (("UPDATE",), "UPDATE", GREEN),
+    (("SYNC",), "SYNC", BLACK),
+    (("EVAL",), "EVAL", "#6A51A3"),
+    (("CHECKPOINT",), "CHECKPOINT", "#7B4B2A"),
+)
+_DARK = {BLACK, BLUE, GREEN, VERMILLION, OTHER, "#6A51A3", "#7B4B2A"}
+_TIMINGS = {
+    "gen": SKY,
+    "reward": PURPLE,
+    "old_log_prob": YELLOW,
+    "ref": "#B8AE2F",
+    "update_actor": GREEN,
+    "update_weights": BLACK,
+    "testing": "#6A51A3",
+    "save_checkpoint": "#7B4B2A",
+}
+RANK_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
+# Light to dark, for shares; and viridis without its lightest end, for depths.
+SHARES = ("#FFFFFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")
+_DEPTHS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#B5A80B")
+
+
+def phase_of(phase: str) -> tuple[str, str]:
+    """Name in the legend and colour of a phase; one that is not known keeps its name."""
+    for names, label, color in _PHASES:
+        if phase in names:
+            return label, color
+    return phase, OTHER
+
+
+def legend_order(labels: Iterable[str]) -> list[str]:
+    """The labels, in the order of the legend."""
+    order = [label for _, label, _ in _PHASES]
+    return sorted(set(labels), key=lambda label: (label not in order, order.index(label) if label in order else 0, label))  # fmt: skip
+
+
+def timing_color(phase: str) -> str:
+    """Colour of timing_s/<phase>."""
+    return _TIMINGS.get(phase, OTHER)
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever reads better on `color`."""
+    return "#FFFFFF" if color in _DARK else BLACK
+
+
+def depth_color(depth: int, deepest: int) -> str:
+    """From dark to light as depth goes from 1 to `deepest`."""
+    return blend(_DEPTHS, (depth - 1) / max(deepest - 1, 1))
+
+
+def blend(colors: tuple[str, ...], at: float) -> str:
+    """The colour at `at` in [0, 1] of a scale of evenly spaced colours."""
+    place = at * (len(colors) - 1)
+    low = min(int(place), len(colors) - 2)
+    first, second = (
+        [int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in (colors[low], colors[low + 1])
+    )
+    mixed = [round(a + (b - a) * (place - low)) for a, b in zip(first, second, strict=True)]
+    return "#" + "".join(f"{value:02X}" for value in mixed)
