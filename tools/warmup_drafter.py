@@ -34,7 +34,7 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
@@ -46,7 +46,15 @@ def main() -> None:
     options = _parse()
     torch.set_num_threads(options.threads)
     console = Console()
-    engine = load_engine(options.model, dtype=options.dtype, max_new_tokens=options.max_new_tokens)
+    target = load_model_config(options.model)
+    is_eagle3 = options.algorithm == "eagle3"
+    aux_layer_ids = default_aux_layer_ids(target.num_layers) if is_eagle3 else ()
+    engine = load_engine(
+        options.model,
+        dtype=options.dtype,
+        tap_layers=aux_layer_ids,
+        max_new_tokens=options.max_new_tokens,
+    )
     tokenizer = load_tokenizer(options.model)
     section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
     params = SamplingParams(
@@ -66,9 +74,10 @@ def main() -> None:
         algorithm=options.algorithm,
         lr=options.lr,
         batch_tokens=options.batch_tokens,
-        feature_weight=options.feature_weight,
+        feature_weight=None if is_eagle3 else options.feature_weight,
     )
-    config = make_draft_config(load_model_config(options.model), "eagle", embedding)
+    architecture = "eagle3" if is_eagle3 else "eagle"
+    config = make_draft_config(target, architecture, embedding, aux_layer_ids)
     model = DraftModel(
         config, embedding_VD=embedding.float(), lm_head_VD=head.float(), seed=options.seed
     )
@@ -91,13 +100,10 @@ def collect_sequences(
 ) -> list[DraftSequence]:
     """The policy's answers with the states that decoding computed anyway; too short ones are left out."""
     sequences: list[DraftSequence] = []
+    hidden_size = engine.target_tensors()[0].shape[1]
 
-    def keep(rollout: Rollout, features_TD: torch.Tensor) -> None:
-        sequence = DraftSequence(
-            token_ids=torch.cat([torch.tensor(rollout.prompt_ids), rollout.token_ids]),
-            features=features_TD.float().cpu(),
-            loss_start=len(rollout.prompt_ids),
-        )
+    def keep(rollout: Rollout, features_TF: torch.Tensor) -> None:
+        sequence = DraftSequence.of_rollout(rollout, features_TF.float().cpu(), hidden_size)
         if sequence.num_rows > 0:
             sequences.append(sequence)
 
@@ -157,14 +163,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompts", default="build/tiny_policy/train.jsonl")
     parser.add_argument("--eval", default="build/tiny_policy/eval.jsonl")
     parser.add_argument("--out", default="build/tiny_drafter")
-    parser.add_argument("--algorithm", default="hass", choices=("eagle", "hass"))
+    parser.add_argument("--algorithm", default="hass", choices=("eagle", "hass", "eagle3"))
     parser.add_argument(
         "--strategy", default="6_1_6", help="with which the accept length is measured"
     )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument(
-        "--feature-weight", type=float, default=1.0, help="of smooth L1 on features"
+        "--feature-weight", type=float, default=1.0, help="of smooth L1 on features (eagle, hass)"
     )
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--num-prompts", type=int, default=256)

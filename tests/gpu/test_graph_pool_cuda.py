@@ -35,8 +35,9 @@ def make_pool(device: Device, passes: LanePasses) -> GraphPool:
     pool.bind(
         passes.steps,
         passes.cache.kv_LKTH.data_ptr(),
-        scratch_slot=passes.scratch_slot,
+        lane=LANE,
         num_lanes=MAX_BATCH_SIZE,
+        scratch_slot=passes.scratch_slot,
     )
     return pool
 

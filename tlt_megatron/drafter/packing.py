@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_megatron.types import Rollout
+
 _MIN_TOKENS = 3  # fewer make no row
 
 
@@ -35,6 +37,17 @@ class DraftSequence:
                 raise ValueError(
                     f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens: must be {num_tokens} or {num_tokens - 1}"
                 )
+
+    @staticmethod
+    def of_rollout(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
+        """A response with what the engine saw, [T - 1, F]: the final state [.., D] and behind it the taps, if any."""
+        has_taps = features_TF.shape[1] > hidden_size
+        return DraftSequence(
+            token_ids=torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids)),
+            features=features_TF[:, hidden_size:] if has_taps else features_TF,
+            final_hidden=features_TF[:, :hidden_size] if has_taps else None,
+            loss_start=len(rollout.prompt_ids),
+        )
 
     @property
     def num_rows(self) -> int:

@@ -84,6 +84,9 @@ class RolloutEngine(Protocol):
     def suspend_drafter(self, is_suspended: bool) -> None:
         """Whether to do without the learned drafter until further notice, as it has collapsed."""
 
+    def pause_speculation(self, is_paused: bool) -> bool:
+        """Decode plainly until further notice, or as before again; False if the engine cannot."""
+
     def sleep(self) -> None:
         """Give back memory that training can use; `wake` before the next `generate` or `load_weights`."""
 

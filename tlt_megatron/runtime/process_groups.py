@@ -127,7 +127,7 @@ class PrivateHandle:
     def close(self) -> None:
         """Let go of the communicator. On NCCL pending operations are aborted; gloo has none after an error."""
         backend, self._backend = self._backend, None
-        if backend is not None and backend.name() == "nccl":
+        if backend is not None and not isinstance(backend, dist.ProcessGroupGloo):
             backend.abort()
 
     def _live(self) -> dist.ProcessGroup:

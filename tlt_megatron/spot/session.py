@@ -34,6 +34,7 @@ from tlt_megatron.spot.rank_state import PhaseBoard, Plan, SharedLog
 log = logging.getLogger(__name__)
 
 _NO_GROUP = "-"
+_CHECKSUM_BASE = 1_000_003
 _NO_DATA_WAIT_S = 0.005  # between steps while no member has anything to train on
 
 
@@ -65,9 +66,11 @@ class StateVersion:
 
 def version_of(trainer: DrafterTrainer) -> StateVersion:
     """Equal on two ranks exactly if their drafters are (63 bits)."""
-    state = trainer.state_dict()
-    total = sum(checksum_tensor(name, tensor) for name, tensor in state.items())
-    return StateVersion(num_updates=trainer.num_updates, checksum=total % CHECKSUM_MODULUS)
+    total = 0
+    for name, tensor in trainer.state_dict().items():
+        # In order, not as a sum: two tensors of one shape that have changed places must show.
+        total = (_CHECKSUM_BASE * total + checksum_tensor(name, tensor)) % CHECKSUM_MODULUS
+    return StateVersion(num_updates=trainer.num_updates, checksum=total)
 
 
 @dataclass(slots=True, kw_only=True)

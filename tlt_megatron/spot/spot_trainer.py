@@ -249,11 +249,14 @@ class SpotTrainer:
                     # The session that listed us went on without us, or is no more.
                     board.announce_left(listed)
                     continue
-                proposal = coordinator.plan_start(view, time.monotonic(), self.trainer.num_updates)
+                now = time.monotonic()
+                proposal = coordinator.plan_start(view, now, self.trainer.num_updates)
                 if proposal is not None:
                     board.propose(proposal)
                     continue
-                time.sleep(self.limits.poll_s)
+                # This may add a hundredth of the time waited, and spares the store, whose host may be generating.
+                pause_s = max(self.limits.poll_s, 0.01 * (now - started))
+                time.sleep(min(pause_s, 5 * self.limits.poll_s))
 
     def _report(
         self, board: PhaseBoard, finished_at: float, records: list[SessionRecord]

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, load_checkpoint
+from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
 from tlt_megatron.drafter.publisher import (
@@ -111,14 +112,7 @@ class DrafterUpkeep:
 
     def add_features(self, rollout: Rollout, features: Tensor) -> None:
         """A response has ended; `features` [T - 1, F] are its states as the engine saw them."""
-        tokens = torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids))
-        size = self._hidden_size
-        sequence = DraftSequence(
-            token_ids=tokens,
-            features=features[:, size:] if self._tap_layers else features,
-            final_hidden=features[:, :size] if self._tap_layers else None,
-            loss_start=len(rollout.prompt_ids),
-        )
+        sequence = DraftSequence.of_rollout(rollout, features, self._hidden_size)
         self.buffer.add(sequence, self.buffer.step)
 
     def make_tap(self) -> HiddenStateTap:
@@ -217,6 +211,11 @@ class DrafterUpkeep:
             self.buffer.load_state_dict({"tensors": tensors, "values": values})
         self._hand_over()
         self.engine.suspend_drafter(bool(self.publisher.alarm))
+
+    def export(self, folder: Path) -> None:
+        """Write the drafter that the engines have, as SGLang and vLLM load it. Ends the training of this rank's copy."""
+        self.trainer.model.load_state_dict(self.publisher.published.weights)
+        save_drafter(folder, self.trainer.model)
 
     def close(self) -> None:
         """Finish the checkpoints that are still being written."""

@@ -31,7 +31,12 @@ TABLE_COLUMNS = (
 def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     """Write everything and print where it is. A collective of all ranks, after the last step."""
     trainer = run.trainer
-    if config.checkpoint.export_hf and trainer.step == config.run.num_steps:
+    is_complete = trainer.step == config.run.num_steps
+    if config.speculation.measure_gain and is_complete:
+        trainer.measure_gain()
+    if trainer.upkeep is not None and trainer.world.is_first:
+        trainer.upkeep.export(run_dir / "hf_drafter")
+    if config.checkpoint.export_hf and is_complete:
         weights = run.model.export_hf_weights()
         if trainer.world.is_first:
             save_hf_model(run_dir / "hf", weights, Path(config.model.path), dtype=run.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +18,13 @@ from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.trainer.checkpoint import CheckpointManager
 from tlt_megatron.trainer.drafter_upkeep import DrafterUpkeep
 from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.gain import measure_gain
+from tlt_megatron.trainer.history import RunHistory
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.weight_sync import WeightSync
-from tlt_megatron.types import SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ class RLTrainer:
         self.stop = stop
         self.world = world
         self.step = 0  # RL steps done; also the version of the policy
+        self.last_prompts: list[Prompt] = []  # of the latest step of this process
         self.history = RunHistory()
 
     def train(self) -> None:
@@ -97,7 +98,7 @@ class RLTrainer:
     def train_step(self) -> None:
         """prompts -> rollouts -> rewards -> experiences -> update -> weights."""
         started = time.perf_counter()
-        prompts = self.sampler.next_batch(self.settings.num_prompts)
+        prompts = self.last_prompts = self.sampler.next_batch(self.settings.num_prompts)
         upkeep = self.upkeep
         if upkeep is not None:
             upkeep.start_step(self.step + 1)
@@ -172,6 +173,19 @@ class RLTrainer:
             self.engine.load_state_dict(state["engine"][self.world.rank])
         return state is not None
 
+    def measure_gain(self) -> None:
+        """Time the latest step's prompts with speculation and without, for the summary."""
+        if self.last_prompts:
+            gain = measure_gain(
+                self.engine,
+                self.last_prompts,
+                self.sampling,
+                policy_version=self.step,
+                replicas=self.rollout_worker.replicas,
+            )
+            if gain is not None:
+                self.history.add_gain(gain)
+
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0 and self.step < self.settings.num_steps
 
@@ -189,70 +203,3 @@ class RLTrainer:
     def _write(self, metrics: dict[str, float]) -> None:
         if self.metrics is not None:
             self.metrics.write(self.step, metrics)
-
-
-class RunHistory:
-    """What summary.json says of the whole run, resumed parts included."""
-
-    def __init__(self) -> None:
-        self.step_seconds: list[float] = []
-        self.generated_tokens = 0.0
-        self.generation_seconds = 0.0
-        self.evals: list[tuple[int, float]] = []
-        self.seconds_before = 0.0
-        self._started = time.perf_counter()
-
-    @property
-    def last_eval_step(self) -> int:
-        """-1 before the first."""
-        return self.evals[-1][0] if self.evals else -1
-
-    def add_step(self, metrics: dict[str, float]) -> None:
-        """Count one RL step."""
-        self.step_seconds.append(metrics["timing_s/step"])
-        self.generated_tokens += metrics["perf/rollout_tokens_per_s"] * metrics["timing_s/gen"]
-        self.generation_seconds += metrics["timing_s/gen"]
-
-    def add_eval(self, step: int, accuracy: float) -> None:
-        """Note one evaluation."""
-        self.evals.append((step, accuracy))
-
-    def summary(self) -> dict[str, float | int | None]:
-        """The machine-readable result of the run."""
-        return {
-            "eval_accuracy_first": self.evals[0][1] if self.evals else None,
-            "eval_accuracy_last": self.evals[-1][1] if self.evals else None,
-            "num_steps": len(self.step_seconds),
-            "step_time_s_median": statistics.median(self.step_seconds)
-            if self.step_seconds
-            else None,
-            "rollout_tokens_per_s": self.generated_tokens / self.generation_seconds
-            if self.generation_seconds
-            else None,
-            "seconds_total": self._seconds(),
-        }
-
-    def write_summary(self, path: Path) -> None:
-        """Write `summary` as JSON."""
-        path.write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
-
-    def state_dict(self) -> dict[str, object]:
-        """For the checkpoint."""
-        return {
-            "step_seconds": self.step_seconds,
-            "generated_tokens": self.generated_tokens,
-            "generation_seconds": self.generation_seconds,
-            "evals": self.evals,
-            "seconds": self._seconds(),
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """From the checkpoint."""
-        self.step_seconds = list(state["step_seconds"])
-        self.generated_tokens = state["generated_tokens"]
-        self.generation_seconds = state["generation_seconds"]
-        self.evals = [(step, accuracy) for step, accuracy in state["evals"]]
-        self.seconds_before = state["seconds"]
-
-    def _seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self._started

@@ -30,13 +30,15 @@ class Replaying:
         return work
 
 
-def make_pool(new_memory: Callable[[], GraphMemory | None] = Replaying) -> GraphPool:
+def make_pool(
+    new_memory: Callable[[], GraphMemory | None] = Replaying, *, max_length: int = LANE
+) -> GraphPool:
     passes = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=0)
     plan = GraphPlan(
         passes.model.config,
         [SpeculationStrategy.parse(text) for text in STRATEGIES],
         max_batch_size=MAX_BATCH_SIZE,
-        max_length=LANE,
+        max_length=max_length,
         item_bytes=8,
     )
     return GraphPool(plan, new_memory)
@@ -55,8 +57,9 @@ def pool(passes: LanePasses) -> GraphPool:
     return pool
 
 
-def bind(pool: GraphPool, passes: LanePasses, layout: str = "here", num_lanes: int = 8) -> None:
-    pool.bind(passes.steps, layout, scratch_slot=passes.scratch_slot, num_lanes=num_lanes)
+def bind(pool: GraphPool, passes: LanePasses, *, num_lanes: int = MAX_BATCH_SIZE) -> None:
+    address, slot = passes.cache.kv_LKTH.data_ptr(), passes.scratch_slot
+    pool.bind(passes.steps, address, lane=LANE, num_lanes=num_lanes, scratch_slot=slot)
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -148,7 +151,7 @@ def test_without_graphs_a_step_runs_on_the_tensors_it_is_given(passes: LanePasse
 
     pool = make_pool(select_device("cpu").graph_memory)
     assert not pool.has_graphs
-    pool.bind({Role.TARGET: step}, None, scratch_slot=0, num_lanes=0)
+    pool.bind({Role.TARGET: step}, None, lane=LANE, num_lanes=9, scratch_slot=0)
     inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=1)
     pool.run(Role.TARGET, inputs)
     assert seen == [inputs]
@@ -165,14 +168,23 @@ def test_another_layout_drops_the_captures_and_the_same_keeps_them(
     pool.run(Role.TARGET, inputs)
     assert pool.take_counts().num_captures == 1
     elsewhere = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=9)
-    bind(pool, elsewhere, "elsewhere")
+    bind(pool, elsewhere)
     passes.cache.kv_LKTH.zero_()  # of the old place, which nobody may read any more
     torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=0, atol=0)
     assert pool.take_counts().num_captures == 1
     pool.drop()
-    bind(pool, elsewhere, "elsewhere")
+    bind(pool, elsewhere)
     pool.run(Role.TARGET, inputs)
     assert pool.take_counts().num_captures == 1
+
+
+def test_lanes_shorter_than_planned_are_read_to_their_end(passes: LanePasses) -> None:
+    pool = make_pool(max_length=700)  # planned for 512 and 700 positions
+    bind(pool, passes)
+    inputs = passes.inputs(Role.TARGET, batch_size=3, num_rows=7)
+    expected = passes.steps[Role.TARGET](inputs)[0]
+    torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=1e-12, atol=1e-12)
+    assert {key.length for key in pool.take_counts().num_replays} == {LANE}
 
 
 def test_capturing_ahead_leaves_nothing_to_capture(pool: GraphPool, passes: LanePasses) -> None:

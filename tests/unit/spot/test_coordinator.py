@@ -45,7 +45,9 @@ def test_no_session_starts_or_grows_in_a_phase_that_is_over_or_closed(last: str)
     lines = ["finished 0 1.0", "finished 1 1.0", "finished 2 1.0"]
     view = make_view(*lines, last)
     assert make_coordinator(1).plan_start(view, 0.0, 0) is None
-    assert make_coordinator(0).plan_growth(make_view(lines[0], "plan 1 0 0", *lines[1:], last)) is None
+    assert (
+        make_coordinator(0).plan_growth(make_view(lines[0], "plan 1 0 0", *lines[1:], last)) is None
+    )
 
 
 def test_session_grows_by_all_who_are_free_and_keeps_its_order_and_base() -> None:

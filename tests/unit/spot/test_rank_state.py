@@ -64,12 +64,12 @@ def test_free_replicas_come_as_they_became_idle_and_whole() -> None:
     assert make_view(*lines[:3], layout=layout).free_replicas() == (0,)
     view = make_view(*lines, layout=layout)
     assert view.free_replicas() == (0, 2)
-    view.apply("plan 1 0 0".split())
+    view.apply(["plan", "1", "0", "0"])
     assert view.members() == (0, 1)
     assert view.free_replicas() == (2,)
-    view.apply("left 0 1".split())
+    view.apply(["left", "0", "1"])
     assert view.free_replicas() == (2,)  # rank 1 may be dead
-    view.apply("left 1 1".split())
+    view.apply(["left", "1", "1"])
     assert view.free_replicas() == (0, 2)
 
 

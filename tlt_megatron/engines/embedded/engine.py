@@ -51,6 +51,7 @@ class EmbeddedEngine:
         self._dtype: torch.dtype = getattr(torch, section.dtype)
         self._max_prompt_tokens = max_prompt_tokens
         self._speculation: Speculation | None = None
+        self._paused: Speculation | None = None
         self._plan = self._make_plan()
         self._model: Transformer | None = None
         self._cache: KvCache | None = None
@@ -146,6 +147,16 @@ class EmbeddedEngine:
         """See `RolloutEngine`."""
         if self._speculation is not None:
             self._speculation.is_suspended = is_suspended
+
+    def pause_speculation(self, is_paused: bool) -> bool:
+        """See `RolloutEngine`. What speculation takes of the memory is free meanwhile."""
+        if is_paused and self._speculation is not None:
+            self._paused = self._speculation
+            self.set_speculation(None)
+        elif not is_paused and self._paused is not None:
+            self.set_speculation(self._paused)
+            self._paused = None
+        return True
 
     def sleep(self) -> None:
         """Free the KV; on a GPU also move the weights to the host."""

@@ -128,7 +128,7 @@ class GraphPlan:
         verify_tokens: int = _VERIFY_TOKENS,
         bytes_per_kernel: int = _KERNEL_BYTES,
     ) -> None:
-        """`max_length` is the length of a lane. Larger `verify_tokens` plan a strategy for larger batches.
+        """`max_length` is the length of the longest lane. Larger `verify_tokens` plan a strategy for larger batches.
         `bytes_per_kernel` is what the driver keeps for each kernel of a graph: newer ones keep less."""
         if max_batch_size < 1 or max_length < 1 or verify_tokens < 1:
             raise ValueError(

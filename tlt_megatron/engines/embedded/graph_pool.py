@@ -83,8 +83,8 @@ class _Captured:
 class GraphPool:
     """The captures of one engine. They are made when a shape is first met, or by `capture_ahead`.
 
-    Example: `pool.bind(lane_steps(model, cache, lane), layout, scratch_slot=s, num_lanes=n)`, and then
-    `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
+    Example: `pool.bind(lane_steps(model, cache, lane), addresses, lane=lane, num_lanes=n, scratch_slot=n * lane)`, and
+    then `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
@@ -94,7 +94,7 @@ class GraphPool:
         self._new_memory = new_memory
         self._memory = new_memory()
         self._layout: Hashable = None
-        self._scratch_slot = self._num_lanes = 0
+        self._lane = self._num_lanes = self._scratch_slot = 0
         self._captured: dict[GraphKey, _Captured] = {}
         self._static: dict[tuple[Role, str], Tensor] = {}
         self._replays: Counter[GraphKey] = Counter()
@@ -107,17 +107,24 @@ class GraphPool:
         return self._memory is not None
 
     def bind(
-        self, steps: Mapping[Role, Step], layout: Hashable, *, scratch_slot: int, num_lanes: int
+        self,
+        steps: Mapping[Role, Step],
+        addresses: Hashable,
+        *,
+        lane: int,
+        num_lanes: int,
+        scratch_slot: int,
     ) -> None:
-        """What to run and where things lie from now on; graphs of another `layout` are dropped.
+        """What to run and where things lie from now on; if that has changed, graphs are dropped.
 
-        `layout` names every address and stride that steps read besides their inputs: weights, rotary tables, the KV pool,
-        the length of a lane. `scratch_slot` is one that no lane holds, `num_lanes` how many lanes fit.
+        `addresses` are those that steps read besides their inputs: weights, rotary tables, the KV pool, which holds
+        `num_lanes` lanes of `lane` slots and, behind them, `scratch_slot`.
         """
+        layout = (addresses, lane, num_lanes, scratch_slot)
         if layout != self._layout:
             self.drop()
         self._steps, self._layout = steps, layout
-        self._scratch_slot, self._num_lanes = scratch_slot, num_lanes
+        self._lane, self._num_lanes, self._scratch_slot = lane, num_lanes, scratch_slot
 
     def drop(self) -> None:
         """Give all graphs and their memory back; the next passes capture anew."""
@@ -158,14 +165,11 @@ class GraphPool:
 
     @torch.inference_mode()
     def capture_ahead(self, example: Mapping[Role, PassInputs]) -> None:
-        """Capture all that is planned and fits, the largest first. `example`: inputs of any shape for each role."""
-        largest_first = sorted(
-            self.plan.keys, key=lambda key: -self.plan.cost(key).activation_bytes
-        )
-        for key in largest_first:
-            if not self.has_graphs or key in self._captured or key.batch_size > self._num_lanes:
-                continue
-            self._capture_blank(key, example[key.role])
+        """Capture all that is planned and fits. `example`: inputs of any shape for each role."""
+        if self.has_graphs:
+            for key in self._largest_first():
+                if key not in self._captured:
+                    self._capture_blank(key, example[key.role])
 
     def count_eager(
         self, role: Role, *, batch_size: int, num_rows: int, reason: EagerReason
@@ -192,18 +196,28 @@ class GraphPool:
         self, role: Role, batch_size: int, num_rows: int, longest: int
     ) -> GraphKey | EagerReason:
         key = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
-        if isinstance(key, GraphKey) and key.batch_size > self._num_lanes:
-            return EagerReason.LANES
-        return key
+        if isinstance(key, EagerReason):
+            return key
+        return self._in_lanes(key) or EagerReason.LANES
+
+    def _in_lanes(self, key: GraphKey) -> GraphKey | None:
+        """The capture with no more positions than a lane has, if there are lanes for its batch."""
+        if key.batch_size > self._num_lanes:
+            return None
+        return key if key.length <= self._lane else dataclasses.replace(key, length=self._lane)
 
     # ---- captures and their static tensors
 
     def _first_capture(self, inputs: PassInputs) -> None:
         """The largest of all comes first: what is captured after it fits into the memory that it took."""
-        fitting = [key for key in self.plan.keys if key.batch_size <= self._num_lanes]
-        largest = max(fitting, key=lambda key: self.plan.cost(key).activation_bytes)
+        largest = self._largest_first()[0]
         if largest.role is Role.TARGET:
             self._capture_blank(largest, dataclasses.replace(inputs, hidden_BRD=None))
+
+    def _largest_first(self) -> list[GraphKey]:
+        """All that can be captured here."""
+        keys = dict.fromkeys(filter(None, map(self._in_lanes, self.plan.keys)))
+        return sorted(keys, key=lambda key: -self.plan.cost(key).activation_bytes)
 
     def _capture_blank(self, key: GraphKey, like: PassInputs) -> None:
         """Capture with queries that see everything and write where nobody reads."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
-from tlt_megatron.engines.sglang.noise import BACKEND
+from tlt_megatron.engines.sglang.noise import MARK
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 _ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGLE3"}
@@ -133,7 +133,7 @@ def engine_arguments(
         "port": ports[0],
         "nccl_port": ports[1],
         "skip_tokenizer_init": True,
-        "sampling_backend": BACKEND,
+        "served_model_name": MARK,
         "context_length": longest + _slack(speculation),
         "max_running_requests": rollout.max_batch_size,
         "max_total_tokens": rollout.kv_cache_tokens

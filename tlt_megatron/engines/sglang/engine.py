@@ -21,7 +21,6 @@ from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
 from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS, Question
 from tlt_megatron.engines.sglang.arguments import (
-    SpeculationPlan,
     check_drafter_names,
     engine_arguments,
     plan_speculation,

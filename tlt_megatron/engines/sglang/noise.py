@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-BACKEND = "tlt_megatron"  # value of SGLang's `sampling_backend` that turns everything here on
+# Value of SGLang's `served_model_name` that turns everything here on. Its `sampling_backend`, made for samplers of one's own,
+# will not do: on a CPU SGLang overwrites it.
+MARK = "tlt_megatron"
 _GOLDEN = (
     0x9E3779B97F4A7C15  # what one position adds to a key in `speculation.sampling.gumbel_noise`
 )
@@ -51,9 +53,9 @@ def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
 
 def is_active() -> bool:
     """Whether this process serves an engine of ours; anybody else's SGLang stays as it is."""
-    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.runtime_context import get_serving
 
-    return get_exec().kernel.sampling_backend == BACKEND
+    return get_serving().served_model_name == MARK
 
 
 # ---- what a batch carries
@@ -113,8 +115,10 @@ def settings_of(info: SamplingBatchInfo) -> SamplingSettings:
 # ---- plain decode
 
 
-def make_sampler() -> object:
-    """The factory behind `BACKEND`: SGLang's Sampler with `forward` replaced."""
+def make_sampler(original: Callable[..., object], backend: str | None = None) -> object:
+    """Around `create_sampler`: SGLang's Sampler with `forward` replaced."""
+    if not is_active():
+        return original(backend)
     from sglang.srt.layers.sampler import Sampler
 
     class NoiseKeyedSampler(Sampler):

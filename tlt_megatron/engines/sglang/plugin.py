@@ -2,7 +2,7 @@
 
 Called by SGLang in each of its processes, with or without an engine of ours. What to know: SGLang logs a plugin that fails
 and goes on without it, so the scheduler is asked which hooks are in place (`answers.py`), and a start without all of them
-is refused. Every hook leaves engines alone that were not started with our sampling backend.
+is refused. Every hook leaves engines alone that were not started under our mark.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ _VERIFY = "sglang.srt.speculative.eagle_utils."
 
 
 def register() -> None:
-    """Register the sampler and all hooks; SGLang applies them when this has returned."""
-    from sglang.srt.layers.sampler import register_sampler_backend
+    """Register all hooks; SGLang applies them when this has returned."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
-    register_sampler_backend(noise.BACKEND, noise.make_sampler)
     policies = PolicyFactory(AdaptiveSpeculativeParams)
     targets: set[str] = set()
     for when, target, hook in _hooks(policies, Answers(policies, targets), DraftRanking()):
@@ -48,6 +46,7 @@ def _hooks(
     yield "after", _BATCH_INFO + "copy_for_forward", noise.keep_settings
     yield "around", _BATCH_INFO + "merge_batch", noise.check_merged
 
+    yield "around", "sglang.srt.layers.sampler.create_sampler", noise.make_sampler
     yield "around", _VERIFY + "_verify_uses_greedy", noise.verify_greedily
     yield "around", _VERIFY + "eagle_sample", noise.verify_perturbed
     yield (

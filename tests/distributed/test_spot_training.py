@@ -1,0 +1,123 @@
+"""What a session computes: members together are one member on all the data, and newcomers become equal to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.slow_draft import make_sequence
+from tests.spot_phases import (
+    Markers,
+    make_drafter_trainer,
+    make_spot,
+    run_spot_ranks,
+    world_group,
+)
+from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
+from tlt_megatron.drafter.trainer import DrafterStats
+from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
+from tlt_megatron.spot.spot_trainer import SpotReport
+
+NUM_UPDATES = 4
+
+
+class Shares:
+    """A member's sequences by update; unequal ones, and member 1 has none at times."""
+
+    def __init__(self, model: DraftModel, rank: int, at_update: Callable[[int], None]) -> None:
+        self.model = model
+        self.rank = rank
+        self.at_update = at_update
+        self.update = 0
+
+    def sequences(self, update: int) -> list[DraftSequence]:
+        if self.rank == 1 and update % 2:
+            return []
+        seeds = range(1 + (self.rank + update) % 2)
+        first = 100 * self.rank + 10 * update
+        return [make_sequence(self.model, 4 + self.rank, seed=first + seed) for seed in seeds]
+
+    def next_batch(self) -> DraftBatch | None:
+        self.at_update(self.update)
+        sequences = self.sequences(self.update)
+        self.update += 1
+        return pack_batch(sequences) if sequences else None
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_n_members_equal_one_member_on_the_union(num_members: int, tmp_path: Path) -> None:
+    """The last rank generates until the members have had their updates."""
+
+    def body() -> tuple[dict[str, torch.Tensor], tuple[DrafterStats, ...]]:
+        rank = dist.get_rank()
+        markers = Markers(tmp_path)
+
+        def at_update(update: int) -> None:
+            if update == NUM_UPDATES - 1:
+                markers.set("trained")
+
+        source = Shares(make_drafter_trainer().model, rank, at_update)
+        spot = make_spot(source=source, min_idle_replicas=num_members, max_updates=NUM_UPDATES)
+        if rank == num_members:
+            markers.await_("trained")
+        updates = spot.run_until_preempted(0).updates
+        spot.sync_newest(world_group())
+        dist.barrier()
+        return spot.trainer.state_dict(), updates
+
+    results = run_spot_ranks(num_members + 1, body)
+    alone = make_drafter_trainer()
+    members = [Shares(alone.model, rank, lambda update: None) for rank in range(num_members)]
+    for update in range(NUM_UPDATES):
+        union = pack_batch([s for member in members for s in member.sequences(update)])
+        expected = alone.step(union)
+        for _, updates in results[:num_members]:
+            assert updates[update].loss == pytest.approx(expected.loss)
+            assert updates[update].grad_norm == pytest.approx(expected.grad_norm)
+            assert updates[update].num_tokens == expected.num_tokens
+    for state, _ in results:
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_newcomer_in_the_middle_of_a_session_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Rank 0 trains alone, rank 1 joins after 5 updates, rank 2 after 5 more; rank 3 ends it 5 later."""
+
+    def body() -> tuple[SpotReport, StateVersion]:
+        rank = dist.get_rank()
+        markers = Markers(tmp_path)
+
+        def before(count: int) -> None:
+            size = spot.trainer.group.size
+            first_seen.setdefault(size, count)
+            if rank == 0 and count == first_seen[size] + 5:
+                markers.set(f"{size} trained")
+
+        first_seen: dict[int, int] = {}
+        spot = make_spot(before=before)
+        if rank:
+            markers.await_(f"{rank} trained")
+        report = spot.run_until_preempted(0)
+        version = version_of(spot.trainer)
+        spot.sync_newest(world_group())
+        dist.barrier()
+        return report, version
+
+    reports, versions = zip(*run_spot_ranks(4, body), strict=True)
+    ends = [[(s.members, s.end) for s in report.sessions] for report in reports]
+    growth = [
+        ((0,), SessionEnd.REPLACED),
+        ((0, 1), SessionEnd.REPLACED),
+        ((0, 1, 2), SessionEnd.STOPPED),
+    ]
+    assert ends == [growth, growth[1:], growth[2:], []]
+    for session in reports[0].sessions:
+        assert len(session.stats) >= 5
+    assert versions[0] == versions[1] == versions[2]
+    assert versions[0].num_updates == reports[0].num_updates
+    assert versions[3].num_updates == 0

@@ -1,0 +1,92 @@
+"""What a drafter would accept on sequences that it is never trained on. Measured by the trainer, judged by the publisher.
+
+The one thing to know: results are kept by batch, so that two drafters can be compared in pairs on the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.drafter.trainer import DrafterTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldoutResult:
+    """What a drafter would accept on the held-out slice: sums by [batch][unroll step]."""
+
+    counts: tuple[tuple[float, ...], ...]  # rows that have a prediction
+    accepted: tuple[tuple[float, ...], ...]  # overlap of drafter's and target's distributions
+
+    @staticmethod
+    def merge(parts: Iterable[HoldoutResult]) -> HoldoutResult:
+        """The result over the batches of all `parts`, e.g. of all ranks."""
+        parts = tuple(parts)
+        return HoldoutResult(
+            counts=tuple(row for part in parts for row in part.counts),
+            accepted=tuple(row for part in parts for row in part.accepted),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows whose first drafted token was judged."""
+        return round(sum(row[0] for row in self.counts))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify pass of a chain as long as the unroll, bonus token included; nan without any row."""
+        if not self.num_rows:
+            return math.nan
+        counts_K, accepted_K = (_rows(x).sum(dim=0) for x in (self.counts, self.accepted))
+        return _accept_length(counts_K, accepted_K).item()
+
+    def standard_error(self, other: HoldoutResult) -> float:
+        """Of the difference of both accept lengths on the same batches; 0 with fewer than two."""
+        assert self.counts == other.counts, "not the same slice"
+        num_batches = len(self.counts)
+        if num_batches < 2:
+            return 0.0
+        differences = self._left_out_lengths() - other._left_out_lengths()
+        variance = differences.var(correction=0) * (num_batches - 1)
+        return variance.sqrt().item()
+
+    def _left_out_lengths(self) -> Tensor:
+        """Accept length without batch i, at i."""
+        counts, accepted = _rows(self.counts), _rows(self.accepted)
+        return _accept_length(counts.sum(dim=0) - counts, accepted.sum(dim=0) - accepted)
+
+
+def _rows(rows: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _accept_length(counts_K: Tensor, accepted_K: Tensor) -> Tensor:
+    """Over the last dim. A step that nothing reached accepts nothing."""
+    share_K = torch.where(counts_K > 0, accepted_K / counts_K.clamp(min=1e-9), 0.0)
+    return 1.0 + share_K.cumprod(dim=-1).sum(dim=-1)
+
+
+@torch.no_grad()
+def measure_holdout(
+    trainer: DrafterTrainer, weights: Mapping[str, Tensor], batches: Iterable[DraftBatch]
+) -> HoldoutResult:
+    """What the drafter with `weights` accepts on this rank's `batches`; the trainer's own weights are as before.
+
+    The more batches, the better the noise is known: give small ones.
+    """
+    model = trainer.model
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(dict(weights))
+    try:
+        results = [trainer.evaluate(batch) for batch in batches]
+    finally:
+        model.load_state_dict(own)
+    return HoldoutResult(
+        counts=tuple(tuple(result.counts_K.tolist()) for result in results if result.count),
+        accepted=tuple(tuple(result.accepted_K.tolist()) for result in results if result.count),
+    )

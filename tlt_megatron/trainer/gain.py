@@ -1,0 +1,74 @@
+"""What speculation gained, measured and not estimated: the last step's rollouts once more, with it and without it.
+
+Called after the last step where `speculation.measure_gain` is set. The one thing to know: noise is keyed by request and
+position, so both ways draw the same tokens, and the ratio compares the same work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.types import Prompt, SamplingParams
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationGain:
+    """Wall seconds until the last rank is done, medians of interleaved rounds."""
+
+    rollout_s_on: float
+    rollout_s_off: float
+    num_tokens: int
+    num_differing: (
+        int  # responses that are not the same both ways: of rounding, where not in float64
+    )
+
+    @property
+    def rollout_speedup(self) -> float:
+        """How many times faster."""
+        return self.rollout_s_off / self.rollout_s_on
+
+    def step_speedup(self, step_s: float, gen_s: float) -> float:
+        """Of a whole step that takes `step_s`, `gen_s` of which are rollouts."""
+        return (step_s - gen_s + gen_s * self.rollout_speedup) / step_s
+
+
+def measure_gain(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    policy_version: int,
+    replicas: Group,
+) -> SpeculationGain | None:
+    """None where the engine cannot decode without. A collective of all replicas."""
+    mine = prompts[replicas.rank :: replicas.size]
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    tokens: dict[bool, list[list[int]]] = {}
+    for _ in range(_ROUNDS):
+        for is_on in (True, False):
+            if not engine.pause_speculation(not is_on):
+                return None
+            barrier(replicas)
+            started = time.perf_counter()
+            groups = engine.generate(mine, params, policy_version=policy_version)
+            spent = time.perf_counter() - started
+            seconds[is_on].append(max(gather_objects(spent, replicas)))
+            tokens[is_on] = [r.token_ids.tolist() for g in groups for r in g.rollouts]
+    engine.pause_speculation(False)
+    engine.take_passes()
+    differing = sum(on != off for on, off in zip(tokens[True], tokens[False], strict=True))
+    sums = gather_objects((sum(map(len, tokens[True])), differing), replicas)
+    return SpeculationGain(
+        rollout_s_on=statistics.median(seconds[True]),
+        rollout_s_off=statistics.median(seconds[False]),
+        num_tokens=sum(num_tokens for num_tokens, _ in sums),
+        num_differing=sum(num_differing for _, num_differing in sums),
+    )

@@ -1,0 +1,114 @@
+"""What a run remembers of itself for summary.json, over resumes too. Filled by the loop, written at the end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+from tlt_megatron.trainer.gain import SpeculationGain
+
+_SERIES = (
+    "timing_s/gen",
+    "rollout/spec_accept_length",
+    "bubble/idle_s",
+    "bubble/used_s",
+    "bubble/stall_s",
+)
+
+
+class RunHistory:
+    """What summary.json says of the whole run, resumed parts included."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self.generated_tokens = 0.0
+        self.generation_seconds = 0.0
+        self.evals: list[tuple[int, float]] = []
+        self.series: dict[str, list[float]] = {name: [] for name in _SERIES}
+        self.gain: dict[str, float] = {}
+        self.seconds_before = 0.0
+        self._started = time.perf_counter()
+
+    @property
+    def last_eval_step(self) -> int:
+        """-1 before the first."""
+        return self.evals[-1][0] if self.evals else -1
+
+    def add_step(self, metrics: dict[str, float]) -> None:
+        """Count one RL step."""
+        self.step_seconds.append(metrics["timing_s/step"])
+        self.generated_tokens += metrics["perf/rollout_tokens_per_s"] * metrics["timing_s/gen"]
+        self.generation_seconds += metrics["timing_s/gen"]
+        for name, values in self.series.items():
+            if name in metrics:
+                values.append(metrics[name])
+
+    def add_eval(self, step: int, accuracy: float) -> None:
+        """Note one evaluation."""
+        self.evals.append((step, accuracy))
+
+    def summary(self) -> dict[str, float | int | None]:
+        """The machine-readable result of the run."""
+        return {
+            "eval_accuracy_first": self.evals[0][1] if self.evals else None,
+            "eval_accuracy_last": self.evals[-1][1] if self.evals else None,
+            "num_steps": len(self.step_seconds),
+            "step_time_s_median": statistics.median(self.step_seconds)
+            if self.step_seconds
+            else None,
+            "rollout_tokens_per_s": self.generated_tokens / self.generation_seconds
+            if self.generation_seconds
+            else None,
+            "seconds_total": self._seconds(),
+        } | self._drafting_summary()
+
+    def _drafting_summary(self) -> dict[str, float]:
+        """Of runs that speculate: accept length over the first and the last steps, and what became of the idle time."""
+        lengths, idle = self.series["rollout/spec_accept_length"], self.series["bubble/idle_s"]
+        summary = {}
+        if lengths:
+            summary["accept_length_first"] = lengths[0]
+            summary["accept_length_last"] = statistics.fmean(lengths[-5:])
+        if used := self.series["bubble/used_s"]:
+            summary["idle_s"], summary["idle_used_s"] = sum(idle), sum(used)
+            summary["stall_s"] = sum(self.series["bubble/stall_s"])
+        return summary | self.gain
+
+    def add_gain(self, gain: SpeculationGain) -> None:
+        """Note what speculation was measured to gain at the end."""
+        gen_s = statistics.median(self.series["timing_s/gen"])
+        step_s = statistics.median(self.step_seconds)
+        self.gain = {
+            "rollout_speedup": gain.rollout_speedup,
+            "step_speedup": gain.step_speedup(step_s, gen_s),
+            "responses_differing": float(gain.num_differing),
+        }
+
+    def write_summary(self, path: Path) -> None:
+        """Write `summary` as JSON."""
+        path.write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+
+    def state_dict(self) -> dict[str, object]:
+        """For the checkpoint."""
+        return {
+            "step_seconds": self.step_seconds,
+            "generated_tokens": self.generated_tokens,
+            "generation_seconds": self.generation_seconds,
+            "evals": self.evals,
+            "series": self.series,
+            "seconds": self._seconds(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """From the checkpoint."""
+        self.step_seconds = list(state["step_seconds"])
+        self.generated_tokens = state["generated_tokens"]
+        self.generation_seconds = state["generation_seconds"]
+        self.evals = [(step, accuracy) for step, accuracy in state["evals"]]
+        self.series |= state["series"]
+        self.seconds_before = state["seconds"]
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self._started
