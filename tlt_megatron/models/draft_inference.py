@@ -73,6 +73,10 @@ class DraftInference:
             self._head = None
         self.refresh()
 
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's own tensors, as `load` takes them."""
+        return self._model.state_dict()
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over a drafter's own tensors, under the names of `DraftModel.state_dict`."""

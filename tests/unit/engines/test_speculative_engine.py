@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import engine_over
+from tests.unit.engines.conftest import checksum, engine_over
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -23,7 +23,10 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
-STRATEGIES = [SpeculationStrategy.parse(s) for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20")]
+STRATEGIES = [
+    SpeculationStrategy.parse(s)
+    for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20", "ngram_4", "3_2_6+ngram_5")
+]
 PARAMS = SamplingParams(
     num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(5,), seed=5
 )
@@ -131,6 +134,41 @@ def test_without_room_for_lanes_rows_decode_plainly_and_it_is_counted(
     passes = engine.take_passes()
     assert engine.stats().num_unspeculated_passes > 0
     assert {record.strategy != "off" for record in passes} == {True, False}
+
+
+def test_ngrams_alone_need_no_learned_drafter_and_know_a_prompt_that_comes_back(
+    make_engine,
+) -> None:
+    engine = make_engine(max_batch_size=5)
+    plain = tokens(engine.generate(prompts(), PARAMS, policy_version=1))
+    strategies = [SpeculationStrategy.parse("ngram_6")]
+    with pytest.raises(ValueError, match="strategy=1_1_1 needs a learned drafter"):
+        Speculation(None, FixedSelector(STRATEGIES[1]), STRATEGIES)
+    engine.set_speculation(Speculation(None, FixedSelector(strategies[0]), strategies))
+    accepted = []
+    for _ in range(2):
+        assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
+        passes = engine.take_passes()
+        accepted.append(sum(r.num_committed for r in passes) / sum(r.batch_size for r in passes))
+    assert accepted[1] > 3.0 > accepted[0]
+
+
+def test_a_drafter_may_be_replaced_between_two_passes(make_engine, tiny_path) -> None:
+    engine = make_engine()
+    plain = engine.generate(prompts(), PARAMS, policy_version=1)
+    engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES)))
+    other = speculation_for(engine, tiny_path, CyclingSelector(STRATEGIES), seed=7).draft
+    assert other is not None
+    weights = other.weights()
+
+    def swap(rollout: Rollout) -> None:
+        engine.load_drafter_weights(weights, version=1, checksum=checksum(weights.items()))
+
+    assert tokens(engine.generate(prompts(), PARAMS, policy_version=1, on_finish=swap)) == tokens(
+        plain
+    )
+    with pytest.raises(RuntimeError, match="drafter version 2 has checksum"):
+        engine.load_drafter_weights(weights, version=2, checksum=1)
 
 
 def test_an_eagle3_drafter_reads_the_taps_of_the_engine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import PhaseBoard, ReplicaLayout
 from tlt_megatron.spot.session import BatchSource, SessionEnd, version_of
-from tlt_megatron.spot.spot_trainer import SpotTrainer
+from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
 TWO = ReplicaLayout.uniform(2)
 
@@ -41,6 +42,7 @@ class Player:
         )
 
     def before(self, count: int) -> None:
+        assert count < 1000, "the session does not end"
         if count == self.stop_at:
             self.finish_other(step=4)
 
@@ -82,10 +84,8 @@ def test_max_updates_count_per_phase() -> None:
     assert player.trainer.num_updates == 4
 
 
-def stop_soon(player: Player, step: int):
+def stop_soon(player: Player, step: int) -> SpotReport:
     """Rank 1 finishes when rank 0 waits for the end."""
-    import threading
-
     timer = threading.Timer(0.1, player.finish_other, args=(step,))
     timer.start()
     report = player.spot.run_until_preempted(step)
@@ -100,6 +100,7 @@ class NoData:
 
     def next_batch(self) -> DraftBatch | None:
         self.count += 1
+        assert self.count < 1000, "the session does not end"
         if self.count == 3:
             self.finish()
         return None

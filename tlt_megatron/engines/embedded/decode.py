@@ -260,6 +260,9 @@ class DecodeBatch:
         if self._view is None:
             lane = self._lanes.lane_pages * self._cache.page_size
             self._view = LaneView(self._cache, num_rows=len(self.requests), lane=lane)
+        if self._speculator.has_new_drafter():
+            for request in self.requests:
+                request.num_drafted = 0
         roots = Roots(
             token_ids_B=self._tokens_B,
             positions_B=self._position_B,
@@ -269,7 +272,8 @@ class DecodeBatch:
             positions=positions,
             num_unseen=[p - r.num_drafted for p, r in zip(positions, self.requests, strict=True)],
         )
-        committed = self._speculator.step(self._view, roots, strategy)
+        retrieved = self._retrieve(positions, strategy.num_retrieved)
+        committed = self._speculator.step(self._view, roots, strategy, retrieved)
         steps_S = torch.arange(strategy.depth + 1, device=self._model.device)
         out_P = (self._out_B.unsqueeze(1) + 1 + steps_S).view(-1)
         self._out_tokens.index_copy_(0, out_P, committed.token_ids_BS.view(-1))
@@ -291,6 +295,24 @@ class DecodeBatch:
         self._noise.start()
         self.num_passes += 1
         return committed.num_accepted_B.tolist()
+
+    def _retrieve(self, positions: Sequence[int], num_tokens: int) -> Tensor | None:
+        """[B, num_tokens] continuations from the n-gram drafter, which is shown what it has not seen; None without any."""
+        if not num_tokens:
+            return None
+        assert self._speculator is not None
+        unseen = []
+        for request, position in zip(self.requests, positions, strict=True):
+            num_drawn = position + 1 - request.state.num_tokens  # the root included
+            unseen.append(num_drawn - request.num_indexed)
+            request.num_indexed = num_drawn
+        device = self._model.device
+        back_U = torch.arange(1 - max(unseen), 1, device=device)
+        slots_BU = (self._out_B.unsqueeze(1) + back_U).clamp_(min=0)
+        rows = self._out_tokens[slots_BU].tolist()
+        new = [row[len(row) - count :] for row, count in zip(rows, unseen, strict=True)]
+        found_BN = self._speculator.retrieve(self.requests, new, num_tokens)
+        return found_BN.to(device, non_blocking=True)
 
     # ---- where the KV lies
 

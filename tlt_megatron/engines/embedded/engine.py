@@ -110,7 +110,7 @@ class EmbeddedEngine:
                 f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
             )
         self._version = version
-        if self._speculation is not None:
+        if self._speculation is not None and self._speculation.draft is not None:
             self._speculation.draft.refresh()
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
@@ -122,9 +122,10 @@ class EmbeddedEngine:
     def set_speculation(self, speculation: Speculation | None) -> None:
         """Speculate from the next `generate` on, or stop to. Tokens stay the same; the KV is allocated anew."""
         self._require_awake()
-        if speculation is not None and speculation.draft.config.aux_layer_ids != self._tap_layers:
+        has_drafter = speculation is not None and speculation.draft is not None
+        if has_drafter and speculation.tap_layers != self._tap_layers:
             raise ValueError(
-                f"the drafter reads aux_layer_ids={speculation.draft.config.aux_layer_ids}, the engine keeps the states"
+                f"the drafter reads aux_layer_ids={speculation.tap_layers}, the engine keeps the states"
                 f" after layers {self._tap_layers}: must be the same"
             )
         self._speculation = speculation
@@ -256,6 +257,8 @@ class EmbeddedEngine:
             for end in ended:
                 rollout = self._make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
+                if self._speculation is not None:
+                    self._speculation.finish(end.request, end.token_ids_T.tolist())
                 if on_features is not None:
                     on_features(rollout, features_of(end.request, rollout, cache))
                 scheduler.finish(end.request)
@@ -360,7 +363,8 @@ class EmbeddedEngine:
         num_positions = longest + params.max_new_tokens
         if self._speculation is not None:
             num_positions += self._speculation.draft_slots
-            self._speculation.draft.rotary.reserve(num_positions)
+            if self._speculation.draft is not None:
+                self._speculation.draft.rotary.reserve(num_positions)
         self._model.rotary.reserve(num_positions)
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):

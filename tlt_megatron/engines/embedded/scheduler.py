@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
+from tlt_megatron.speculation.ngram import IndexedText
 from tlt_megatron.speculation.sampling import request_seed
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -52,7 +53,9 @@ class Request:
     num_computed: int = 0  # of the saved tokens, while it is being recomputed
     last_hidden_D: Tensor | None = None  # of the last saved token, once recomputed
     due: int = 0  # number of the decode pass that needs a new page
-    num_drafted: int = 0  # positions that the drafter has seen
+    num_drafted: int = 0  # positions that the learned drafter has seen
+    text: IndexedText | None = None  # what the n-gram drafter has seen of it
+    num_indexed: int = 0  # response tokens in `text`
     accept_lengths: list[int] = field(default_factory=list)
 
     @property

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.model_drafter import ModelDrafter
+from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView, drafted_bias
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
+from tlt_megatron.speculation.graft import graft, retrieved_chain
+from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
@@ -64,28 +67,40 @@ class Committed:
 
 
 class Speculation:
-    """All that speculation needs and that outlives a `generate` call: drafter, selector, calibration."""
+    """All that speculation needs and that outlives a `generate` call: drafters, selector, calibration."""
 
     def __init__(
         self,
-        draft: DraftInference,
+        draft: DraftInference | None,
         selector: StrategySelector,
         strategies: Sequence[SpeculationStrategy],
         *,
         ranking: Ranking = Ranking.NOISE,
     ) -> None:
-        """`strategies` are all that `selector` may choose."""
+        """`strategies` are all that `selector` may choose. ValueError for a learned one if `draft` is None."""
         drafting = [s for s in strategies if not s.is_off]
+        learned = [s for s in drafting if s.is_learned]
+        if learned and draft is None:
+            raise ValueError(f"strategy={learned[0]} needs a learned drafter: there is none")
         self.draft = draft
         self.selector = selector
         self.ranking = ranking
-        self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in drafting), default=1) or 1)
+        self.index = NgramIndex()
+        self.uses_ngrams = any(s.num_retrieved for s in drafting)
+        self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
         self.is_suspended = False  # the learned drafter is not to be used
         self.drafter_version = 0  # counts what `load_drafter` was given
         self.draft_slots = max((slots_behind_root(s) for s in drafting), default=0)
 
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Layers whose states the learned drafter reads."""
+        return () if self.draft is None else self.draft.config.aux_layer_ids
+
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with these from the next step on."""
+        """Draft with these from the next step on. RuntimeError without a learned drafter."""
+        if self.draft is None:
+            raise RuntimeError("there is no learned drafter whose weights could be replaced")
         self.draft.load(weights)
         self.drafter_version += 1
 
@@ -103,67 +118,120 @@ class Speculation:
 
     def start(self, model: Transformer, cache: KvCache, params: SamplingParams) -> Speculator:
         """For the requests of one `generate` call."""
-        drafter = ModelDrafter(
-            self.draft, cache, first_layer=model.config.num_layers, ranking=self.ranking
-        )
-        return Speculator(model, cache, params, drafter, self.calibrator)
+        return Speculator(self, model, cache, params)
+
+    def finish(self, request: Request, token_ids: Sequence[int]) -> None:
+        """A response is complete: the n-gram drafter learns from its end too, and from those that were decoded plainly."""
+        if self.uses_ngrams:
+            text = self.text_of(request)
+            self.index.append([text], [token_ids[request.num_indexed :]])
+
+    def text_of(self, request: Request) -> IndexedText:
+        """Its place in the n-gram index."""
+        if request.text is None:
+            prompt = request.state.prompt
+            request.text = self.index.start(prompt.prompt_id, prompt.token_ids)
+        return request.text
 
 
 def slots_behind_root(strategy: SpeculationStrategy) -> int:
     """Slots from the root on that a step may write: drafted nodes in growth order, or root and tree, and what commits."""
-    grown = strategy.topk * (strategy.num_steps - 1)
-    return max(grown, strategy.num_rows, strategy.num_steps + 1) + 1
+    grown = strategy.topk * max(strategy.num_steps - 1, 0)
+    return max(grown, strategy.num_rows, strategy.depth + 1) + 1
 
 
 class Speculator:
     """Drafts and verifies for the rows of a batch in lanes."""
 
     def __init__(
-        self,
-        model: Transformer,
-        cache: KvCache,
-        params: SamplingParams,
-        drafter: ModelDrafter,
-        calibrator: AcceptanceCalibrator,
+        self, speculation: Speculation, model: Transformer, cache: KvCache, params: SamplingParams
     ) -> None:
+        self._speculation = speculation
         self._verifier = Verifier(model, cache, params)
         self._cache = cache
         self._params = params
-        self._drafter = drafter
-        self._calibrator = calibrator
+        self._drafter = None
+        if speculation.draft is not None:
+            self._drafter = ModelDrafter(
+                speculation.draft,
+                cache,
+                first_layer=model.config.num_layers,
+                ranking=speculation.ranking,
+            )
+        self._drafter_version = speculation.drafter_version
+        self._calibrator = speculation.calibrator
         self._noise = NoiseWindow(model.config.vocab_size)
         self._tau_D: Tensor | None = None
         self._counts: dict[int, Tensor] = {}  # by num_steps
         self._num_counted = 0
 
+    def has_new_drafter(self) -> bool:
+        """Whether the learned drafter was replaced since the last call: nothing that it has seen is known to this one."""
+        version = self._speculation.drafter_version
+        is_new, self._drafter_version = version != self._drafter_version, version
+        return is_new
+
+    def retrieve(
+        self, requests: Sequence[Request], new_tokens: Sequence[list[int]], num_tokens: int
+    ) -> Tensor:
+        """Show the n-gram drafter the `new_tokens` of each request; its continuations [B, num_tokens], on the CPU."""
+        index = self._speculation.index
+        texts = [self._speculation.text_of(request) for request in requests]
+        index.append(texts, new_tokens)
+        return index.propose(texts, num_tokens)[0]
+
     def set_changed(self) -> None:
         """The rows of the batch are others, or in another order."""
         self._noise.start()
 
-    def step(self, view: LaneView, roots: Roots, strategy: SpeculationStrategy) -> Committed:
-        """One draft and one verify pass for every row."""
+    def step(
+        self,
+        view: LaneView,
+        roots: Roots,
+        strategy: SpeculationStrategy,
+        retrieved_BN: Tensor | None = None,
+    ) -> Committed:
+        """One draft and one verify pass for every row; `retrieved_BN` are the n-gram drafter's tokens, if it takes part."""
         params, noise_BSV = self._params, None
         # Roots drawn by a plain step have not been written yet.
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
         if params.temperature > 0.0:
             noise_BSV = self._noise.window(
-                roots.seeds_B, roots.draw_positions_B + 1, strategy.num_steps + 1
+                roots.seeds_B, roots.draw_positions_B + 1, strategy.depth + 1
             )
-        tree = self._drafter.propose(
+        if strategy.is_learned:
+            tree = self._grow(view, roots, strategy, noise_BSV)
+            if retrieved_BN is not None:
+                tree = graft(tree, retrieved_BN)
+        else:
+            assert retrieved_BN is not None, strategy
+            tree = retrieved_chain(retrieved_BN)
+        committed, verdict = self._verifier.verify(view, roots, tree, noise_BSV)
+        if strategy.is_learned:
+            self._calibrate(tree, verdict)
+        return committed
+
+    def _grow(
+        self,
+        view: LaneView,
+        roots: Roots,
+        strategy: SpeculationStrategy,
+        noise_BSV: Tensor | None,
+    ) -> DraftTree:
+        assert self._drafter is not None, strategy
+        params = self._params
+        return self._drafter.propose(
             view,
             roots.positions_B,
             strategy,
             positions=roots.positions,
             num_unseen=roots.num_unseen,
             temperature=params.temperature,
-            noise_BSV=noise_BSV,
+            noise_BSV=noise_BSV if noise_BSV is None else noise_BSV[:, : strategy.num_steps + 1],
             tau_D=self._tau(),
             top_p=params.top_p,
             top_k=params.top_k,
         )
-        committed, verdict = self._verifier.verify(view, roots, tree, noise_BSV)
-        self._calibrate(tree, verdict)
-        return committed
 
     def _tau(self) -> Tensor:
         if self._tau_D is None:

@@ -11,18 +11,21 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import StrategySelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
 
 CONFIG_KEY = "tlt_megatron"
+_MAX_PASSES = 1 << 16
 
 
 def write_config(
@@ -58,6 +61,7 @@ class PolicyFactory:
         selectors: dict[str, Callable[[], StrategySelector]] = {
             "cost_model": lambda: CostModelSelector(strategies),
             "beg_mab": lambda: BegMabSelector(strategies, ours["beg_thresholds"]),
+            "fixed": lambda: FixedSelector(strategies[0]),
         }
         self.policy = SelectorPolicy(selectors[ours["selector"]](), strategies, _agree)
         return self.policy
@@ -75,6 +79,15 @@ def _agree(num_steps: int) -> int:
     return int(choice)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One step under way."""
+
+    strategy: SpeculationStrategy
+    reason: str
+    started: float
+
+
 class SelectorPolicy:
     """Satisfies SGLang's `AdaptiveSpecPolicy`."""
 
@@ -85,11 +98,13 @@ class SelectorPolicy:
         agree: Callable[[int], int],
     ) -> None:
         self.selector = selector
+        self.is_off = False  # plain decoding until further notice
         self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
         self._agree = agree
         self._graph_sizes: list[int] | None = None
-        # Steps under way, oldest first: with overlap scheduling results arrive one step later.
-        self._running: deque[tuple[SpeculationStrategy, float]] = deque()
+        # Oldest first: with overlap scheduling results arrive one step later.
+        self._running: deque[_Step] = deque()
+        self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
     @property
@@ -108,8 +123,13 @@ class SelectorPolicy:
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Called once before each speculative step."""
         started = time.perf_counter()
-        strategy = self._by_steps[self._agree(self.selector.choose(batch_size).num_steps)]
-        self._running.append((strategy, started))
+        chosen, reason = OFF, "suspended"
+        if not self.is_off:
+            chosen = self.selector.choose(batch_size)
+            decisions = self.selector.decisions()
+            reason = decisions[-1].reason if decisions else ""
+        strategy = self._by_steps[self._agree(chosen.num_steps)]
+        self._running.append(_Step(strategy=strategy, reason=reason, started=started))
         return strategy.num_steps
 
     def on_verify_complete(
@@ -118,10 +138,28 @@ class SelectorPolicy:
         """Observe the oldest step under way. None: nothing is switched before the next choice."""
         if not self._running:
             return None
-        strategy, started = self._running.popleft()
+        step = self._running.popleft()
         now = time.perf_counter()
-        seconds = now - max(started, self._finished)
+        started = max(step.started, self._finished)
         self._finished = now
-        accepted = accepted_by_depth(num_correct_drafts_per_req, strategy.num_steps)
-        self.selector.observe(strategy, batch_size, accepted, seconds)
+        accepted = accepted_by_depth(num_correct_drafts_per_req, step.strategy.num_steps)
+        if not self.is_off:
+            self.selector.observe(step.strategy, batch_size, accepted, now - started)
+        self._passes.append(
+            PassRecord(
+                start_s=started,
+                seconds=now - started,
+                batch_size=batch_size,
+                strategy=str(step.strategy),
+                reason=step.reason,
+                num_committed=batch_size + sum(num_correct_drafts_per_req),
+                accepted_by_depth=tuple(accepted),
+            )
+        )
         return None
+
+    def take_passes(self) -> list[PassRecord]:
+        """The latest passes, oldest first, which are then forgotten."""
+        passes = list(self._passes)
+        self._passes.clear()
+        return passes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ class Question(StrEnum):
     COUNTERS = "counters"  # since they were last asked for
     SELECTOR_STATE = "selector_state"  # None without adaptive speculation
     LOAD_SELECTOR_STATE = "load_selector_state"  # argument: the state
+    TURN_OFF = "turn_off"  # argument: whether to decode plainly; answers whether it can
+    PASSES = "passes"  # of adaptive speculation, since they were last asked for
 
 
 class Answers:
@@ -67,6 +70,8 @@ class Answers:
             Question.COUNTERS: self._take_counters,
             Question.SELECTOR_STATE: self._selector_state,
             Question.LOAD_SELECTOR_STATE: lambda: self._load_selector_state(argument),
+            Question.TURN_OFF: lambda: self._turn_off(argument),
+            Question.PASSES: self._take_passes,
         }
         place = dict.fromkeys(
             ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size"), 0
@@ -134,3 +139,13 @@ class Answers:
     def _load_selector_state(self, state: dict[str, object]) -> None:
         if self._policies.policy is not None:
             self._policies.policy.selector.load_state_dict(state)
+
+    def _turn_off(self, is_off: bool) -> bool:
+        policy = self._policies.policy
+        if policy is not None:
+            policy.is_off = is_off
+        return policy is not None
+
+    def _take_passes(self) -> list[dict[str, object]]:
+        policy = self._policies.policy
+        return [] if policy is None else [asdict(record) for record in policy.take_passes()]

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
-from tlt_megatron.engines.sglang.noise import MARK
+from tlt_megatron.engines.sglang.noise import mark
 from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking
 
 _ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGLE3"}
 _FIRST_PORT = 21000
@@ -31,13 +32,15 @@ class SpeculationPlan:
     algorithm: str  # EAGLE | EAGLE3 | NGRAM
     strategies: tuple[SpeculationStrategy, ...]  # one, or several chains between which is chosen
     selector: str
+    ranking: Ranking = Ranking.NOISE
     drafter: str = ""
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether a selector chooses before every step."""
-        return self.selector != "fixed"
+        """Whether SGLang holds states between which can be chosen before every step; for chains it does, so that even a
+        fixed one can be turned off and on."""
+        return self.has_draft_model and all(strategy.is_chain for strategy in self.strategies)
 
     @property
     def has_draft_model(self) -> bool:
@@ -86,13 +89,14 @@ def _plan_learned(
         algorithm=_algorithm_of(section.drafter),
         strategies=drafting,
         selector=section.selector,
+        ranking=Ranking(section.ranking),
         drafter=section.drafter,
         options={
             "speculative_draft_model_path": section.drafter,
             "speculative_num_steps": widest.num_steps,
             "speculative_eagle_topk": widest.topk,
             "speculative_num_draft_tokens": widest.num_draft_tokens + 1,  # the root's row counts
-            "speculative_adaptive": section.selector != "fixed",
+            "speculative_adaptive": widest.is_chain,
         },
     )
 
@@ -133,7 +137,7 @@ def engine_arguments(
         "port": ports[0],
         "nccl_port": ports[1],
         "skip_tokenizer_init": True,
-        "served_model_name": MARK,
+        "served_model_name": mark(speculation.ranking if speculation else Ranking.NOISE),
         "context_length": longest + _slack(speculation),
         "max_running_requests": rollout.max_batch_size,
         "max_total_tokens": rollout.kv_cache_tokens

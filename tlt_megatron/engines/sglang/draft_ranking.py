@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.sglang.noise import is_active, settings_of
+from tlt_megatron.engines.sglang.noise import ranks_by_noise, settings_of
 from tlt_megatron.speculation.sampling import gumbel_noise
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DraftRanking:
         **kwargs: object,
     ) -> object:
         """Around `EagleDraftWorker.draft`: fill the buffers before the loop runs or is replayed."""
-        if is_active() and not batch.forward_mode.is_idle():
+        if ranks_by_noise() and not batch.forward_mode.is_idle():
             self._of(worker).fill(batch.sampling_info)
         return original(worker, batch, **kwargs)
 
@@ -53,7 +53,7 @@ class DraftRanking:
         self, original: Callable[..., object], worker: EagleDraftWorker, forward_batch: object
     ) -> object:
         """Around `EagleDraftWorker.draft_forward`, in capture too."""
-        if not is_active():
+        if not ranks_by_noise():
             return original(worker, forward_batch)
         self._of(worker)
         self._drafting = worker.draft_runner
@@ -119,7 +119,7 @@ class DraftRanking:
         probs_BV: Tensor, logits_BV: Tensor, sampling_info: object, use_rejection_sampling: bool
     ) -> Tensor:
         """After `renorm_draft_probs`: no probability of exactly 1."""
-        return probs_BV.clamp(max=_MAX_PROBABILITY) if is_active() else probs_BV
+        return probs_BV.clamp(max=_MAX_PROBABILITY) if ranks_by_noise() else probs_BV
 
     # ----
 
@@ -128,7 +128,7 @@ class DraftRanking:
     ) -> None:
         """Candidates behind the root; `lengths_B` is where each root stands."""
         is_idle = batch.forward_mode.is_idle() or self._last is None
-        if not is_active() or is_idle or lengths_B.numel() == 0:
+        if not ranks_by_noise() or is_idle or lengths_B.numel() == 0:
             return
         buffers = self._of(worker)
         buffers.fill(batch.sampling_info)

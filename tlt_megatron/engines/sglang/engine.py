@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
-from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
 from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS, Question
 from tlt_megatron.engines.sglang.arguments import (
@@ -27,7 +27,7 @@ from tlt_megatron.engines.sglang.arguments import (
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
 from tlt_megatron.engines.sglang.noise import SamplingSettings, seed_at_origin
-from tlt_megatron.engines.sglang.weights import WeightSender
+from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.sampling import request_seed
@@ -55,6 +55,7 @@ class SglangEngine:
         self._version: int | None = None
         self._drafter_version: int | None = None
         self._is_asleep = self._is_closed = False
+        self._is_suspended = self._is_paused = False
         self._plan = None if speculation is None else plan_speculation(speculation)
         arguments = engine_arguments(
             model_path,
@@ -66,6 +67,8 @@ class SglangEngine:
             rank=rank,
             max_prompt_tokens=max_prompt_tokens,
         )
+        has_drafter = self._plan is not None and self._plan.has_draft_model
+        self._borrowed = BorrowedTensors() if has_drafter else None
         self._capacity = int(arguments["max_total_tokens"])
         num_ranks = int(arguments.get("tp_size", 1))
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
@@ -97,20 +100,48 @@ class SglangEngine:
         self._verify(TARGET, checksum(), f"weights of policy_version={version}")
         self._version = version
 
+    def target_tensors(self) -> tuple[Tensor, Tensor]:
+        """See `RolloutEngine`: copies of this process, as SGLang's own live in its scheduler. RuntimeError without a
+        learned drafter, for which alone they are kept."""
+        if self._borrowed is None or self._version is None:
+            raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
+        return self._borrowed.embedding_VD, self._borrowed.lm_head_VD
+
     @torch.no_grad()
-    def load_drafter_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace the drafter's own parameters; generated tokens stay the same. RuntimeError without a drafter, or if
-        SGLang then holds something else; ValueError for tensors that a drafter borrows."""
+    def load_drafter_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+    ) -> None:
+        """See `RolloutEngine`. ValueError for tensors that a drafter borrows."""
         self._require_awake()
         if self._plan is None or not self._plan.has_draft_model:
-            raise RuntimeError("this engine has no drafter")
-        named = list(self._on_device(tensors))
-        check_drafter_names([name for name, _ in named])
-        expected = sum(checksum_tensor(name, t) for name, t in named) % CHECKSUM_MODULUS
+            raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
+        check_drafter_names(list(tensors))
+        held = sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
+        if held != checksum:
+            raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
+        named = list(self._on_device(tensors.items()))
+        cast = sum(checksum_tensor(name, t) for name, t in named) % CHECKSUM_MODULUS
         self._drafter_version = None
         self._weights.send(named, role=DRAFT, version=str(version))
-        self._verify(DRAFT, expected, f"weights of drafter version {version}")
+        self._verify(DRAFT, cast, f"weights of drafter version {version}")
         self._drafter_version = version
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        """See `RolloutEngine`. SGLang cannot turn a fixed tree off: it goes on, which costs time and changes no token."""
+        self._is_suspended = is_suspended
+        self._turn_off()
+
+    def pause_speculation(self, is_paused: bool) -> bool:
+        """See `RolloutEngine`."""
+        self._is_paused = is_paused
+        return self._turn_off()
+
+    def _turn_off(self) -> bool:
+        """Whether the schedulers now do as they are told."""
+        if self._plan is None:
+            return True
+        is_off = self._is_suspended or self._is_paused
+        return all(self._sglang.ask(Question.TURN_OFF, argument=is_off))
 
     @property
     def drafter_version(self) -> int | None:
@@ -131,7 +162,10 @@ class SglangEngine:
 
     def _on_device(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            yield name, tensor.detach().to(self._device.torch_device, self._dtype)
+            tensor = tensor.detach().to(self._device.torch_device, self._dtype)
+            if self._borrowed is not None:
+                self._borrowed.keep(name, tensor)
+            yield name, tensor
 
     def sleep(self) -> None:
         """Free the cached keys and values; on a GPU release KV memory and weights."""
@@ -179,8 +213,9 @@ class SglangEngine:
         *,
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
+        on_features: Callable[[Rollout, Tensor], None] | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`."""
+        """See `RolloutEngine`. `on_features` is never called: the states stay in SGLang's processes."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
@@ -189,6 +224,7 @@ class SglangEngine:
         self._check_lengths(prompts, params)
         started = time.perf_counter()
         self._sglang.ask(Question.COUNTERS)
+        self._sglang.ask(Question.PASSES)
 
         async def answer_all() -> list[tuple[Rollout, Mapping[str, object]]]:
             requests = [(p, s) for p in prompts for s in range(params.num_samples)]
@@ -273,6 +309,13 @@ class SglangEngine:
     def stats(self) -> EngineStats:
         """See `RolloutEngine`. Prompt tokens that a preempted request computes again are not told apart."""
         return self._stats
+
+    def take_passes(self) -> list[PassRecord]:
+        """See `RolloutEngine`: of adaptive speculation alone."""
+        return [
+            PassRecord(**{**record, "accepted_by_depth": tuple(record["accepted_by_depth"])})
+            for record in self._sglang.ask(Question.PASSES)[0]
+        ]
 
     def state_dict(self) -> dict[str, object]:
         """See `RolloutEngine`: the state of the selector, if there is one."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.speculation.sampling import Sampled, cut_logits, gumbel_noise, sample
+from tlt_megatron.speculation.tree import Ranking
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-# Value of SGLang's `served_model_name` that turns everything here on. Its `sampling_backend`, made for samplers of one's own,
+# How SGLang's `served_model_name` begins where everything here is on. Its `sampling_backend`, made for samplers of one's own,
 # will not do: on a CPU SGLang overwrites it.
 MARK = "tlt_megatron"
 _GOLDEN = (
@@ -53,9 +54,23 @@ def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
 
 def is_active() -> bool:
     """Whether this process serves an engine of ours; anybody else's SGLang stays as it is."""
+    return _served_name().partition(":")[0] == MARK
+
+
+def ranks_by_noise() -> bool:
+    """Whether it is an engine of ours that ranks draft candidates by noise."""
+    return _served_name() == mark(Ranking.NOISE)
+
+
+def mark(ranking: Ranking) -> str:
+    """The `served_model_name` of an engine of ours."""
+    return f"{MARK}:{ranking}"
+
+
+def _served_name() -> str:
     from sglang.srt.runtime_context import get_serving
 
-    return get_serving().served_model_name == MARK
+    return get_serving().served_model_name or ""
 
 
 # ---- what a batch carries

@@ -14,6 +14,7 @@ from torch import Tensor
 from tlt_megatron.engines.sglang.connection import TARGET, Connection
 
 _BUCKET_BYTES = 256 << 20
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightSender:
@@ -84,3 +85,29 @@ def _with_last(buckets: Iterator[list]) -> Iterator[tuple[list, bool]]:
         following = next(buckets, None)
         yield held, following is None
         held = following
+
+
+class BorrowedTensors:
+    """Embedding and LM head of the policy, for a drafter that trains in this process; the tensors stay, contents change."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor that passes by, if it is one of the two."""
+        if name not in (_EMBEDDING, _HEAD):
+            return
+        if name in self._held:
+            self._held[name].copy_(tensor)
+        else:
+            self._held[name] = tensor.clone()
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        """[V, D]."""
+        return self._held[_EMBEDDING]
+
+    @property
+    def lm_head_VD(self) -> Tensor:
+        """[V, D]; the embedding itself where the policy ties them."""
+        return self._held.get(_HEAD, self._held[_EMBEDDING])
