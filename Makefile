@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV ?= .venv
 PY := $(VENV)/bin/python
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PY := $(SGLANG_VENV)/bin/python
 CPU_TORCH ?= torch==2.13.0
 RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS := 1
@@ -47,6 +49,24 @@ lint: setup  ## ruff check and format
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 
+setup-sglang: $(SGLANG_VENV)/.done  ## environment of its own with SGLang on CPU torch, for test-sglang
+
+$(SGLANG_VENV)/.done: tests/sglang/requirements.txt setup.py
+	@python=""; for candidate in $(PYTHON) python3.11 python3.12 python3; do \
+	  if $$candidate -c 'import sys; raise SystemExit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+	  then python=$$candidate; break; fi; done; \
+	test -n "$$python" || { echo "set-up: needs Python 3.11 or 3.12 (or make PYTHON=/path/to/it)" >&2; exit 1; }; \
+	test -x $(SGLANG_PY) || $$python -m venv $(SGLANG_VENV)
+	@echo "set-up: $(CPU_TORCH) (CPU) and SGLang without its CUDA-only packages"
+	@$(SGLANG_PY) -m pip install -q "$(CPU_TORCH)"
+	@$(SGLANG_PY) -m pip install -q --no-deps -r tests/sglang/requirements.txt
+	@$(SGLANG_PY) -m pip install -q --no-deps -e .
+	@touch $@; echo "set-up: done"
+
+test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins for its kernels
+	@echo "test-sglang: pytest"
+	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) -W ignore -m pytest -W ignore tests/sglang
+
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl --out build/bench/rollout.json
@@ -55,6 +75,6 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/bench_speculation.py --model build/tiny_policy --drafter build/tiny_drafter --out build/bench/speculation.json
 
 clean:  ## everything that can be made again, but not runs/
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help setup quickstart drafter test lint bench clean
+.PHONY: help setup setup-sglang test-sglang quickstart drafter test lint bench clean

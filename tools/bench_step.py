@@ -1,67 +1,404 @@
-"""Seconds of each phase of an RL step: runs the trainer itself on 2 CPU ranks and reads its metrics.
+"""What TLT brings to an RL step, and that it changes nothing else: the same run, same seeds, four times.
 
-`python tools/bench_step.py --steps 6 --out build/bench/step_phases.json`. The first step is left out (warm-up).
+    python tools/bench_step.py                       # speed, exactness, mismatch
+    python tools/bench_step.py --parts drift         # a policy that moves fast
+    python tools/bench_step.py --quick               # all of it small
+
+Variants: `off` (no speculation), `frozen` (a warmed-up drafter that stays as it is), `tlt` (the same drafter, trained on idle
+ranks), `cold_start` (tlt from random weights). Speed: training runs cannot alternate step by step in one process, so they
+alternate in rounds: each round takes every variant, one after the other, a few steps further, from its checkpoint; the order
+turns from round to round, and the first step of a round is not timed. Step k of one variant is compared with step k of
+another. Exactness: tokens and rewards of a shorter run with float64 rollouts are compared, all of them. Mismatch: tokens
+that rounding swaps in float32 and bfloat16, while the policy stands still. Drift: a large learning rate and one fixed
+strategy, so that accept lengths say how good the drafter is. Packing and checkpoints: from tools/bench_drafter.py.
+Writes build/bench/step.json; parts that were not asked for keep what the file says of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by every rank
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import yaml
 from rich.console import Console
-from rich.table import Table
+
+from tools.expand_layers import expand_policy
+from tools.measure import write_json
+from tools.step_measures import (
+    HOLDOUT_ACCEPT_LENGTH,
+    LIVE_ACCEPT_LENGTH,
+    ROLLOUT_SECONDS,
+    Run,
+    first_step_at,
+    idle_figures,
+    is_identical,
+    mismatch_per_token,
+    num_same_steps,
+    phase_seconds,
+    read_run,
+    reward_curve,
+    reward_difference,
+    rollout_share,
+    series,
+    speedups,
+    timed_steps,
+    with_a_tail,
+)
+from tools.step_tables import (
+    print_accept_lengths,
+    print_drift,
+    print_idle,
+    print_phases,
+    print_rewards,
+    print_speedups,
+)
+
+OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
+PARTS = ("speed", "exact", "mismatch", "drift", "drafter")
+STANDSTILL_LR = 1e-12  # below the rounding of any weight
+RECOVERED_SHARE = 0.9  # of the warmed-up drafter's accept length
+
+
+def variant_overrides(drafter: str) -> dict[str, tuple[str, ...]]:
+    """Settings by variant, off first: all others are compared with it."""
+    speculate = ("speculation.enabled=true",)
+    warm = (*speculate, f"speculation.drafter={drafter}")
+    return {
+        OFF: ("speculation.enabled=false", "spot.enabled=false"),
+        FROZEN: (*warm, "spot.enabled=false"),
+        TLT: (*warm, "spot.enabled=true"),
+        COLD: (*speculate, "speculation.drafter=", "spot.enabled=true"),
+    }
+
+
+def turned(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of a round: each variant is first, second, ... equally often."""
+    start = round_index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+class Launcher:
+    """Runs the trainer in folders below `root`, with the settings that all runs share."""
+
+    def __init__(
+        self, root: Path, console: Console, *, config: str, ranks: int, overrides: Sequence[str]
+    ) -> None:
+        self.root = root
+        self.console = console
+        self.config = config
+        self.ranks = ranks
+        self.overrides = tuple(overrides)
+
+    def run(self, name: str, num_steps: int, *overrides: str) -> Run:
+        """The run `name`, from its checkpoint if it has one to step `num_steps`. RuntimeError if it fails."""
+        folder = self.root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.ranks), "launch/pretrain_rl.py"),
+            *("--config", self.config, f"run.dir={folder}", f"run.num_steps={num_steps}"),
+            *("checkpoint.resume=auto", *self.overrides, *overrides),
+        ]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        started = time.perf_counter()
+        with open(folder / "output.log", "a", encoding="utf-8") as output:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": path},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if done.returncode:
+            last = (folder / "output.log").read_text(encoding="utf-8").splitlines()[-30:]
+            raise RuntimeError(f"run {name} ended with {done.returncode}:\n" + "\n".join(last))
+        seconds = time.perf_counter() - started
+        load = os.getloadavg()[0]
+        self.console.print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}")
+        return read_run(folder)
+
+    def settings(self, name: str) -> dict[str, dict[str, object]]:
+        """Every setting of the run `name`."""
+        return yaml.safe_load((self.root / name / "config.yaml").read_text(encoding="utf-8"))
+
+
+# ---- parts: each runs, prints, and returns its keys of the result
+
+
+def bench_speed(
+    launcher: Launcher, options: argparse.Namespace, console: Console
+) -> dict[str, object]:
+    """Rounds of all variants over one course of steps."""
+    variants = variant_overrides(options.drafter)
+    runs: dict[str, Run] = {}
+    for round_index in range(options.rounds):
+        for name in turned(list(variants), round_index):
+            num_steps = (round_index + 1) * options.steps
+            runs[name] = launcher.run(f"speed/{name}", num_steps, *variants[name])
+    num_steps = options.rounds * options.steps
+    timed = timed_steps(num_steps, options.steps)
+    later = range(2, num_steps + 1)  # the first step has no data of a step before it
+    phases = {name: phase_seconds(runs[name], timed) for name in variants}
+    against = {name: runs[name] for name in variants if name != OFF}
+    steps = {name: speedups(runs[OFF], run, timed) for name, run in against.items()}
+    rollouts = {
+        name: speedups(runs[OFF], run, timed, ROLLOUT_SECONDS) for name, run in against.items()
+    }
+    same = {name: num_same_steps(runs[OFF], run, later) for name, run in against.items()}
+    idle = {name: idle_figures(runs[name], later) for name in (TLT, COLD)}
+    accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in against.items()}
+    curves = {name: reward_curve(runs[name]) for name in variants}
+    differences = {name: reward_difference(runs[OFF], run) for name, run in against.items()}
+    share = rollout_share(runs[OFF], timed)
+    print_phases(console, phases, share, num_timed=len(timed))
+    print_speedups(console, steps, rollouts, same, num_steps=len(later))
+    print_idle(console, idle)
+    print_accept_lengths(console, accepted)
+    print_rewards(console, curves, differences)
+    recovered = first_step_at(accepted[COLD], accepted[TLT], RECOVERED_SHARE)
+    console.print(
+        f"cold start: {RECOVERED_SHARE:.0%} of the warmed-up accept length at step {recovered}"
+    )
+    return {
+        "step_speedup": steps,
+        "rollout_speedup": rollouts,
+        "rollout_share": share,
+        "phases_s": phases,
+        "steps_with_equal_tokens": {"of": len(later), **same},
+        **{key: idle[TLT][key] for key in ("stall_fraction", "idle_used_fraction", "preempt_ms")},
+        "idle": idle,
+        "accept_length_by_step": accepted,
+        "holdout_accept_length_by_step": {
+            name: series(runs[name], HOLDOUT_ACCEPT_LENGTH) for name in (TLT, COLD)
+        },
+        "cold_start_recovered_at_step": recovered,
+        "rewards_by_step": curves,
+        "reward_difference": differences,
+        "num_steps": num_steps,
+        "num_timed_steps": len(timed),
+        "config": launcher.settings(f"speed/{TLT}"),
+    }
+
+
+def bench_exact(
+    launcher: Launcher, options: argparse.Namespace, console: Console
+) -> dict[str, object]:
+    """All variants with float64 rollouts: every token and every reward."""
+    runs = {
+        name: launcher.run(
+            f"exact/{name}",
+            options.exact_steps,
+            "rollout.dtype=float64",
+            f"rollout.max_new_tokens={options.exact_tokens}",
+            *overrides,
+        )
+        for name, overrides in variant_overrides(options.drafter).items()
+    }
+    identical = is_identical(runs.values())
+    num_tokens = sum(record.num_tokens for record in runs[OFF].values())
+    accepted = [v for v in series(runs[TLT], LIVE_ACCEPT_LENGTH) if v is not None]
+    verdict = "identical" if identical else "NOT identical"
+    console.print(
+        f"float64: tokens and rewards of {len(runs)} variants are {verdict} "
+        f"({options.exact_steps} steps, {num_tokens:,} tokens, accept length {max(accepted, default=1.0):.1f})"
+    )
+    return {"identical_tokens": identical, "identical_tokens_compared": num_tokens}
+
+
+def bench_mismatch(
+    launcher: Launcher, options: argparse.Namespace, console: Console
+) -> dict[str, object]:
+    """Tokens that rounding swaps. The policy stands still, so that one swap does not make later steps incomparable."""
+    variants = variant_overrides(options.drafter)
+    result: dict[str, object] = {}
+    for dtype in ("float32", "bfloat16"):
+        pair = [
+            launcher.run(
+                f"mismatch/{dtype}-{name}",
+                options.mismatch_steps,
+                f"rollout.dtype={dtype}",
+                f"optimizer.lr={STANDSTILL_LR}",
+                *variants[name],
+            )
+            for name in (OFF, FROZEN)
+        ]
+        differing, compared = mismatch_per_token(*pair)
+        rate = differing / compared
+        console.print(f"{dtype}: {differing} of {compared:,} tokens differ ({rate:.1e} per token)")
+        result[dtype] = {"differing": differing, "compared": compared, "per_token": rate}
+    return {"mismatch_per_token": result}
+
+
+def bench_drift(
+    launcher: Launcher, options: argparse.Namespace, console: Console
+) -> dict[str, object]:
+    """A policy that moves fast: the drafter that follows it against the one that does not, both from the same weights."""
+    variants = variant_overrides(options.drafter)
+    fixed = (f"speculation.strategies=['{options.drift_strategy}']", "speculation.selector=fixed")
+    runs = {
+        name: launcher.run(
+            f"drift/{name}",
+            options.drift_steps,
+            f"optimizer.lr={options.drift_lr}",
+            *fixed,
+            *variants[name],
+        )
+        for name in (FROZEN, TLT)
+    }
+    accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items()}
+    curves = {name: reward_curve(run) for name, run in runs.items()}
+    print_drift(console, accepted, curves, options.drift_lr, options.drift_strategy)
+    return {
+        "drift": {
+            "accept_length_by_step": accepted,
+            "rewards_by_step": curves,
+            "lr": options.drift_lr,
+            "strategy": options.drift_strategy,
+            "steps_with_equal_tokens": num_same_steps(
+                runs[FROZEN], runs[TLT], range(1, options.drift_steps + 1)
+            ),
+        }
+    }
+
+
+def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """The two figures of tools/bench_drafter.py, which is run if it has not been."""
+    path = Path(options.drafter_json)
+    if not path.is_file():
+        command = [sys.executable, "tools/bench_drafter.py", "--out", str(path.resolve())]
+        if options.quick:
+            command += ["--rounds", "1", "--checkpoint-rounds", "5", "--num-requests", "64"]
+        subprocess.run(command, cwd=ROOT, check=True)
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    names = ("packing_ratio", "checkpoint_blocking_ratio")
+    for name in names:
+        console.print(f"{name}: {figures[name]['median']:.1f}")
+    return {name: figures[name] for name in names} | {"drafter_command": figures["command"]}
+
+
+# ---- the whole
 
 
 def main() -> None:
+    """Make what is missing, run the parts, print, write."""
     options = _parse()
-    with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(options.ranks), "launch/pretrain_rl.py"),
-            *(
-                "--config",
-                options.config,
-                f"run.dir={folder}",
-                f"run.num_steps={options.steps + 1}",
-            ),
-            *("data.eval=", "checkpoint.export_hf=false", "logging.progress=none"),
-            *options.overrides,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines][1:]
-    result = {"steps": len(rows), "ranks": options.ranks, "config": options.config, "phases_s": {}}
-    step = statistics.median(row["timing_s/step"] for row in rows)
-    table = Table(title=f"seconds of an RL step, {options.ranks} ranks, {len(rows)} steps")
-    for column in ("phase", "median", "min", "max", "share of step"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
-    for name in sorted(k for k in rows[0] if k.startswith("timing_s/")):
-        values = [row[name] for row in rows]
-        spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        result["phases_s"][name.removeprefix("timing_s/")] = spread
-        cells = [f"{value:.3f}" for value in spread.values()]
-        table.add_row(name.removeprefix("timing_s/"), *cells, f"{spread['median'] / step:.0%}")
-    Console().print(table)
+    console = Console()
+    parts: dict[str, Callable[[Launcher, argparse.Namespace, Console], dict[str, object]]] = {
+        "speed": bench_speed,
+        "exact": bench_exact,
+        "mismatch": bench_mismatch,
+        "drift": bench_drift,
+        "drafter": lambda _, options, console: drafter_figures(options, console),
+    }
     out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result: dict[str, object] = {}
+    if out.is_file():
+        result = json.loads(out.read_text(encoding="utf-8"))
+    provenance = dict(result.get("parts", {}))
+    with ExitStack() as stack:
+        root = Path(options.keep).resolve() if options.keep else None
+        if root is None:
+            temporary = tempfile.TemporaryDirectory(prefix="bench-step-")
+            root = Path(stack.enter_context(temporary))
+        elif root.is_dir() and any(root.iterdir()):
+            raise SystemExit(f"--keep {root}: must be empty, runs in it would be resumed")
+        shared = prepare(options, root)
+        launcher = Launcher(
+            root, console, config=options.config, ranks=options.ranks, overrides=shared
+        )
+        for name in options.parts:
+            load = os.getloadavg()[0]
+            result |= parts[name](launcher, options, console)
+            provenance[name] = {"command": " ".join(sys.argv), "load_at_start": load}
+    result |= {"parts": provenance, "versions": _versions(), "ranks": options.ranks}
+    write_json(out, result)
+
+
+def prepare(options: argparse.Namespace, root: Path) -> list[str]:
+    """Make the deep policy and the order of its prompts; the settings of all runs. SystemExit names what is missing."""
+    drafter = Path(options.drafter) / "config.json"
+    if not drafter.is_file():
+        raise SystemExit(f"--drafter {options.drafter}: no drafter there; `make drafter` trains it")
+    settings = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
+    policy = Path(settings["model"]["path"])
+    if not (ROOT / policy).is_dir():
+        expand_policy(ROOT / "build/tiny_policy", options.extra_layers, ROOT / policy)
+    lines = (ROOT / settings["data"]["train"]).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    ordered = with_a_tail(
+        rows,
+        [row["metadata"]["right_tokens"] for row in rows],
+        num_prompts=settings["rollout"]["num_prompts"],
+        tail_share=options.tail_share,
+        seed=options.seed,
+    )
+    prompts = root / "prompts.jsonl"
+    root.mkdir(parents=True, exist_ok=True)
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
+    order = (f"data.train={prompts}", "data.shuffle=false", f"run.seed={options.seed}")
+    return [*order, *options.overrides]
+
+
+def _versions() -> Mapping[str, str]:
+    packages = ("torch", "megatron-core", "transformers")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return found | {"python": sys.version.split()[0]}
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="examples/quickstart.yaml")
+    parser.add_argument("--config", default="examples/bench_step.yaml")
+    parser.add_argument("--drafter", default="build/tiny_drafter", help="warmed up")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all but drift")
+    parser.add_argument("--drift", action="store_true", help="the drift part too")
+    parser.add_argument("--quick", action="store_true", help="two minutes instead of ten")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="measured steps, after one of warm-up")
-    parser.add_argument("--out", default="build/bench/step_phases.json")
+    parser.add_argument("--rounds", type=int, help="of speed; default 4, quick 1")
+    parser.add_argument("--steps", type=int, help="of a round; default 6, quick 4")
+    parser.add_argument("--exact-steps", type=int, help="default 3, quick 1")
+    parser.add_argument("--exact-tokens", type=int, default=200, help="longest response")
+    parser.add_argument("--mismatch-steps", type=int, help="default 4, quick 1")
+    parser.add_argument("--drift-steps", type=int, help="default 20, quick 4")
+    parser.add_argument("--drift-lr", type=float, default=2e-3)
+    parser.add_argument("--drift-strategy", default="6_1_6")
+    parser.add_argument("--extra-layers", type=int, default=20, help="of a policy made here")
+    parser.add_argument("--tail-share", type=float, default=0.1, help="of prompts called long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", help="empty folder for the runs; default: a temporary one")
+    parser.add_argument("--drafter-json", default="build/bench/drafter.json")
+    parser.add_argument("--out", default="build/bench/step.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return parser.parse_args()
+    options = parser.parse_intermixed_args()
+    sizes = {
+        "rounds": (4, 1),
+        "steps": (6, 4),
+        "exact_steps": (3, 1),
+        "mismatch_steps": (4, 1),
+        "drift_steps": (20, 4),
+    }
+    for name, (full, quick) in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else full)
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: must be >= 2, the first of a round is not timed")
+    options.parts = options.parts or [part for part in PARTS if part != "drift"]
+    if options.drift and "drift" not in options.parts:
+        options.parts.append("drift")
+    return options
 
 
 if __name__ == "__main__":

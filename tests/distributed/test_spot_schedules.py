@@ -181,20 +181,22 @@ def test_kept_groups_serve_recurring_members() -> None:
 
 
 def test_stale_ranks_get_weights_and_optimizer_of_the_newest() -> None:
-    def body() -> tuple[NewestDrafter, StateVersion, float]:
+    def body() -> tuple[StateVersion, NewestDrafter, StateVersion]:
         spot = make_spot()
         rank = dist.get_rank()
-        for _ in range(3 if rank == 2 else rank):
+        for _ in range(min(rank, 2)):
             spot.trainer.step(spot.source.next_batch())
+        before = version_of(spot.trainer)
         newest = spot.sync_newest(world_group())
         again = spot.sync_newest(world_group())
         assert (again.num_stale, again.checksum) == (0, newest.checksum)
-        after = spot.trainer.step(make_spot().source.next_batch()).lr
-        dist.barrier()
-        return newest, version_of(spot.trainer), after
+        return before, newest, version_of(spot.trainer)
 
-    results = run_spot_ranks(4, body)  # rank 2 has three updates, and so has rank 3
-    newest = results[0][0]
-    assert (newest.source, newest.num_updates, newest.num_stale) == (2, 3, 3)
-    assert {result[0].checksum for result in results} == {newest.checksum}
-    assert {result[1].num_updates for result in results} == {4}
+    results = run_spot_ranks(4, body)
+    before, newest, after = zip(*results, strict=True)
+    # Ranks 2 and 3 have two updates each, on different data: the first of them counts.
+    assert [version.num_updates for version in before] == [0, 1, 2, 2]
+    assert before[2] != before[3]
+    assert (newest[0].source, newest[0].num_updates, newest[0].num_stale) == (2, 2, 3)
+    assert set(after) == {before[2]}
+    assert {n.checksum for n in newest} == {before[2].checksum}

@@ -140,7 +140,7 @@ class SpeculationSection:
     drafter: str = ""  # folder of an EAGLE drafter of this policy (tools/warmup_drafter.py)
     strategies: list[str] = field(
         default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]
-    )  # num_steps_topk_num_draft_tokens; with beg_mab also off
+    )  # num_steps_topk_num_draft_tokens, ngram_N, both as 4_2_8+ngram_4; with beg_mab also off
     selector: str = "cost_model"  # cost_model | beg_mab | fixed (the first strategy, always)
     beg_thresholds: list[int] = field(
         default_factory=list
@@ -161,6 +161,11 @@ class SpeculationSection:
             )
         _one_of("speculation.selector", self.selector, ("cost_model", "beg_mab", "fixed"))
         _one_of("speculation.ranking", self.ranking, ("noise", "probability"))
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether any strategy drafts with a learned drafter: all but off and n-grams alone do."""
+        return any(s != "off" and not s.startswith("ngram") for s in self.strategies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,6 +454,13 @@ class RunConfig:
     eval: EvalSection = field(default_factory=EvalSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
 
+    @property
+    def ranks_per_engine(self) -> int:
+        """Ranks whose GPUs one rollout engine uses: SGLang's `tp_size`."""
+        if self.rollout.engine != "sglang":
+            return 1
+        return int(self.sglang.engine_args.get("tp_size", 1))
+
     def __post_init__(self) -> None:
         _require(
             self.algorithm.num_minibatches <= self.rollout.num_prompts,
@@ -462,15 +474,16 @@ class RunConfig:
             self.rollout.num_samples,
             f"> 1 where algorithm.advantage={self.algorithm.advantage!r} (it compares siblings)",
         )
+        needs_drafter = self.speculation.enabled and self.speculation.is_learned
         _require(
-            bool(self.speculation.drafter) or not self.speculation.enabled or self.spot.enabled,
+            bool(self.speculation.drafter) or not needs_drafter or self.spot.enabled,
             "speculation.drafter",
             self.speculation.drafter,
-            "the folder of a drafter where speculation.enabled is true and spot.enabled, which trains one, is not",
+            "the folder of a drafter where a strategy needs one and spot.enabled, which trains one, is false",
         )
         _require(
-            self.speculation.enabled or not self.spot.enabled,
+            needs_drafter or not self.spot.enabled,
             "spot.enabled",
             self.spot.enabled,
-            "false where speculation.enabled is false",
+            "false where speculation is off, or none of its strategies uses a learned drafter",
         )

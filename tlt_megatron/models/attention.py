@@ -78,7 +78,7 @@ class PagedAttention:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
         self._paged = [
-            layer.view(layer.shape[0], cache.num_pages, cache.page_size, -1).transpose(0, 1)
+            layer.unflatten(1, (-1, cache.page_size)).transpose(0, 1)
             for layer in cache.layers
         ]
 
@@ -112,14 +112,14 @@ class PagedAttention:
         self._owner_P = torch.tensor(owner, device=device)
         self._readers_XG = torch.tensor(readers, device=device) if readers else None
         num_kv_heads = cache.num_kv_heads
-        pages = slice(0, end), slice(start, None)
+        pages = slice(0, end), slice(start, cache.num_pages)
         self._response_kv = [
             (p[pages[0], :num_kv_heads], p[pages[0], num_kv_heads:]) for p in self._paged
         ]
         self._prompt_kv = [
             (p[pages[1], :num_kv_heads], p[pages[1], num_kv_heads:]) for p in self._paged
         ]
-        bias = cache.bias_T.view(cache.num_pages, 1, 1, cache.page_size)
+        bias = cache.bias_T.view(-1, 1, 1, cache.page_size)
         self._response_bias, self._prompt_bias = bias[pages[0]], bias[pages[1]]
 
     def begin_step(self, slots_B: Tensor) -> None:

@@ -131,6 +131,12 @@ class DraftInference:
         matrices = (value for value in vars(self).values() if isinstance(value, Matrix))
         return sum(t.nbytes for t in held) + sum(matrix.num_bytes for matrix in matrices)
 
+    def tensors_read(self) -> list[Tensor]:
+        """All that `forward` reads besides its inputs and the KV: what has to stay in place under captured graphs."""
+        tokens = (self._table,) if self._has_table else (self._token_bias, self._model.embedding_VD)
+        matrices = [v.weight for v in vars(self).values() if isinstance(v, Matrix)]
+        return [*tokens, *matrices, self._norm, self._eps, self.rotary.table_SH2]
+
     def rotation(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) for `step`; index both to cut them by depth. `rotary.reserve` must cover the positions."""
         return self.rotary.lookup(position_ids_P)

@@ -110,17 +110,22 @@ def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
+_MIX = 0x2545F4914F6CDD1D  # odd, bits well spread
+
+
 def checksum_tensor(name: str, tensor: Tensor) -> int:
     """A 63-bit checksum of the name and the exact bits, in order; computed on the tensor's own device.
 
-    Bits are summed with odd position weights modulo 2^64, so a swap, a shift or a changed bit shows. The checksum
-    of a model is the sum over its tensors modulo CHECKSUM_MODULUS, in any order.
+    Bits are mixed with their position and summed modulo 2^64, so a swap, a shift or a changed bit shows; the name multiplies
+    the sum, so two tensors that have changed places show too. The checksum of a model is the sum over its tensors modulo
+    CHECKSUM_MODULUS, in any order.
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
-    total = zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15
+    content = 1
     for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
         chunk = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
-        weights = torch.arange(start, start + chunk.numel(), device=chunk.device) * 2 + 1
-        mixed = (chunk + 0x632BE5AB) * weights
-        total += int((mixed ^ (mixed >> 29)).sum())
+        positions = torch.arange(start, start + chunk.numel(), device=chunk.device) * 2 + 1
+        mixed = (chunk + 0x632BE5AB) * (positions * _MIX)  # int64 wraps around
+        content += int(((mixed ^ (mixed >> 31)) * _MIX).sum())
+    total = content * ((zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15) | 1)
     return total % CHECKSUM_MODULUS

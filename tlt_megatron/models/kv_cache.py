@@ -53,14 +53,17 @@ class KvCache:
         num_draft_layers: int = 0,
         keeps_features: bool = False,
         tap_layers: tuple[int, ...] = (),
+        has_scratch: bool = False,
     ) -> None:
         """`num_draft_layers` more layers behind the target's, for a drafter of the same heads. With `keeps_features` each
-        slot also holds what a drafter reads: its token, the target's last state, and the states after `tap_layers`."""
+        slot also holds what a drafter reads: its token, the target's last state, and the states after `tap_layers`.
+        `has_scratch`: a page behind all others, which nobody is given, is where padded passes write."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
         self.device = device
-        num_slots = num_pages * page_size
+        self.scratch_slot = num_pages * page_size
+        num_slots = (num_pages + has_scratch) * page_size
         # Zeros, not empty: a masked position still takes part as 0 * value, which must not be 0 * nan.
         self.kv_LKTH = torch.zeros(
             config.num_layers + num_draft_layers,
@@ -82,7 +85,7 @@ class KvCache:
         self.token_ids_T = torch.zeros(
             num_slots + 1 if keeps_features else 0, dtype=torch.int64, device=device
         )
-        self._paged_bias = self.bias_T.view(num_pages, page_size)
+        self._paged_bias = self.bias_T.view(-1, page_size)
         self._state = bytearray(num_pages)
         self._holder: list[list[int] | None] = [None] * num_pages
         self.num_free = num_pages

@@ -22,13 +22,13 @@ class RmsNorm:
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self._eps = torch.tensor(eps, dtype=self._wide, device=device)
+        self.eps = torch.tensor(eps, dtype=self._wide, device=device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """`weight` broadcasts to x."""
         wide = x if x.dtype == self._wide else x.to(self._wide)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
-        scale = torch.addcmul(self._eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+        scale = torch.addcmul(self.eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
         normed = wide * scale
         if normed.dtype != x.dtype:
             normed = normed.to(x.dtype)
@@ -64,6 +64,11 @@ class RotaryTable:
         self._dtype = dtype
         self._device = device
         self._table_SH2 = torch.empty(0, 2 * head_dim, dtype=dtype, device=device)
+
+    @property
+    def table_SH2(self) -> Tensor:
+        """What `lookup` reads; another tensor after a `reserve` that made it longer."""
+        return self._table_SH2
 
     def reserve(self, num_positions: int) -> None:
         """Make positions 0..num_positions-1 available. Never on the hot path."""

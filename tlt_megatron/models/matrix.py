@@ -60,6 +60,11 @@ class Matrix:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
 
     @property
+    def weight(self) -> Tensor:
+        """[out, in], where it lies."""
+        return self._weight
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight and of its packed copy."""
         return self._weight.nbytes * (1 if self._packed is None else 2)

@@ -153,6 +153,10 @@ class Transformer:
             held += self.lm_head.nbytes
         return held
 
+    def tensors_read(self) -> list[Tensor]:
+        """All that a forward pass reads besides its inputs and the KV: what has to stay in place under captured graphs."""
+        return [*self._views.values(), self.rotary.table_SH2, self._norm.eps]
+
     def to(self, device: torch.device) -> None:
         """Move the weights."""
         self.device = device

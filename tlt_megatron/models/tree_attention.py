@@ -83,12 +83,18 @@ class LaneTreeAttention:
         num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
         num_queries = num_tokens // num_rows
         repeat = num_heads // num_kv_heads
+        is_one = num_queries == 1  # plain decoding: its heads stand in order already
         if self._bias is None:
             bias = self._bias_BRS.unsqueeze(1)
-            self._bias = bias.repeat_interleave(repeat, dim=2) if repeat > 1 else bias
+            is_spread = repeat > 1 and not is_one
+            self._bias = bias.repeat_interleave(repeat, dim=2) if is_spread else bias
+        key, value = view.kv(layer, self._bias_BRS.shape[-1])
+        if is_one:
+            query = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
+            out, _ = attend_with_lse(query, key, value, self._bias)
+            return out.reshape(num_tokens, num_heads * head_dim)
         query = query_PNH.view(num_rows, num_queries, num_kv_heads, repeat, head_dim)
         query = query.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
-        key, value = view.kv(layer, self._bias_BRS.shape[-1])
         out, _ = attend_with_lse(query, key, value, self._bias)
         out = out.view(num_rows, num_kv_heads, num_queries, repeat, head_dim).transpose(1, 2)
         return out.reshape(num_tokens, num_heads * head_dim)

@@ -15,6 +15,7 @@ from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
@@ -69,13 +70,22 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
         seed_everything(config.run.seed)
         groups = initialize_model_parallel(config.parallel, world, config.run.seed)
         stack.callback(destroy_model_parallel)
-        engine = stack.enter_context(closing(build_engine(config, device)))
+        engine = stack.enter_context(
+            closing(build_engine(config, device, run_dir=run_dir, world=world))
+        )
         model = _build_policy(config, groups, device)
         phases = Phases(
             stack.enter_context(closing(_open_timeline(config, run_dir, world))),
             stack.enter_context(closing(_open_progress(config, world))),
         )
-        worker = RolloutWorker(engine, rewards, tokenizer.decode, replicas=world, phases=phases)
+        worker = RolloutWorker(
+            engine,
+            rewards,
+            tokenizer.decode,
+            replicas=world,
+            phases=phases,
+            ranks_per_engine=config.ranks_per_engine,
+        )
         trainer = RLTrainer(
             LoopSettings(
                 num_steps=config.run.num_steps,
@@ -180,8 +190,19 @@ def _build_policy_trainer(
     )
 
 
-def build_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
-    """The rollout engine of this rank. Says what memory it will take, and refuses what cannot fit, before taking it."""
+def build_engine(
+    config: RunConfig, device: Device, *, run_dir: Path, world: Group
+) -> RolloutEngine:
+    """The rollout engine of this rank. A collective of all ranks."""
+    if config.rollout.engine == "sglang":
+        from tlt_megatron.trainer.build_sglang import build_sglang_engine
+
+        return build_sglang_engine(config, device, run_dir=run_dir, world=world)
+    return _build_embedded_engine(config, device)
+
+
+def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
+    """Says what memory it will take, and refuses what cannot fit, before taking it."""
     model = load_model_config(config.model.path)
     engine = EmbeddedEngine(
         model,

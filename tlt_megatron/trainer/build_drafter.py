@@ -15,6 +15,7 @@ from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, loa
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.publisher import DrafterPublisher
 from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig, load_model_config
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
     """The layers whose states an EAGLE-3 drafter reads; () for others, or without a drafter."""
-    if not config.speculation.enabled:
+    if not config.speculation.enabled or not config.speculation.is_learned:
         return ()
     if config.speculation.drafter:
         return load_draft_config(config.speculation.drafter).aux_layer_ids
@@ -52,7 +53,7 @@ def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...
 
 def attach_drafter(
     config: RunConfig,
-    engine: EmbeddedEngine,
+    engine: RolloutEngine,
     *,
     run_dir: Path,
     timeline: Timeline,
@@ -64,13 +65,17 @@ def attach_drafter(
     The engine must hold the policy: drafter and policy are compared. ValueError for a drafter of another policy, or
     strategies that do not exist. A collective of all ranks.
     """
-    if not config.speculation.enabled:
+    is_embedded = isinstance(engine, EmbeddedEngine)
+    if not config.speculation.enabled or not (is_embedded or config.speculation.is_learned):
         return None
     target = load_model_config(config.model.path)
     embedding_VD, lm_head_VD = engine.target_tensors()
-    engine.set_speculation(
-        _make_speculation(config, _make_drafter(config, target, embedding_VD, lm_head_VD))
-    )
+    if is_embedded:  # SGLang was started with its drafter
+        draft = None
+        if config.speculation.is_learned:
+            drafting = _make_drafter(config, target, embedding_VD, lm_head_VD)
+            draft = DraftInference(drafting, lm_head_VD.dtype)
+        engine.set_speculation(_make_speculation(config, draft))
     if not config.spot.enabled:
         return None
     # Trained apart from the one that drafts: what is not good enough never reaches the engine.
@@ -86,7 +91,7 @@ def attach_drafter(
         BufferSource(buffer, config.drafter.batch_tokens, device.torch_device),
         config.spot,
         store=open_store(world, config.run.group_timeout_s),
-        layout=ReplicaLayout.uniform(world.size),
+        layout=ReplicaLayout.uniform(world.size, config.ranks_per_engine),
         rank=world.rank,
         device=device.torch_device,
         timeline=timeline,
@@ -126,7 +131,7 @@ def _make_drafter(
     )
 
 
-def _make_speculation(config: RunConfig, model: DraftModel) -> Speculation:
+def _make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
     section = config.speculation
     strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
     selectors: dict[str, Callable[[], StrategySelector]] = {
@@ -135,7 +140,7 @@ def _make_speculation(config: RunConfig, model: DraftModel) -> Speculation:
         "fixed": lambda: FixedSelector(strategies[0]),
     }
     return Speculation(
-        DraftInference(model, model.lm_head_VD.dtype),
+        draft,
         selectors[section.selector](),
         strategies,
         ranking=Ranking(section.ranking),

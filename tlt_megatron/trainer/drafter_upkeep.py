@@ -21,13 +21,9 @@ from torch import Tensor
 from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, load_checkpoint
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
-from tlt_megatron.drafter.publisher import (
-    DrafterPublisher,
-    HoldoutResult,
-    PublishAction,
-    measure_holdout,
-)
+from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence

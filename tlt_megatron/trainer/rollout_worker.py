@@ -44,14 +44,16 @@ class RolloutWorker:
         replicas: Group,
         phases: Phases,
         speculation_log: SpeculationLog | None = None,
+        ranks_per_engine: int = 1,
     ) -> None:
-        """`speculation_log` is rank 0's."""
+        """`speculation_log` is rank 0's. Where an engine spans several ranks, the first of them answers for all."""
         self.engine = engine
         self.rewards = rewards
         self.decode = decode
         self.replicas = replicas
         self.phases = phases
         self.speculation_log = speculation_log
+        self.ranks_per_engine = ranks_per_engine
 
     def collect(
         self,
@@ -74,7 +76,7 @@ class RolloutWorker:
             text = self.decode(rollout.token_ids.tolist())
             self.rewards.submit(key, by_draw[rollout.draw_index], text)
 
-        mine = prompts[self.replicas.rank :: self.replicas.size]
+        mine = self._share_of(prompts)
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = self.engine.generate(
                 mine,
@@ -155,6 +157,12 @@ def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
         accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)
         metrics[f"rollout/spec_accepted_at/{depth + 1}"] = accepted / num_rows
     return metrics
+
+    def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        engine, place = divmod(self.replicas.rank, self.ranks_per_engine)
+        if place:
+            return ()
+        return prompts[engine :: self.replicas.size // self.ranks_per_engine]
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

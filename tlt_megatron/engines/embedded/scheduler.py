@@ -209,6 +209,8 @@ class Scheduler:
         state, cache = request.state, self._cache
         if not state.kv.pages:
             cache.take_prompt_pages(state.kv.pages, cache.pages_for(state.num_tokens))
+        if self._has_lanes:
+            return  # its lane is given to it when it joins; a page of its own would lie in another's
         for _ in range(cache.pages_for(request.num_saved + 1) - len(request.kv.pages)):
             cache.take_response_page(request.kv.pages)
 

@@ -70,7 +70,7 @@ class SglangEngine:
         has_drafter = self._plan is not None and self._plan.has_draft_model
         self._borrowed = BorrowedTensors() if has_drafter else None
         self._capacity = int(arguments["max_total_tokens"])
-        num_ranks = int(arguments.get("tp_size", 1))
+        self._num_ranks = int(arguments.get("tp_size", 1))
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
         if self._plan is not None and self._plan.is_adaptive:
             path = Path(self._folder.name) / "adaptive.json"
@@ -82,9 +82,9 @@ class SglangEngine:
             arguments,
             timeout_s=section.start_timeout_s,
             is_cpu=not device.is_cuda,
-            num_ranks=num_ranks,
+            num_ranks=self._num_ranks,
         )
-        self._weights = WeightSender(self._sglang, num_ranks=num_ranks)
+        self._weights = WeightSender(self._sglang, num_ranks=self._num_ranks)
         self._stats = self._count([], 0.0, {"num_passes": 0, "peak_tokens": 0})
 
     # ---- weights and lifetime
@@ -132,7 +132,9 @@ class SglangEngine:
         self._turn_off()
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """See `RolloutEngine`."""
+        """See `RolloutEngine`. Not where the engine spans several ranks, of which the others could not tell."""
+        if self._num_ranks > 1:
+            return False
         self._is_paused = is_paused
         return self._turn_off()
 

@@ -54,7 +54,7 @@ def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
 
 def is_active() -> bool:
     """Whether this process serves an engine of ours; anybody else's SGLang stays as it is."""
-    return _served_name().partition(":")[0] == MARK
+    return _served_name().partition("/")[0] == MARK
 
 
 def ranks_by_noise() -> bool:
@@ -64,7 +64,7 @@ def ranks_by_noise() -> bool:
 
 def mark(ranking: Ranking) -> str:
     """The `served_model_name` of an engine of ours."""
-    return f"{MARK}:{ranking}"
+    return f"{MARK}/{ranking}"
 
 
 def _served_name() -> str:

@@ -48,8 +48,9 @@ def build_tree_kernel_efficient_cpu(
     for b, length in enumerate(verified_seq_len.tolist()):
         node_of = {candidate: i + 1 for i, candidate in enumerate(selected_index[b].tolist())}
         groups = parent_list[b].tolist()
-        parents = [-1] + [
-            0 if candidate < topk else node_of[groups[candidate // topk]] for candidate in node_of
+        parents = [-1] + [  # -1: kept without its parent, so linked to nobody
+            0 if candidate < topk else node_of.get(groups[candidate // topk], -1)
+            for candidate in node_of
         ]
         prefix = 0 if mask_mode == 1 else length
         is_seen_QT = torch.zeros(num_nodes, prefix + num_nodes, dtype=torch.bool)

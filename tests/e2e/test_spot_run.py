@@ -1,0 +1,88 @@
+"""Spot training in a whole RL run: what is learned does not change, the drafter does, and a resumed run goes on with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.test_pretrain import answers, metric_rows, run, weights
+from tests.tiny_task import make_tiny_task
+from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.models.hf_io import HfReader
+
+pytestmark = pytest.mark.e2e
+
+SPOT = (
+    "speculation.enabled=true",
+    "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']",
+    "spot.enabled=true",
+    "drafter.algorithm=hass",
+    "drafter.batch_tokens=64",
+    "data.eval=",
+    "logging.tensorboard=false",
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps from a drafter with random weights, checkpointed after each."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    extra = ["checkpoint.interval=1", "checkpoint.keep=0", "speculation.measure_gain=true"]
+    run(2, config, run_dir, "run.num_steps=4", *SPOT, *extra)
+    return run_dir
+
+
+def test_full_tlt_changes_no_token_no_reward_and_no_weight(
+    config: Path, straight: Path, tmp_path: Path
+) -> None:
+    plain = ["run.num_steps=4", "data.eval=", "logging.tensorboard=false"]
+    run(2, config, tmp_path / "off", *plain)
+    assert answers(straight) == answers(tmp_path / "off")
+    for name, tensor in weights(tmp_path / "off").items():
+        assert torch.equal(weights(straight)[name], tensor), name
+
+
+def test_the_run_leaves_its_drafter_and_says_what_became_of_the_idle_time(
+    config: Path, straight: Path
+) -> None:
+    rows = metric_rows(straight)
+    assert all(row["bubble/idle_s"] >= row["bubble/used_s"] >= 0 for row in rows)
+    assert rows[-1]["drafter/num_updates"] == sum(row["spot/updates"] for row in rows) > 0
+    assert rows[-1]["drafter/version"] >= 1
+    passes = [json.loads(x) for x in (straight / "speculation.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in passes} == {1, 2, 3, 4}
+    assert {row["rank"] for row in passes} == {0, 1}
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["idle_used_s"] <= summary["idle_s"]
+    assert summary["responses_differing"] == 0
+    assert summary["rollout_speedup"] > 0
+    reader = HfReader(straight / "hf")
+    embedding, head = reader["model.embed_tokens.weight"], reader["lm_head.weight"]
+    load_drafter(straight / "hf_drafter", embedding_VD=embedding, lm_head_VD=head)
+
+
+def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
+    config: Path, straight: Path, tmp_path: Path
+) -> None:
+    first = straight / "checkpoints" / "iter_0000002"
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / first.name).symlink_to(first)
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    run(2, config, tmp_path / "resumed", "run.num_steps=4", *SPOT, f"checkpoint.resume={root}")
+    assert answers(tmp_path / "resumed") == answers(straight)[len(answers(straight)) // 2 :]
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(tmp_path / "resumed")[name], tensor), name
+    saved = load_file(first / "drafter" / "training" / "state.safetensors")
+    rows = metric_rows(tmp_path / "resumed")
+    made = sum(row["spot/updates"] for row in rows)
+    assert rows[-1]["drafter/num_updates"] == int(saved["num_updates"]) + made

@@ -1,0 +1,183 @@
+"""The same rollouts from both engines, for the tests of SGLang: engines over a folder, prompts, drafters, comparisons."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import (
+    DrafterSection,
+    RolloutSection,
+    SglangSection,
+    SpeculationSection,
+)
+from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
+from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+VERSION = 1
+MAX_PROMPT_TOKENS = 16
+STOP_TOKEN = 7
+GREEDY = SamplingParams(
+    num_samples=1, max_new_tokens=40, temperature=0.0, stop_token_ids=(STOP_TOKEN,), seed=5
+)
+SAMPLED = SamplingParams(
+    num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(STOP_TOKEN,), seed=5
+)
+CUT = SamplingParams(
+    num_samples=3,
+    max_new_tokens=40,
+    temperature=0.8,
+    top_p=0.9,
+    top_k=12,
+    stop_token_ids=(STOP_TOKEN,),
+    seed=5,
+)
+
+
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Of a model, as a sender of weights computes it."""
+    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+
+
+def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
+    """All tensors of a model or drafter."""
+    return list(HfReader(folder).items())
+
+
+def make_prompts(count: int = 6) -> list[Prompt]:
+    """Prompts of 3 to 8 tokens."""
+    draws = random.Random(0)
+    return [
+        Prompt(
+            prompt_id=f"p{index}",
+            draw_index=index,
+            token_ids=tuple(draws.randrange(8, 48) for _ in range(3 + index % 6)),
+        )
+        for index in range(count)
+    ]
+
+
+def rollout_section() -> RolloutSection:
+    """Room for 8 responses at once, so that requests wait and batches change."""
+    return RolloutSection(max_batch_size=8, max_new_tokens=40, num_samples=3)
+
+
+def start_sglang(
+    policy: Path, *, drafter: Path | None = None, strategies: Sequence[str] = (), **settings: object
+) -> SglangEngine:
+    """An engine that holds the weights at `policy` as VERSION. `settings`: selector, ranking, engine_args, rank,
+    start_timeout_s."""
+    engine_args = dict(settings.pop("engine_args", {}))
+    section = SglangSection(
+        engine_args=engine_args, start_timeout_s=settings.pop("start_timeout_s", 500.0)
+    )
+    rank = settings.pop("rank", 0)
+    speculation = None
+    if strategies:
+        speculation = SpeculationSection(
+            enabled=True,
+            drafter=str(drafter or "none"),
+            strategies=list(strategies),
+            **({"selector": "fixed"} | settings),
+        )
+    engine = SglangEngine(
+        str(policy),
+        rollout_section(),
+        section,
+        select_device("cpu"),
+        rank=rank,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        speculation=speculation,
+    )
+    tensors = tensors_of(policy)
+    engine.load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    return engine
+
+
+def start_embedded(
+    policy: Path, *, drafter: Path | None = None, strategy: str = "", tap_layers: Sequence[int] = ()
+) -> EmbeddedEngine:
+    """The embedded twin in float32, speculating if a drafter is given."""
+    engine = EmbeddedEngine(
+        load_model_config(policy),
+        rollout_section(),
+        select_device("cpu"),
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        tap_layers=tuple(tap_layers),
+    )
+    tensors = tensors_of(policy)
+    engine.load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    if drafter is not None:
+        embedding, head = engine.target_tensors()
+        model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
+        parsed = SpeculationStrategy.parse(strategy)
+        engine.set_speculation(
+            Speculation(DraftInference(model, torch.float32), FixedSelector(parsed), [parsed])
+        )
+    return engine
+
+
+def save_random_drafter(policy: Path, folder: Path, architecture: str, seed: int = 0) -> Path:
+    """A drafter of this policy that knows nothing."""
+    embedding, head = start_embedded(policy).target_tensors()
+    config = make_draft_config(load_model_config(policy), architecture, embedding)
+    save_drafter(folder, DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=seed))
+    return folder
+
+
+def train_drafter(policy: Path, folder: Path, *, num_steps: int = 120) -> Path:
+    """An EAGLE drafter, trained for seconds on the policy's own responses."""
+    engine = start_embedded(policy)
+    embedding, head = engine.target_tensors()
+    sequences: list[DraftSequence] = []
+
+    def keep(rollout: Rollout, features_TF: Tensor) -> None:
+        sequence = DraftSequence.of_rollout(rollout, features_TF, embedding.shape[1])
+        if sequence.num_rows > 0:
+            sequences.append(sequence)
+
+    params = SamplingParams(num_samples=16, max_new_tokens=40, stop_token_ids=(STOP_TOKEN,))
+    engine.generate(make_prompts(), params, policy_version=VERSION, on_features=keep)
+    config = make_draft_config(load_model_config(policy), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    trainer = DrafterTrainer(model, DrafterSection(lr=3e-3, batch_tokens=1024, feature_weight=1.0))
+    batches = pack_sequences(sequences, 1024)
+    for step in range(num_steps):
+        trainer.step(batches[step % len(batches)])
+    save_drafter(folder, model)
+    return folder
+
+
+def answers(
+    engine: SglangEngine | EmbeddedEngine, params: SamplingParams, version: int = VERSION
+) -> list[Rollout]:
+    """All responses, in order."""
+    groups: list[RolloutGroup] = engine.generate(make_prompts(), params, policy_version=version)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def token_lists(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """For a comparison that pytest can print."""
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+def mean_accept_length(rollouts: Sequence[Rollout]) -> float:
+    """Tokens out per verify pass."""
+    lengths = [length for rollout in rollouts for length in rollout.accept_lengths]
+    return sum(lengths) / len(lengths)

@@ -1,0 +1,82 @@
+"""EAGLE-3, n-gram retrieval, tensor parallelism: other ways to the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.rollouts import (
+    CUT,
+    GREEDY,
+    SAMPLED,
+    VERSION,
+    answers,
+    checksum,
+    mean_accept_length,
+    save_random_drafter,
+    start_embedded,
+    start_sglang,
+    tensors_of,
+    token_lists,
+    train_drafter,
+)
+from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
+
+ALL = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
+
+
+@pytest.fixture(scope="module")
+def plain(policy_folder: Path) -> dict[str, list[list[int]]]:
+    engine = start_embedded(policy_folder)
+    return {name: token_lists(answers(engine, params)) for name, params in ALL.items()}
+
+
+def test_eagle3_changes_no_token(policy_folder: Path, tmp_path: Path, plain: dict) -> None:
+    drafter = save_random_drafter(policy_folder, tmp_path, "eagle3")
+    engine = start_sglang(policy_folder, drafter=drafter, strategies=["3_2_6"])
+    try:
+        own = tensors_of(save_random_drafter(policy_folder, tmp_path / "b", "eagle3", seed=1))
+        engine.load_drafter_weights(dict(own), version=1, checksum=checksum(own))
+        assert engine.checksum(DRAFT) == checksum(own)
+        for name, params in ALL.items():
+            found = answers(engine, params)
+            assert token_lists(found) == plain[name]
+            assert mean_accept_length(found) > 1.0
+    finally:
+        engine.close()
+
+
+def test_ngram_drafts_change_no_token(policy_folder: Path, plain: dict) -> None:
+    engine = start_sglang(policy_folder, strategies=["ngram_6"])
+    try:
+        for name, params in ALL.items():
+            assert token_lists(answers(engine, params)) == plain[name]
+        again = answers(engine, SAMPLED)  # its own responses are in the cache now
+        assert token_lists(again) == plain["sampled"]
+        assert mean_accept_length(again) > 1.5
+    finally:
+        engine.close()
+
+
+def test_two_tensor_parallel_ranks_are_one(
+    policy_folder: Path, tmp_path: Path, plain: dict
+) -> None:
+    drafter = train_drafter(policy_folder, tmp_path)
+    engine = start_sglang(
+        policy_folder,
+        drafter=drafter,
+        strategies=["2_1_2", "4_1_4"],
+        selector="cost_model",
+        engine_args={"tp_size": 2},
+    )
+    try:
+        policy, own = tensors_of(policy_folder), tensors_of(drafter)
+        engine.load_weights(policy, version=VERSION, checksum=lambda: checksum(policy))
+        engine.load_drafter_weights(dict(own), version=1, checksum=checksum(own))
+        assert engine.checksum(TARGET) == checksum(policy)
+        assert engine.checksum(DRAFT) == checksum(own)
+        for name, params in ALL.items():
+            assert token_lists(answers(engine, params)) == plain[name]
+    finally:
+        engine.close()

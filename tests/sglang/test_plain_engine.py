@@ -1,0 +1,157 @@
+"""Plain decoding: SGLang's numbers are transformers', its tokens the embedded engine's; weights; a scheduler that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.sglang.rollouts import (
+    CUT,
+    GREEDY,
+    SAMPLED,
+    VERSION,
+    answers,
+    checksum,
+    make_prompts,
+    start_embedded,
+    start_sglang,
+    tensors_of,
+    token_lists,
+)
+from tlt_megatron.engines.sglang.connection import TARGET
+from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+
+PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
+
+
+@pytest.fixture(scope="module")
+def engine(policy_folder: Path):
+    engine = start_sglang(policy_folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def policy_of_version_one(engine: SglangEngine, policy_folder: Path) -> None:
+    tensors = tensors_of(policy_folder)
+    engine.load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+
+
+def test_logprobs_are_those_of_transformers(engine: SglangEngine, policy_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
+    for params in PARAMS.values():
+        for rollout in answers(engine, params):
+            token_ids = torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids))
+            with torch.no_grad():
+                logits = model(token_ids.unsqueeze(0)).logits[0, len(rollout.prompt_ids) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, rollout.token_ids.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(rollout.policy_logprobs, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
+    engine: SglangEngine, policy_folder: Path, name: str
+) -> None:
+    expected = answers(start_embedded(policy_folder), PARAMS[name])
+    found = answers(engine, PARAMS[name])
+    assert token_lists(found) == token_lists(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.finish_reason == theirs.finish_reason
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
+    if name != "greedy":
+        assert {r.finish_reason for r in found} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_responses_are_reported_as_they_finish(engine: SglangEngine) -> None:
+    finished: list[Rollout] = []
+    groups = engine.generate(
+        make_prompts(), SAMPLED, policy_version=VERSION, on_finish=finished.append
+    )
+    assert {(r.draw_index, r.sample_index) for r in finished} == {
+        (r.draw_index, r.sample_index) for group in groups for r in group.rollouts
+    }
+    assert len(finished) == 18
+    stats = engine.stats()
+    assert stats.num_generated_tokens == sum(r.token_ids.numel() for r in finished)
+    assert 40 <= stats.num_decode_passes <= stats.num_generated_tokens
+    assert 0 < stats.peak_kv_tokens <= stats.kv_capacity_tokens
+
+
+def test_an_update_replaces_the_weights_and_a_restored_policy_repeats_its_tokens(
+    engine: SglangEngine, policy_folder: Path
+) -> None:
+    before = token_lists(answers(engine, SAMPLED))
+    original = tensors_of(policy_folder)
+    shifted = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in original]
+    engine.load_weights(shifted, version=2, checksum=lambda: checksum(shifted))
+    assert engine.checksum(TARGET) == checksum(shifted)
+    assert token_lists(answers(engine, SAMPLED, version=2)) != before
+    engine.load_weights(original, version=3, checksum=lambda: checksum(original))
+    assert token_lists(answers(engine, SAMPLED, version=3)) == before
+
+
+def test_weights_that_arrive_otherwise_than_sent_are_refused(
+    engine: SglangEngine, policy_folder: Path
+) -> None:
+    tensors = tensors_of(policy_folder)
+    with pytest.raises(RuntimeError, match="policy_version=5 have checksum"):
+        engine.load_weights(tensors, version=5, checksum=lambda: checksum(tensors) + 1)
+    with pytest.raises(RuntimeError, match="holds no weights"):
+        answers(engine, GREEDY, version=5)
+
+
+def test_another_version_than_asked_for_is_refused(engine: SglangEngine) -> None:
+    with pytest.raises(RuntimeError, match="policy_version=2: the engine holds 1 weights"):
+        answers(engine, GREEDY, version=2)
+
+
+def test_a_prompt_that_cannot_fit_is_refused(engine: SglangEngine) -> None:
+    prompt = Prompt(prompt_id="long", draw_index=0, token_ids=tuple(range(8, 40)))
+    with pytest.raises(ValueError, match="'long' with 32 tokens"):
+        engine.generate([prompt], GREEDY, policy_version=VERSION)
+
+
+def test_drafter_weights_without_a_drafter_are_refused(engine: SglangEngine) -> None:
+    with pytest.raises(RuntimeError, match="drafter version 1: the engine was given none"):
+        engine.load_drafter_weights({}, version=1, checksum=0)
+
+
+def test_a_sleeping_engine_must_be_woken(engine: SglangEngine) -> None:
+    before = token_lists(answers(engine, GREEDY))
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="call wake"):
+        answers(engine, GREEDY)
+    engine.wake()
+    assert token_lists(answers(engine, GREEDY)) == before
+
+
+def test_zz_a_killed_scheduler_is_reported_and_nothing_is_left_behind(engine: SglangEngine) -> None:
+    """Last: it ends the engine."""
+    own = psutil.Process().children(recursive=True)
+    scheduler = next(p for p in own if "schedul" in p.name())
+    endless = SamplingParams(num_samples=1, max_new_tokens=40, temperature=1.0)
+
+    def kill(rollout: Rollout) -> None:
+        if scheduler.is_running():
+            os.kill(scheduler.pid, signal.SIGKILL)
+
+    started = time.monotonic()
+    prompts = [Prompt(prompt_id=str(n), draw_index=n, token_ids=(8 + n % 8, 9)) for n in range(200)]
+    with pytest.raises(RuntimeError, match=f"process {scheduler.pid} has died"):
+        engine.generate(prompts, endless, policy_version=VERSION, on_finish=kill)
+    assert time.monotonic() - started < 60  # not a speed: it would wait without end
+    engine.close()
+    left = [p for p in psutil.Process().children(recursive=True) if "sglang" in p.name()]
+    assert left == []
+    with pytest.raises(RuntimeError, match="closed"):
+        answers(engine, GREEDY)

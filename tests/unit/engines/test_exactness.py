@@ -1,0 +1,271 @@
+"""A thousand requests: whatever drafts, however it is chosen and whatever happens meanwhile, the tokens are those of plain
+decoding. Token for token in float64; in float32 log-probabilities agree and differing tokens are counted.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engines.conftest import checksum, engine_over
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+VOCAB_SIZE, HIDDEN_SIZE = 48, 64
+STRATEGIES = [
+    SpeculationStrategy.parse(text)
+    for text in ("1_1_1", "5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6", "3_2_6+ngram_5")
+]
+CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
+DRAFTERS = ("trained", "random", "always_wrong", "always_right")
+SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
+NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,024 requests in all
+# Noise all but decides what is drawn at this temperature, so a drafter that knows a little is nearly always right.
+HOT = 10.0
+
+Weights = dict[str, Tensor]
+
+
+class RestlessSelector(FixedSelector):
+    """Any strategy at any step, plain decoding as often as all others together."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(OFF)
+        self._draw = random.Random(seed)
+
+    def choose(self, batch_size: int) -> SpeculationStrategy:
+        """Whatever the batch."""
+        return OFF if self._draw.random() < 0.3 else self._draw.choice(STRATEGIES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """What is asked of an engine, and how it is set up."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    limits: list[list[int]]  # of single requests
+    engine: dict[str, int]  # settings of RolloutSection
+
+
+def draw_prompts(count: int, longest: int, draw: random.Random) -> list[Prompt]:
+    return [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, longest))),
+        )
+        for i in range(count)
+    ]
+
+
+def draw_composition(drafter: str, number: int, draw: random.Random) -> Composition:
+    num_samples = draw.choice((1, 2, 4, 8))
+    temperature = draw.choice((0.0, 0.6, 1.0, 1.3))
+    if drafter == "always_right":
+        temperature = (1.0, HOT)[number % 2]  # by n-grams of an earlier epoch, and by noise
+    limit = draw.choice((2, 9, 24))
+    params = SamplingParams(
+        num_samples=num_samples,
+        max_new_tokens=limit,
+        temperature=temperature,
+        top_p=draw.choice((1.0, 0.9, 0.5)),
+        top_k=draw.choice((0, 0, 3, 12)),
+        stop_token_ids=draw.choice(((), (5,), (1, 7, 11, 30))),
+        seed=draw.randrange(1000),
+    )
+    num_prompts = NUM_REQUESTS // num_samples
+    return Composition(
+        prompts=draw_prompts(num_prompts, draw.choice((1, 12, 50)), draw),
+        params=params,
+        limits=[[draw.randint(1, limit) for _ in range(num_samples)] for _ in range(num_prompts)],
+        engine={
+            "max_batch_size": draw.choice((2, 5, 16, 64)),
+            "kv_cache_tokens": draw.choice((0, 0, 256, 640)),
+            "prefill_chunk_tokens": draw.choice((16, 2048)),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny_path: Path) -> dict[str, Weights]:
+    """Weights by name: untrained ones, and some trained on what the model itself writes."""
+    engine = engine_over(tiny_path)
+    sequences: list[DraftSequence] = []
+
+    def keep(rollout: Rollout, features_TF: Tensor) -> None:
+        sequences.append(DraftSequence.of_rollout(rollout, features_TF.float(), HIDDEN_SIZE))
+
+    prompts = draw_prompts(32, 20, random.Random(1))
+    params = SamplingParams(num_samples=4, max_new_tokens=40, seed=1)
+    engine.generate(prompts, params, policy_version=1, on_features=keep)
+    embedding, head = (tensor.float() for tensor in engine.target_tensors())
+    config = make_draft_config(load_model_config(tiny_path), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    untrained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = DrafterTrainer(model, DrafterSection(algorithm="eagle", lr=5e-3, warmup_steps=5))
+    for _ in range(12):
+        for batch in pack_sequences(sequences, 1024):
+            trainer.step(batch)
+    return {"random": untrained, "trained": model.state_dict()}
+
+
+def speculation_over(
+    engine: EmbeddedEngine,
+    path: Path,
+    drafters: dict[str, Weights],
+    drafter: str,
+    selector: StrategySelector,
+    *,
+    ranking: Ranking = Ranking.NOISE,
+) -> Speculation:
+    embedding, head = engine.target_tensors()
+    if drafter == "always_wrong":
+        head = -head  # proposes what it takes for the least likely
+    config = make_draft_config(load_model_config(path), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    model.load_state_dict(drafters["random" if drafter == "random" else "trained"])
+    draft = DraftInference(model, embedding.dtype)
+    return Speculation(draft, selector, [*STRATEGIES, CHAIN, TREE, NGRAMS], ranking=ranking)
+
+
+def make_selector(name: str, seed: int, strategies: Sequence[SpeculationStrategy]) -> StrategySelector:
+    if name == "fixed":
+        return FixedSelector(strategies[seed % len(strategies)])
+    if name == "beg_mab":
+        budgets = {s.num_draft_tokens for s in [*STRATEGIES, OFF]}
+        thresholds = [1, 2, 3, 4, 6, 9][: len(budgets)]
+        return BegMabSelector([*STRATEGIES, OFF], thresholds, epsilon=0.3, seed=seed)
+    if name == "cost_model":
+        # All but careless, so that it tries much in a few steps.
+        return CostModelSelector(STRATEGIES, explore_share=0.9, first_budget=50.0, probe_every=3)
+    return RestlessSelector(seed)
+
+
+def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
+    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
+
+
+def ends_of(groups: Sequence[RolloutGroup]) -> list[str]:
+    return [r.finish_reason for g in groups for r in g.rollouts]
+
+
+def accept_length(groups: Sequence[RolloutGroup]) -> float:
+    return statistics.fmean(n for g in groups for r in g.rollouts for n in r.accept_lengths)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculative_output_is_plain_output(
+    tiny_path: Path, drafters: dict[str, Weights], drafter: str, selector: str
+) -> None:
+    case = DRAFTERS.index(drafter) * len(SELECTORS) + SELECTORS.index(selector)
+    for number in range(NUM_COMPOSITIONS):
+        seed = NUM_COMPOSITIONS * case + number
+        draw = random.Random(seed)
+        asked = draw_composition(drafter, number, draw)
+        arguments = {"policy_version": 1, "max_new_tokens": asked.limits}
+        plain = engine_over(tiny_path).generate(asked.prompts, asked.params, **arguments)
+        engine = engine_over(tiny_path, **asked.engine)
+        ranking = draw.choice(list(Ranking))
+        chosen = make_selector(selector, number, seed)
+        engine.set_speculation(
+            speculation_over(engine, tiny_path, drafters, drafter, chosen, ranking=ranking)
+        )
+        event = draw.choice(("none", "swap", "suspend"))
+
+        def happen(rollout: Rollout, event=event, engine=engine, draw=draw) -> None:
+            """Between two passes of a running rollout."""
+            if event == "swap":
+                weights = drafters[draw.choice(("random", "trained"))]
+                engine.load_drafter_weights(
+                    weights, version=2, checksum=checksum(weights.items())
+                )
+            elif event == "suspend":
+                engine.suspend_drafter(draw.random() < 0.5)
+
+        for epoch in range(2 if drafter == "always_right" else 1):
+            speculative = engine.generate(
+                asked.prompts, asked.params, on_finish=happen, **arguments
+            )
+            assert sum(len(g.rollouts) for g in speculative) == NUM_REQUESTS
+            told = f"composition {seed}, epoch {epoch}, {event}, {asked.params}, {asked.engine}"
+            assert tokens_of(speculative) == tokens_of(plain), told
+            assert ends_of(speculative) == ends_of(plain), told
+
+
+def test_there_are_a_thousand_requests() -> None:
+    assert len(DRAFTERS) * len(SELECTORS) * NUM_COMPOSITIONS * NUM_REQUESTS >= 1000
+
+
+def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
+    tiny_path: Path, drafters: dict[str, Weights]
+) -> None:
+    """By tokens out per pass: 1 if nothing is accepted, 5 if all four are."""
+    engine = engine_over(tiny_path)
+    prompts = draw_prompts(16, 20, random.Random(2))
+
+    def measure(drafter: str, strategy: SpeculationStrategy, temperature: float = 1.0) -> float:
+        engine.set_speculation(
+            speculation_over(engine, tiny_path, drafters, drafter, FixedSelector(strategy))
+        )
+        params = SamplingParams(num_samples=2, max_new_tokens=25, temperature=temperature, seed=4)
+        engine.generate(prompts, params, policy_version=1)
+        return accept_length(engine.generate(prompts, params, policy_version=1))
+
+    measured = {name: measure(name, CHAIN) for name in ("trained", "random", "always_wrong")}
+    measured["by noise"] = measure("trained", CHAIN, HOT)
+    measured["of an earlier epoch"] = measure("random", NGRAMS)
+    assert measured["always_wrong"] < 1.15 < measured["random"] < measured["trained"], measured
+    assert min(measured["by noise"], measured["of an earlier epoch"]) > 4.5, measured
+    assert measure("always_wrong", TREE, 0.0) < 1.05
+
+
+def test_float32_keeps_logprobs_and_few_tokens_differ(
+    tiny_path: Path, drafters: dict[str, Weights], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = draw_prompts(32, 20, random.Random(3))
+    params = SamplingParams(num_samples=4, max_new_tokens=32, seed=5)
+    rates = {}
+    for dtype in ("float32", "bfloat16"):
+        engine = engine_over(tiny_path, dtype=dtype, max_batch_size=64)
+        plain = engine.generate(prompts, params, policy_version=1)
+        selector = RestlessSelector(seed=6)
+        engine.set_speculation(speculation_over(engine, tiny_path, drafters, "trained", selector))
+        speculative = engine.generate(prompts, params, policy_version=1)
+        num_differing = num_compared = 0
+        for mine, theirs in zip(speculative, plain, strict=True):
+            for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
+                is_same_T = a.token_ids == b.token_ids  # what follows a difference is another text
+                num_same = int(is_same_T.long().cumprod(0).sum())
+                num_differing += num_same < is_same_T.numel()
+                num_compared += min(num_same + 1, is_same_T.numel())
+                if dtype == "float32":
+                    for name in ("logprobs", "policy_logprobs"):
+                        ours, others = getattr(a, name)[:num_same], getattr(b, name)[:num_same]
+                        torch.testing.assert_close(ours, others, atol=1e-4, rtol=0)
+        rates[dtype] = num_differing / num_compared
+    with capsys.disabled():
+        told = ", ".join(f"{dtype} {rate:.1e}" for dtype, rate in rates.items())
+        print(f"\nspeculative tokens that differ from plain ones, per token: {told}")
+    assert rates["float32"] < 1e-3
+    assert rates["bfloat16"] < 5e-2

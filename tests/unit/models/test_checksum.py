@@ -1,0 +1,38 @@
+"""The checksum that weights are verified by after a transfer: every kind of mix-up shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+
+
+def total(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_it_is_of_the_exact_bits_in_order(dtype: torch.dtype) -> None:
+    a = (torch.arange(24) * 7 - 40).to(dtype).view(4, 6)
+    expected = checksum_tensor("a", a)
+    assert expected == checksum_tensor("a", a.clone())
+    assert expected == checksum_tensor("a", a.t().contiguous().t())
+    swapped = a.flatten()[torch.tensor([1, 0, *range(2, 24)])]
+    changed = a.clone()
+    changed[3, 5] += 1
+    others = [a.flip(0), a.roll(1), swapped.view(4, 6), changed, a + 1, a[:3]]
+    sums = {checksum_tensor("a", other) for other in others}
+    assert len(sums) == len(others)
+    assert expected not in sums
+
+
+def test_tensors_that_change_places_show() -> None:
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    assert total({"x": a, "y": b}) != total({"x": b, "y": a})
+    assert total({"x": a, "y": b}) == total({"y": b, "x": a})
+
+
+def test_uniform_tensors_differ() -> None:
+    sums = {checksum_tensor("x", torch.full((2, 2), value)) for value in range(-8, 8)}
+    assert len(sums) == 16

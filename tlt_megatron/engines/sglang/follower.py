@@ -1,0 +1,98 @@
+"""The engine of a rank whose GPU works for its neighbour's: one SGLang engine spans several ranks when its `tp_size` is above 1.
+
+Made by the trainer for every rank of a replica but the first. What to know: it generates nothing, but takes part in every
+exchange, so that the loop is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.base import EngineStats, PassRecord
+from tlt_megatron.engines.sglang.weights import BorrowedTensors
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+
+class FollowerEngine:
+    """Satisfies `engines.base.RolloutEngine` for no prompts."""
+
+    def __init__(self, device: Device, dtype: torch.dtype, *, has_drafter: bool) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._borrowed = BorrowedTensors() if has_drafter else None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        policy_version: int,
+        on_finish: Callable[[Rollout], None] | None = None,
+        on_features: Callable[[Rollout, Tensor], None] | None = None,
+    ) -> list[RolloutGroup]:
+        """Nothing. ValueError for prompts: they belong to the first rank of the replica."""
+        if prompts:
+            raise ValueError(f"{len(prompts)} prompts for a rank without an engine of its own")
+        return []
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
+    ) -> None:
+        """Take part in the export; keep what a drafter that trains here borrows."""
+        for name, tensor in tensors:
+            if self._borrowed is not None:
+                self._borrowed.keep(name, tensor.to(self._device.torch_device, self._dtype))
+
+    def target_tensors(self) -> tuple[Tensor, Tensor]:
+        """See `RolloutEngine`. RuntimeError without a learned drafter."""
+        if self._borrowed is None:
+            raise RuntimeError("target_tensors: the engine needs a learned drafter")
+        return self._borrowed.embedding_VD, self._borrowed.lm_head_VD
+
+    def load_drafter_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+    ) -> None:
+        """The first rank's business."""
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        """The first rank's business."""
+
+    def pause_speculation(self, is_paused: bool) -> bool:
+        """See `RolloutEngine`: not where an engine spans several ranks."""
+        return False
+
+    def sleep(self) -> None:
+        """Nothing is held."""
+
+    def wake(self) -> None:
+        """Nothing is held."""
+
+    def stats(self) -> EngineStats:
+        """Nothing was done."""
+        return EngineStats(
+            num_prompt_tokens=0,
+            num_generated_tokens=0,
+            num_decode_passes=0,
+            num_preemptions=0,
+            seconds=0.0,
+            peak_kv_tokens=0,
+            kv_capacity_tokens=0,
+        )
+
+    def take_passes(self) -> list[PassRecord]:
+        """None."""
+        return []
+
+    def state_dict(self) -> dict[str, object]:
+        """Nothing is learned."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Nothing to free."""

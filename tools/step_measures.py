@@ -1,0 +1,265 @@
+"""What RL runs of the same seeds say beside each other: time by step, equal work, acceptance, idle time, rewards.
+
+Pure functions over what runs leave behind (metrics.jsonl, rollouts/); tools/bench_step.py calls them. The one thing to know:
+speculation changes no token, so step k of one variant does the work of step k of another, and only times may differ. Where
+rounding swaps two tokens (float32, bfloat16) the courses part, and `same_tokens` says from where on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.measure import spread
+
+STEP_SECONDS = "timing_s/step"
+ROLLOUT_SECONDS = "timing_s/gen"
+LIVE_ACCEPT_LENGTH = "drafter/live_accept_length"
+HOLDOUT_ACCEPT_LENGTH = "drafter/holdout_accept_length/published"
+ResponseKey = tuple[int, int]  # (draw_index, sample_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """One line of rollouts/step_*.jsonl: what speculation must not change."""
+
+    token_ids: tuple[int, ...]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One RL step of one run."""
+
+    metrics: dict[str, float]  # without those that were not finite
+    responses: dict[ResponseKey, Response]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses."""
+        return sum(len(response.token_ids) for response in self.responses.values())
+
+
+Run = dict[int, StepRecord]  # by step, from 1
+
+
+def read_run(folder: Path) -> Run:
+    """The steps of the run in `folder`, which had logging.rollouts=true."""
+    metrics: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        known = {name: value for name, value in row.items() if value is not None}
+        metrics.setdefault(row["step"], {}).update(known)
+    return {
+        step: StepRecord(metrics=row, responses=_read_responses(folder, step))
+        for step, row in sorted(metrics.items())
+        if STEP_SECONDS in row
+    }
+
+
+def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
+    lines = (folder / "rollouts" / f"step_{step:07d}.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in lines.splitlines()]
+    return {
+        (row["draw_index"], row["sample_index"]): Response(
+            token_ids=tuple(row["token_ids"]), reward=row["reward"]
+        )
+        for row in rows
+    }
+
+
+# ---- time
+
+
+def timed_steps(num_steps: int, steps_per_round: int) -> list[int]:
+    """All steps but the first of each round, which warms its process up."""
+    return [step for step in range(1, num_steps + 1) if (step - 1) % steps_per_round > 0]
+
+
+def speedups(
+    base: Run, other: Run, steps: Sequence[int], metric: str = STEP_SECONDS
+) -> dict[str, float]:
+    """Spread over steps of base / other seconds, and `total`: the ratio of the sums."""
+    pairs = [(base[step].metrics[metric], other[step].metrics[metric]) for step in steps]
+    each = spread([slow / fast for slow, fast in pairs])
+    return each | {"total": sum(slow for slow, _ in pairs) / sum(fast for _, fast in pairs)}
+
+
+def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
+    """Mean seconds of a step by phase, largest over ranks; a phase that a run does not have is left out."""
+    names = {name for step in steps for name in run[step].metrics if name.startswith("timing_s/")}
+    return {
+        name.removeprefix("timing_s/"): statistics.fmean(
+            run[step].metrics.get(name, 0.0) for step in steps
+        )
+        for name in sorted(names)
+    }
+
+
+def rollout_share(run: Run, steps: Sequence[int]) -> float:
+    """Of the time of `steps`, what passes until the last response has ended."""
+    return _sum(run, steps, ROLLOUT_SECONDS) / _sum(run, steps, STEP_SECONDS)
+
+
+# ---- spot training
+
+
+def idle_figures(run: Run, steps: Sequence[int]) -> dict[str, object]:
+    """Idle rank-seconds, what of them the drafter used, what the RL step paid for it."""
+    idle_s = _sum(run, steps, "bubble/idle_s")
+    preempt_ms = [run[step].metrics.get("spot/preempt_ms", 0.0) for step in steps]
+    preempted = [value for value in preempt_ms if value > 0]  # steps that ended in a session
+    return {
+        "idle_s": idle_s,
+        "used_s": _sum(run, steps, "bubble/used_s"),
+        "idle_used_fraction": _sum(run, steps, "bubble/used_s") / idle_s if idle_s else math.nan,
+        "stall_fraction": _sum(run, steps, "bubble/stall_s") / _sum(run, steps, STEP_SECONDS),
+        "preempt_ms": spread(preempted) if preempted else None,
+        "updates_per_step": _sum(run, steps, "spot/updates") / len(steps),
+    }
+
+
+def series(run: Run, metric: str) -> list[float | None]:
+    """`metric` by step; None where the step has none, e.g. an accept length without a drafted token."""
+    return [record.metrics.get(metric) for record in run.values()]
+
+
+def first_step_at(
+    values: Sequence[float | None], levels: Sequence[float | None], share: float
+) -> int | None:
+    """The first step, from 1, whose value is at least `share` of the median of `levels`; None: no step is."""
+    known = [level for level in levels if level is not None]
+    if not known:
+        return None
+    bar = share * statistics.median(known)
+    reached = (step for step, v in enumerate(values, start=1) if v is not None and v >= bar)
+    return next(reached, None)
+
+
+# ---- equal work
+
+
+def same_tokens(one: StepRecord, other: StepRecord) -> bool:
+    """Every token of every response."""
+    return {key: r.token_ids for key, r in one.responses.items()} == {
+        key: r.token_ids for key, r in other.responses.items()
+    }
+
+
+def is_identical(runs: Iterable[Run]) -> bool:
+    """Same steps, requests, tokens and rewards in all runs, exactly."""
+    first, *others = [{step: record.responses for step, record in run.items()} for run in runs]
+    return all(run == first for run in others)
+
+
+def num_same_steps(one: Run, other: Run, steps: Sequence[int]) -> int:
+    """Steps in which both runs drew the same tokens."""
+    return sum(same_tokens(one[step], other[step]) for step in steps)
+
+
+def mismatch_per_token(one: Run, other: Run) -> tuple[int, int]:
+    """(first differences, tokens compared), for two runs whose policies are the same in every step.
+
+    What follows the first difference of a response is another text, and is not compared.
+    """
+    num_differing = num_compared = 0
+    for step, record in one.items():
+        for key, response in record.responses.items():
+            pair = (response.token_ids, other[step].responses[key].token_ids)
+            at = next(
+                (i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b),
+                None if len(pair[0]) == len(pair[1]) else min(map(len, pair)) - 1,
+            )
+            num_differing += at is not None
+            num_compared += len(pair[0]) if at is None else at + 1
+    return num_differing, num_compared
+
+
+# ---- rewards
+
+
+def wilson_interval(num_right: float, num_all: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % band of a share (Wilson 1927). Siblings of a prompt are not independent: the true band is wider."""
+    if num_all < 1 or not 0 <= num_right <= num_all:
+        raise ValueError(
+            f"num_right={num_right} of num_all={num_all}: must be a share of at least 1"
+        )
+    share, z2 = num_right / num_all, z * z
+    center = (share + z2 / (2 * num_all)) / (1 + z2 / num_all)
+    half = z / (1 + z2 / num_all)
+    half *= math.sqrt(share * (1 - share) / num_all + z2 / (4 * num_all * num_all))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def reward_curve(run: Run) -> list[dict[str, float]]:
+    """Mean reward by step, with its Wilson band. ValueError for rewards other than 0 and 1."""
+    curve = []
+    for step, record in run.items():
+        rewards = [response.reward for response in record.responses.values()]
+        if not set(rewards) <= {0.0, 1.0}:
+            raise ValueError(f"rewards of step {step} are {sorted(set(rewards))}: must be 0 or 1")
+        low, high = wilson_interval(sum(rewards), len(rewards))
+        curve.append({"mean": statistics.fmean(rewards), "low": low, "high": high})
+    return curve
+
+
+def reward_difference(
+    base: Run, other: Run, *, num_draws: int = 2000, seed: int = 0
+) -> dict[str, float]:
+    """Mean reward of `other` less that of `base`, with a 95 % bootstrap band over prompts, paired."""
+    differences = []
+    for step, record in base.items():
+        by_prompt: dict[int, list[float]] = {}
+        for key, response in record.responses.items():
+            by_prompt.setdefault(key[0], []).append(
+                other[step].responses[key].reward - response.reward
+            )
+        differences += [statistics.fmean(values) for values in by_prompt.values()]
+    draw = random.Random(seed)
+    means = sorted(
+        statistics.fmean(draw.choices(differences, k=len(differences))) for _ in range(num_draws)
+    )
+    low, high = (means[round(q * (num_draws - 1))] for q in (0.025, 0.975))
+    return {"mean": statistics.fmean(differences), "low": low, "high": high}
+
+
+# ---- prompts
+
+
+def with_a_tail(
+    rows: Sequence[Mapping[str, object]],
+    lengths: Sequence[int],
+    *,
+    num_prompts: int,
+    tail_share: float,
+    seed: int,
+) -> list[Mapping[str, object]]:
+    """`rows` in an order in which every `num_prompts` of them hold one of the longest `tail_share`, at a random place.
+
+    A step of a few prompts then has the tail that one of hundreds always has. Rows that do not fill a step are left out.
+    """
+    if num_prompts < 2 or not 0 < tail_share < 1:
+        raise ValueError(
+            f"num_prompts={num_prompts}, tail_share={tail_share}: must be >= 2, in (0, 1)"
+        )
+    shuffle = random.Random(seed)
+    by_length = sorted(range(len(rows)), key=lambda i: (lengths[i], i))
+    num_tail = max(1, round(tail_share * len(rows)))
+    body, tail = by_length[:-num_tail], by_length[-num_tail:]
+    shuffle.shuffle(body)
+    shuffle.shuffle(tail)
+    ordered = []
+    for number in range(min(len(tail), len(body) // (num_prompts - 1))):
+        step = [tail[number], *body[number * (num_prompts - 1) :][: num_prompts - 1]]
+        shuffle.shuffle(step)
+        ordered += step
+    return [rows[i] for i in ordered]
+
+
+def _sum(run: Run, steps: Sequence[int], metric: str) -> float:
+    return sum(run[step].metrics.get(metric, 0.0) for step in steps)

@@ -1,0 +1,114 @@
+"""The tables of tools/bench_step.py: one function each, from the same values that go into its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+_OVERLAPPING = ("wait",)  # passes on idle ranks while others generate
+
+
+def print_phases(
+    console: Console, phases: Mapping[str, Mapping[str, float]], share: float, *, num_timed: int
+) -> None:
+    """Mean seconds of a step by variant. `share` is that of the rollouts, speculation off."""
+    table = _table(f"mean seconds of an RL step, {num_timed} timed steps", "phase", *phases)
+    names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds))
+    whole = {variant: seconds["step"] for variant, seconds in phases.items()}
+    for name in (*(n for n in names if n != "step" and n not in _OVERLAPPING), "other", "step"):
+        cells = []
+        for variant, seconds in phases.items():
+            value = seconds.get(name)
+            if name == "other":
+                parts = (v for n, v in seconds.items() if n not in (*_OVERLAPPING, "step"))
+                value = whole[variant] - sum(parts)
+            cells.append("-" if value is None else f"{value:.3f}")
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(f"rollouts are {share:.0%} of a step without speculation")
+
+
+def print_speedups(
+    console: Console,
+    steps: Mapping[str, Mapping[str, float]],
+    rollouts: Mapping[str, Mapping[str, float]],
+    same: Mapping[str, int],
+    *,
+    num_steps: int,
+) -> None:
+    """Against speculation off, by variant; `same` counts the steps with equal tokens among `num_steps`."""
+    columns = ("step median", "min", "max", "all steps", "rollout median", "min", "max", "all")
+    table = _table("speed-up over speculation off", "variant", *columns, "equal tokens")
+    for variant in steps:
+        spreads = (steps[variant], rollouts[variant])
+        cells = [f"{s[key]:.2f}" for s in spreads for key in ("median", "min", "max", "total")]
+        table.add_row(variant, *cells, f"{same[variant]}/{num_steps} steps")
+    console.print(table)
+
+
+def print_idle(console: Console, idle: Mapping[str, Mapping[str, object]]) -> None:
+    """Use of idle rank-seconds and what it cost, from the second step on."""
+    columns = ("idle s", "used", "stall of step", "preempt ms median", "max", "updates per step")
+    table = _table("spot training, from the second step on", "variant", *columns)
+    for variant, figures in idle.items():
+        preempt = figures["preempt_ms"] or {"median": float("nan"), "max": float("nan")}
+        table.add_row(
+            variant,
+            f"{figures['idle_s']:.1f}",
+            f"{figures['idle_used_fraction']:.0%}",
+            f"{figures['stall_fraction']:.2%}",
+            f"{preempt['median']:.1f}",
+            f"{preempt['max']:.1f}",
+            f"{figures['updates_per_step']:.1f}",
+        )
+    console.print(table)
+
+
+def print_accept_lengths(
+    console: Console, accepted: Mapping[str, Sequence[float | None]], title: str = "accept length"
+) -> None:
+    """Tokens per drafting pass, by RL step; "-" where nothing was drafted."""
+    table = _table(title, "step", *accepted)
+    for step, values in enumerate(zip(*accepted.values(), strict=True), start=1):
+        table.add_row(str(step), *("-" if value is None else f"{value:.2f}" for value in values))
+    console.print(table)
+
+
+def print_rewards(
+    console: Console,
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    differences: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Mean reward by step with 95 % bands, and the paired difference over all steps."""
+    table = _table("mean reward [95 % band]", "step", *curves)
+    for step, points in enumerate(zip(*curves.values(), strict=True), start=1):
+        cells = (f"{p['mean']:.2f} [{p['low']:.2f}, {p['high']:.2f}]" for p in points)
+        table.add_row(str(step), *cells)
+    console.print(table)
+    for variant, difference in differences.items():
+        mean, low, high = (difference[key] for key in ("mean", "low", "high"))
+        console.print(f"reward, {variant} less off: {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
+
+
+def print_drift(
+    console: Console,
+    accepted: Mapping[str, Sequence[float | None]],
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    lr: float,
+    strategy: str,
+) -> None:
+    """Accept lengths as a curve: what follows the policy against what does not."""
+    columns = {f"accept length, {name}": values for name, values in accepted.items()}
+    columns |= {f"reward, {name}": [p["mean"] for p in points] for name, points in curves.items()}
+    title = f"a policy that moves fast (learning rate {lr:g}, strategy {strategy})"
+    print_accept_lengths(console, columns, title)
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
