@@ -29,8 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by every rank
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import yaml
 from rich.console import Console
@@ -66,6 +65,7 @@ from tools.step_tables import (
     print_speedups,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
 PARTS = ("speed", "exact", "mismatch", "drift", "drafter")
 STANDSTILL_LR = 1e-12  # below the rounding of any weight
@@ -88,6 +88,13 @@ def turned(names: Sequence[str], round_index: int) -> list[str]:
     """The order of a round: each variant is first, second, ... equally often."""
     start = round_index % len(names)
     return [*names[start:], *names[:start]]
+
+
+def own_words(output: str, num_lines: int = 30) -> str:
+    """The end of what the ranks said of a run that failed, without torchrun's account of it."""
+    lines = output.splitlines()
+    ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line)
+    return "\n".join(lines[: next(ends, len(lines))][-num_lines:])
 
 
 class Launcher:
@@ -124,8 +131,8 @@ class Launcher:
                 check=False,
             )
         if done.returncode:
-            last = (folder / "output.log").read_text(encoding="utf-8").splitlines()[-30:]
-            raise RuntimeError(f"run {name} ended with {done.returncode}:\n" + "\n".join(last))
+            said = (folder / "output.log").read_text(encoding="utf-8")
+            raise RuntimeError(f"run {name} ended with {done.returncode}:\n{own_words(said)}")
         seconds = time.perf_counter() - started
         load = os.getloadavg()[0]
         self.console.print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}")

@@ -103,6 +103,7 @@ class RolloutSection:
         0  # KV positions per replica; 0: room for max_batch_size full-length sequences
     )
     prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
+    cuda_graphs: bool = True  # embedded, on GPUs: passes are captured and replayed
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on what shares its pass
 
     def __post_init__(self) -> None:

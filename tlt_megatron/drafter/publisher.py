@@ -96,6 +96,11 @@ class DrafterPublisher:
         self._published = self._best = _copy(weights, version)
         return self._published
 
+    def adopt(self, weights: Mapping[str, Tensor]) -> PublishedDrafter:
+        """What the engines have been given in the middle of a rollout is the published drafter from now on."""
+        self._published = _copy(weights, self.published.version + 1)
+        return self._published
+
     def observe_live(self, accept_length: float | None) -> bool:
         """The accept length of a rollout with the published drafter; None: it was not used. Returns `is alarmed`."""
         level = self._live.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -26,6 +26,13 @@ class EngineStats:
     num_unspeculated_passes: int = (
         0  # plain although the selector chose to speculate: memory was short
     )
+    num_graph_replays: int = 0  # passes of policy and drafter that replayed a captured graph
+    eager_passes: dict[str, int] = field(default_factory=dict)  # all others, by whose and why
+
+    @property
+    def num_eager_passes(self) -> int:
+        """Passes of policy and drafter that ran kernel by kernel; on a CPU all do."""
+        return sum(self.eager_passes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +63,13 @@ class RolloutEngine(Protocol):
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
+        between_passes: Callable[[], None] | None = None,
     ) -> list[RolloutGroup]:
         """Answer all prompts; groups come back in the order of the prompts.
 
         `on_finish` is called with each response as it ends. `on_features` is given, with each response, the states that a
-        drafter trains on, [prompt + response - 1, F]; an engine that does not see them never calls it. RuntimeError if the loaded weights are not of
+        drafter trains on, [prompt + response - 1, F]; an engine that does not see them never calls it. `between_passes` is
+        called about once for each pass, and may load drafter weights; an engine in another process may never call it. RuntimeError if the loaded weights are not of
         `policy_version`; ValueError if a prompt cannot fit into the KV memory.
         """
 

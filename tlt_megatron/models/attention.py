@@ -78,8 +78,7 @@ class PagedAttention:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
         self._paged = [
-            layer.unflatten(1, (-1, cache.page_size)).transpose(0, 1)
-            for layer in cache.layers
+            layer.unflatten(1, (-1, cache.page_size)).transpose(0, 1) for layer in cache.layers
         ]
 
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:

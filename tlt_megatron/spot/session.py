@@ -178,8 +178,11 @@ class SpotSession:
         source: BatchSource,
         groups: GroupPool,
         limits: SessionLimits,
+        after_update: Callable[[], None] | None = None,
     ) -> None:
+        """`after_update` is called by the leader alone, for which the others wait in their next reduction."""
         self.plan = plan
+        self.after_update = after_update
         self.members = board.view.layout.ranks_of(plan)
         self.board = board
         self.coordinator = coordinator
@@ -287,6 +290,8 @@ class SpotSession:
             stats = self.trainer.step(batch, flags)
             self.record.steps.append((started, time.time()))
             self.record.stats.append(stats)
+            if self.is_leader and self.after_update is not None and not stats.is_skipped:
+                self.after_update()
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:
                 return SessionEnd.STOPPED

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,13 +124,16 @@ class SpotTrainer:
         timeline: SpanRecorder,
         phase_timeout_s: float,
         member_timeout_s: float = 20.0,
+        after_update: Callable[[], None] | None = None,
     ) -> None:
         """`store` comes from runtime/process_groups.py's `open_store`; `rank` is this one's in the world.
 
+        `after_update` is called by the leader of a session after each update of the drafter.
         `member_timeout_s` must exceed the longest training step: a member that is silent for so long is lost.
         """
         self.trainer = trainer
         self.source = source
+        self.after_update = after_update
         self.section = section
         self.layout = layout
         self.rank = rank
@@ -184,6 +188,7 @@ class SpotTrainer:
                 source=self.source,
                 groups=self._groups,
                 limits=self.limits,
+                after_update=self.after_update,
             )
             records.append(session.record)
             with self.timeline.span(

@@ -36,6 +36,7 @@ from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.spot.rank_state import ReplicaLayout
 from tlt_megatron.spot.spot_trainer import SpotTrainer
 from tlt_megatron.trainer.drafter_upkeep import BufferSource, DrafterUpkeep
+from tlt_megatron.trainer.live_publish import LiveChannel
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +87,12 @@ def attach_drafter(
         if state is not None:
             trainer.load_state_dict(state)
     buffer = DataBuffer(config.spot, getattr(torch, config.drafter.dtype))
+    store = open_store(world, config.run.group_timeout_s)
     spot = SpotTrainer(
         trainer,
         BufferSource(buffer, config.drafter.batch_tokens, device.torch_device),
         config.spot,
-        store=open_store(world, config.run.group_timeout_s),
+        store=store,
         layout=ReplicaLayout.uniform(world.size, config.ranks_per_engine),
         rank=world.rank,
         device=device.torch_device,
@@ -111,6 +113,9 @@ def attach_drafter(
         tap_bytes=config.spot.data_bytes,
         world=world,
         device=device.torch_device,
+        live=LiveChannel(store, run_dir / "drafter_live")
+        if config.spot.publish == "live"
+        else None,
     )
 
 

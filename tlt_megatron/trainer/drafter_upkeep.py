@@ -27,14 +27,19 @@ from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
+from tlt_megatron.trainer.live_publish import LiveChannel
 from tlt_megatron.types import Rollout
 
 _HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a comparison is known
 _HOLDOUT_BATCHES = (
     4  # of a rank: enough to tell drafters apart, little enough to cost no step anything
+)
+_LIVE_EVERY = (
+    16  # updates between two looks at whether to offer a drafter in the middle of a rollout
 )
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # of a checkpoint
 
@@ -84,8 +89,10 @@ class DrafterUpkeep:
         tap_bytes: int,
         world: Group,
         device: torch.device,
+        live: LiveChannel | None = None,
     ) -> None:
-        """`checkpointer` is rank 0's. `publisher` starts from the weights that `trainer` and engine hold."""
+        """`checkpointer` is rank 0's. `publisher` starts from the weights that `trainer` and engine hold. With `live`,
+        drafters also reach engines that are still decoding."""
         self.trainer = trainer
         self.buffer = buffer
         self.spot = spot
@@ -99,6 +106,10 @@ class DrafterUpkeep:
         self._tap_bytes = tap_bytes
         self._num_considered = trainer.num_updates
         self.publisher.start(trainer.model.state_dict())
+        self._live = live
+        self._live_weights: dict[str, Tensor] | None = None  # given to engines in this step
+        if live is not None:
+            spot.after_update = self._offer_live
 
     # ---- data
 
@@ -133,6 +144,46 @@ class DrafterUpkeep:
         """This rank's rollouts are done: train until the last rank's are."""
         return _share_of(self.spot.run_until_preempted(step))
 
+    def _offer_live(self) -> None:
+        """The session's leader: offer what has been trained by now, if it accepts more than what was offered last."""
+        assert self._live is not None
+        if self.trainer.num_updates % _LIVE_EVERY:
+            return
+        batches = self._holdout()
+        candidate = self.trainer.model.state_dict()
+        known = self._live_weights or self.publisher.published.weights
+        new, old = (measure_holdout(self.trainer, w, batches) for w in (candidate, known))
+        if new.accept_length > old.accept_length:
+            self._live_weights = {n: t.detach().cpu().clone() for n, t in candidate.items()}
+            self._live.offer(self._live_weights)
+
+    def take_live(self) -> None:
+        """Between two passes of a rank that still decodes: draft with what has been offered, if anything has."""
+        weights = self._live.poll() if self._live is not None else None
+        if weights is not None:
+            self._load_live(weights)
+
+    def _load_live(self, weights: dict[str, Tensor]) -> None:
+        self._live_weights = weights
+        checksum = sum(checksum_tensor(n, t) for n, t in weights.items()) % CHECKSUM_MODULUS
+        version = self.publisher.published.version + 1
+        self.engine.load_drafter_weights(weights, version=version, checksum=checksum)
+
+    def _settle_live(self) -> None:
+        """All ranks take the newest offer of the step as published: whoever trained, whoever decoded."""
+        if self._live is None:
+            return
+        weights = self._live.take()
+        if weights is not None:
+            self._load_live(weights)
+        if self._live_weights is not None:
+            self.publisher.adopt(self._live_weights)
+            self._live_weights = None
+
+    def _holdout(self) -> list[DraftBatch]:
+        batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS)[:_HOLDOUT_BATCHES]
+        return [batch.to(self.device) for batch in batches]
+
     def publish(self, metrics: dict[str, float]) -> None:
         """All ranks level with the newest drafter; the engines get it if it accepts no less than theirs.
 
@@ -142,11 +193,11 @@ class DrafterUpkeep:
         started = time.perf_counter()
         self.publisher.observe_live(metrics.get("drafter/live_accept_length"))
         self.spot.sync_newest(self.world)
+        self._settle_live()
         metrics |= self.publisher.metrics()
         if self.trainer.num_updates != self._num_considered:
             self._num_considered = self.trainer.num_updates
-            batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS)[:_HOLDOUT_BATCHES]
-            batches = [batch.to(self.device) for batch in batches]
+            batches = self._holdout()
             decision = self.publisher.consider(
                 self.trainer.model.state_dict(), lambda weights: self._measure(weights, batches)
             )

@@ -84,6 +84,7 @@ class RolloutWorker:
                 policy_version=policy_version,
                 on_finish=score,
                 on_features=upkeep.add_features if upkeep else None,
+                between_passes=upkeep.take_live if upkeep else None,
             )
             passes = self.engine.take_passes()
             add_pass_spans(self.phases.timeline, passes)
@@ -130,6 +131,12 @@ class RolloutWorker:
             metrics[f"reward/{name}"] = float(sum(getattr(share.rewards, name) for share in shares))
         return Collected(groups=tuple(everyone), metrics=metrics)
 
+    def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        engine, place = divmod(self.replicas.rank, self.ranks_per_engine)
+        if place:
+            return ()
+        return prompts[engine :: self.replicas.size // self.ranks_per_engine]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
@@ -157,12 +164,6 @@ def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
         accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)
         metrics[f"rollout/spec_accepted_at/{depth + 1}"] = accepted / num_rows
     return metrics
-
-    def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        engine, place = divmod(self.replicas.rank, self.ranks_per_engine)
-        if place:
-            return ()
-        return prompts[engine :: self.replicas.size // self.ranks_per_engine]
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

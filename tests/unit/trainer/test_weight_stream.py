@@ -41,9 +41,11 @@ def test_checksum_is_its_definition_across_chunks() -> None:
     tensor = torch.arange((1 << 22) + 5, dtype=torch.int16)
     with np.errstate(over="ignore"):
         bits = tensor.numpy().astype(np.int64)
-        mixed = (bits + 0x632BE5AB) * (np.arange(bits.size, dtype=np.int64) * 2 + 1)
-        total = zlib.crc32(b"w") * 0x9E3779B97F4A7C15
+        positions = np.arange(bits.size, dtype=np.int64) * 2 + 1
+        mixed = (bits + 0x632BE5AB) * (positions * 0x2545F4914F6CDD1D)
+        content = 1
         for start in (0, 1 << 22):
             part = mixed[start : start + (1 << 22)]
-            total += int((part ^ (part >> 29)).sum())
+            content += int(((part ^ (part >> 31)) * 0x2545F4914F6CDD1D).sum())
+    total = content * ((zlib.crc32(b"w") * 0x9E3779B97F4A7C15) | 1)
     assert checksum_tensor("w", tensor) == total % CHECKSUM_MODULUS

@@ -13,9 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
+from tlt_megatron.engines.embedded.graph_pool import (
+    GraphPool,
+    PassInputs,
+    addresses_read,
+    lane_steps,
+)
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Roots, Speculator
-from tlt_megatron.models.attention import LaneAttention, PagedAttention
+from tlt_megatron.models.attention import PagedAttention
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.models.tree_attention import LaneView
@@ -48,9 +55,10 @@ class DecodeBatch:
 
     def __init__(
         self, model: Transformer, cache: KvCache, params: SamplingParams, *, max_batch_size: int,
-        max_new_tokens: int, speculator: Speculator | None = None, draft_slots: int = 0,
+        max_new_tokens: int, graphs: GraphPool, speculator: Speculator | None = None, draft_slots: int = 0,
     ) -> None:  # fmt: skip
-        """With a `speculator`, `draft_slots` are the slots behind a sequence that drafting and verifying may write."""
+        """`graphs` runs every pass in lanes. With a `speculator`, `draft_slots` are the slots behind a sequence that drafting
+        and verifying may write."""
         self._model = model
         self._cache = cache
         self._params = params
@@ -61,6 +69,7 @@ class DecodeBatch:
         self._hidden_BD = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=device)
         self._tokens_B = torch.empty(0, dtype=torch.int64, device=device)
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+        self._graphs = graphs
         self._speculator = speculator
         self._draft_slots = draft_slots
         self._drawn: Sampled | None = None  # the next tokens, where a speculative step has them
@@ -73,7 +82,7 @@ class DecodeBatch:
         self._free_columns = list(range(max_batch_size))
         self._noise = NoiseAhead(model.config.vocab_size)
         self._paged = PagedAttention(cache)
-        self._lanes: LaneAttention | None = None
+        self._lane = 0  # slots of a lane, once rows stand in lanes
         self._view: LaneView | None = None  # of the present rows in lanes
         self._longest = 0
         self._next_due = 0
@@ -102,7 +111,7 @@ class DecodeBatch:
             rows.append([request.seed, request.max_new_tokens - 1, position, count, out + count, 0])
             room = len(request.kv.pages) * self._cache.page_size - count
             request.due = self.num_passes + room
-        if self._lanes is not None:
+        if self._lane:
             self._join_lanes(start, requests)
         self.requests.extend(requests)
         end = len(self.requests)
@@ -120,7 +129,7 @@ class DecodeBatch:
             last = kept.pop()
             if row < len(kept):
                 kept[row] = last
-        if self._lanes is not None:
+        if self._lane:
             self._move_lanes(kept)
         index = torch.tensor(kept, dtype=torch.int64, device=self._model.device)
         self._state[:, : len(kept)] = self._state.index_select(1, index)
@@ -202,7 +211,7 @@ class DecodeBatch:
 
     def grow(self, scheduler: Scheduler) -> None:
         """Find a page for every row whose next token starts one; rows preempted for it leave with their tokens saved."""
-        if self._lanes is not None or self.num_passes < self._next_due:
+        if self._lane or self.num_passes < self._next_due:
             return
         preempted: set[Request] = set()
         due = [request for request in self.requests if request.due == self.num_passes]
@@ -225,29 +234,46 @@ class DecodeBatch:
         if self._is_changed:
             self._plan(scheduler)
         self._longest += 1
-        if self._lanes is not None:
-            attention: LaneAttention | PagedAttention = self._lanes
-            self._lanes.begin_step(self._slot_B, self._longest)
-        else:
-            attention = self._paged
-            self._paged.begin_step(self._slot_B)
-        self._hidden_BD, features = self._model.forward_tapped(
-            self._tokens_B, self._position_B, attention, self._cache.tap_layers
-        )
+        self._hidden_BD, features = self._run_in_lanes() if self._lane else self._run_in_pages()
         self._cache.keep_features(self._slot_B, features, self._tokens_B)
         self._growing_CB.add_(1)
         if self._speculator is not None:
             self._speculator.set_changed()
         self.num_passes += 1
 
+    def _run_in_lanes(self) -> tuple[Tensor, ...]:
+        self._cache.mark_written(self._slot_B)
+        view = self._lane_view()
+        inputs = PassInputs(
+            token_ids_BR=self._tokens_B.unsqueeze(1),
+            positions_BR=self._position_B.unsqueeze(1),
+            slots_BR=self._slot_B.unsqueeze(1),
+            bias_BRS=view.committed_bias(view.read_length(self._longest)),
+        )
+        return self._graphs.run(Role.TARGET, inputs)
+
+    def _run_in_pages(self) -> tuple[Tensor, ...]:
+        self._paged.begin_step(self._slot_B)
+        self._graphs.count_eager(
+            Role.TARGET, batch_size=len(self.requests), num_rows=1, reason=EagerReason.PAGES
+        )
+        return self._model.forward_tapped(
+            self._tokens_B, self._position_B, self._paged, self._cache.tap_layers
+        )
+
+    def _lane_view(self) -> LaneView:
+        if self._view is None:
+            self._view = LaneView(self._cache, num_rows=len(self.requests), lane=self._lane)
+        return self._view
+
     def enter_lanes(self, scheduler: Scheduler) -> bool:
         """Move all rows to lanes, as `speculate` needs, whatever it costs; False if they do not all fit."""
-        if self._lanes is None:
+        if not self._lane:
             positions = self._position_B.tolist()
             self._move_to_lanes(positions, scheduler)
         if self._is_changed:
             self._plan(scheduler)
-        return self._lanes is not None
+        return self._lane > 0
 
     def speculate(self, strategy: SpeculationStrategy) -> list[int]:
         """Draft, verify and commit in place of `forward`; how many drafted tokens each row accepted.
@@ -255,11 +281,8 @@ class DecodeBatch:
         All committed tokens but the last are recorded here; the last is what the next `sample` draws.
         """
         assert self._speculator is not None
-        assert self._lanes is not None
+        assert self._lane
         positions = self._position_B.tolist()
-        if self._view is None:
-            lane = self._lanes.lane_pages * self._cache.page_size
-            self._view = LaneView(self._cache, num_rows=len(self.requests), lane=lane)
         if self._speculator.has_new_drafter():
             for request in self.requests:
                 request.num_drafted = 0
@@ -273,7 +296,7 @@ class DecodeBatch:
             num_unseen=[p - r.num_drafted for p, r in zip(positions, self.requests, strict=True)],
         )
         retrieved = self._retrieve(positions, strategy.num_retrieved)
-        committed = self._speculator.step(self._view, roots, strategy, retrieved)
+        committed = self._speculator.step(self._lane_view(), roots, strategy, retrieved)
         steps_S = torch.arange(strategy.depth + 1, device=self._model.device)
         out_P = (self._out_B.unsqueeze(1) + 1 + steps_S).view(-1)
         self._out_tokens.index_copy_(0, out_P, committed.token_ids_BS.view(-1))
@@ -320,12 +343,14 @@ class DecodeBatch:
         positions = self._position_B.tolist()
         self._longest = max(positions)
         self._is_changed = False
-        if self._lanes is None and not scheduler.has_waiting and self._lanes_pay(positions):
+        if not self._lane and (
+            self._graphs.has_graphs  # which save more than pages do
+            or (not scheduler.has_waiting and self._lanes_pay(positions))
+        ):
             self._move_to_lanes(positions, scheduler)
         page_size = self._cache.page_size
-        if self._lanes is not None:
-            lane = self._lanes.lane_pages * page_size
-            slots = [row * lane + position for row, position in enumerate(positions)]
+        if self._lane:
+            slots = [row * self._lane + position for row, position in enumerate(positions)]
         else:
             self._cache.compact()
             self._paged.rebuild([request.kv for request in self.requests])
@@ -346,8 +371,7 @@ class DecodeBatch:
     def _move_to_lanes(self, positions: list[int], scheduler: Scheduler) -> None:
         """Give every sequence a lane of its full length, if there is room for all that run and may join."""
         cache, requests = self._cache, self.requests
-        lane_pages = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
-        if not scheduler.reserve_lanes(lane_pages):
+        if not self._reserve_lanes(scheduler):
             return
         prompts = {id(request.state): request.state for request in requests}
         sources, targets = [], []
@@ -355,26 +379,46 @@ class DecodeBatch:
             num_prompt = request.state.num_tokens
             sources.append(cache.slots(request.state.kv.pages, 0, num_prompt))
             sources.append(cache.slots(request.kv.pages, 0, position - num_prompt))
-            start = row * lane_pages * cache.page_size
+            start = row * self._lane
             targets.append(torch.arange(start, start + position, device=self._model.device))
         for request in requests:
             cache.free(request.kv.pages)
         for state in prompts.values():
             if state.num_running == state.num_unfinished:  # else siblings wait for it
                 cache.free(state.kv.pages)
-        self._lanes = LaneAttention(cache, lane_pages)
         self._is_changed = True
         for row, request in enumerate(requests):
             self._fill_lane(row, request)
         target_S = torch.cat(targets)
         cache.relocate(torch.cat(sources), target_S)
-        cache.bias_T[: len(requests) * lane_pages * cache.page_size].fill_(-torch.inf)
+        cache.bias_T[: len(requests) * self._lane].fill_(-torch.inf)
         cache.mark_written(target_S)
+
+    def _reserve_lanes(self, scheduler: Scheduler) -> bool:
+        """Take lanes as long as captured graphs have them, so that these stay valid, or as long as the sequences need."""
+        cache, graphs, draft = self._cache, self._graphs, None
+        needed = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
+        planned = cache.pages_for(graphs.plan.max_length) if graphs.has_graphs else 0
+        for lane_pages in sorted({needed, max(needed, planned)}, reverse=True):
+            if scheduler.reserve_lanes(lane_pages):
+                break
+        else:
+            return False
+        self._lane = lane_pages * cache.page_size
+        if self._speculator is not None:
+            draft = self._speculator.draft
+        graphs.bind(
+            lane_steps(self._model, cache, self._lane, draft),
+            addresses_read(self._model, cache, draft),
+            lane=self._lane,
+            num_lanes=cache.num_pages // lane_pages,
+            scratch_slot=cache.scratch_slot,
+        )
+        return True
 
     def _join_lanes(self, first_row: int, requests: Sequence[Request]) -> None:
         """Give each newcomer a lane with its prompt in it; a prompt whose siblings are all in is stored no more."""
-        assert self._lanes is not None
-        cache, lane = self._cache, self._lanes.lane_pages * self._cache.page_size
+        cache, lane = self._cache, self._lane
         for request in requests:
             assert request.saved is None, "a request was preempted although all have lanes"
             cache.free(request.kv.pages)
@@ -395,16 +439,14 @@ class DecodeBatch:
 
     def _fill_lane(self, row: int, request: Request) -> None:
         """Take all pages of lane `row`, which nobody else can want."""
-        assert self._lanes is not None
         request.kv.prompt = None
-        first = row * self._lanes.lane_pages
-        for page in range(first, first + self._lanes.lane_pages):
+        lane_pages = self._cache.pages_for(self._lane)
+        for page in range(row * lane_pages, (row + 1) * lane_pages):
             self._cache.take_response_page(request.kv.pages, at=page)
 
     def _move_lanes(self, kept: list[int]) -> None:
         """After rows left: move the lane of each row that changes its place."""
-        assert self._lanes is not None
-        cache, lane = self._cache, self._lanes.lane_pages * self._cache.page_size
+        cache, lane = self._cache, self._lane
         moves = [(row, old) for row, old in enumerate(kept) if row != old]
         if not moves:
             return

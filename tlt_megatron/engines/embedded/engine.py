@@ -16,17 +16,24 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
-from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
+from tlt_megatron.engines.embedded.graph_plan import GraphPlan
+from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.memory_plan import (
+    PAGE_TOKENS,
+    MemoryPlan,
+    lane_tokens,
+    plan_memory,
+)
 from tlt_megatron.engines.embedded.prefill import features_of, prefill
 from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
-from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.engines.embedded.speculate import Speculation, draft_slots_of
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.strategy import OFF
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -52,6 +59,7 @@ class EmbeddedEngine:
         self._max_prompt_tokens = max_prompt_tokens
         self._speculation: Speculation | None = None
         self._paused: Speculation | None = None
+        self._graphs = self._make_graphs()
         self._plan = self._make_plan()
         self._model: Transformer | None = None
         self._cache: KvCache | None = None
@@ -77,7 +85,33 @@ class EmbeddedEngine:
             draft_slots=0 if self._speculation is None else self._speculation.draft_slots,
             num_taps=len(self._tap_layers),
             has_packed_weights=packs(self._dtype, self._device.torch_device),
+            has_graphs=self._graphs.has_graphs,
         )
+
+    def _make_graphs(self) -> GraphPool:
+        strategies = () if self._speculation is None else self._speculation.strategies
+        is_wanted = self._section.cuda_graphs
+        plan = self.graph_plan(strategies)
+        return GraphPool(plan, self._device.graph_memory if is_wanted else lambda: None)
+
+    def graph_plan(self, strategies: Sequence[SpeculationStrategy]) -> GraphPlan:
+        """What is captured with these strategies, or would be on a GPU; nothing is captured for the answer."""
+        return GraphPlan(
+            self._config,
+            strategies,
+            max_batch_size=self._section.max_batch_size,
+            max_length=self._lane_tokens(draft_slots_of(strategies)),
+            item_bytes=self._dtype.itemsize,
+        )
+
+    def _lane_tokens(self, draft_slots: int) -> int:
+        longest = self._max_prompt_tokens
+        return lane_tokens(self._section, max_prompt_tokens=longest, draft_slots=draft_slots)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether passes are captured and replayed here."""
+        return self._graphs.has_graphs
 
     def memory_plan(self) -> MemoryPlan:
         """What this engine takes when awake; nothing is allocated for the answer."""
@@ -130,6 +164,8 @@ class EmbeddedEngine:
             )
         self._speculation = speculation
         self._cache = None
+        self._graphs.drop()
+        self._graphs = self._make_graphs()
         self._plan = self._make_plan()
 
     def load_drafter_weights(
@@ -160,8 +196,9 @@ class EmbeddedEngine:
         return True
 
     def sleep(self) -> None:
-        """Free the KV; on a GPU also move the weights to the host."""
+        """Free the KV and all graphs; on a GPU also move the weights to the host."""
         self._require_open()
+        self._graphs.drop()
         self._cache = None
         if self._model is not None and self._device.is_cuda:
             self._model.to(torch.device("cpu"))
@@ -194,6 +231,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Free everything."""
+        self._graphs.drop()
         self._model = self._cache = self._version = None
         self._is_closed = True
 
@@ -218,6 +256,7 @@ class EmbeddedEngine:
         on_finish: Callable[[Rollout], None] | None = None,
         max_new_tokens: Sequence[Sequence[int]] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
+        between_passes: Callable[[], None] | None = None,
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `max_new_tokens[prompt][sample]` limits single requests below params' limit.
 
@@ -240,6 +279,7 @@ class EmbeddedEngine:
         )
         batch = self._start_batch(cache, params, num_requests=len(requests))
         self._passes, self._num_unspeculated = [], 0
+        self._graphs.take_counts()
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
         while not scheduler.is_done:
@@ -264,10 +304,13 @@ class EmbeddedEngine:
                 scheduler.finish(end.request)
                 if on_finish is not None:
                     on_finish(rollout)
+            if between_passes is not None:
+                between_passes()
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
             if batch.requests:
                 self._advance(batch, scheduler, sample_s)
+        counts = self._graphs.take_counts()
         self._stats = EngineStats(
             num_prompt_tokens=num_new,
             num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
@@ -278,6 +321,8 @@ class EmbeddedEngine:
             num_preemptions=scheduler.num_preemptions,
             num_recomputed_tokens=num_again,
             num_unspeculated_passes=self._num_unspeculated,
+            num_graph_replays=sum(counts.num_replays.values()),
+            eager_passes=counts.eager_by_reason(),
         )
         self._note_reasons()
         return _group(prompts, params.num_samples, rollouts)
@@ -286,14 +331,17 @@ class EmbeddedEngine:
         self, cache: KvCache, params: SamplingParams, *, num_requests: int
     ) -> DecodeBatch:
         assert self._model is not None
-        speculation = self._speculation
+        speculation, speculator = self._speculation, None
+        if speculation is not None:
+            speculator = speculation.start(self._model, cache, params, self._graphs)
         return DecodeBatch(
             self._model,
             cache,
             params,
             max_batch_size=min(self._section.max_batch_size, num_requests),
             max_new_tokens=params.max_new_tokens,
-            speculator=speculation.start(self._model, cache, params) if speculation else None,
+            graphs=self._graphs,
+            speculator=speculator,
             draft_slots=speculation.draft_slots if speculation else 0,
         )
 
@@ -359,13 +407,7 @@ class EmbeddedEngine:
                     f" needs {needed} KV pages of {PAGE_TOKENS}: the engine has {num_pages}"
                     f" (rollout.kv_cache_tokens={self._section.kv_cache_tokens})"
                 )
-        assert self._model is not None
-        num_positions = longest + params.max_new_tokens
-        if self._speculation is not None:
-            num_positions += self._speculation.draft_slots
-            if self._speculation.draft is not None:
-                self._speculation.draft.rotary.reserve(num_positions)
-        self._model.rotary.reserve(num_positions)
+        self._reserve_positions(longest + params.max_new_tokens)
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):
             self._cache = KvCache(
@@ -377,9 +419,21 @@ class EmbeddedEngine:
                 num_draft_layers=0 if self._speculation is None else 1,
                 keeps_features=keeps_features,
                 tap_layers=self._tap_layers if keeps_features else (),
+                has_scratch=self._graphs.has_graphs,
             )
         self._cache.reset()
         return self._cache
+
+    def _reserve_positions(self, longest: int) -> None:
+        """Make the rotary tables long enough; as long as planned at once where graphs read them, which may not move."""
+        assert self._model is not None
+        speculation = self._speculation
+        longest += speculation.draft_slots if speculation else 0
+        if self._graphs.has_graphs:
+            longest = max(longest, self._graphs.plan.max_length)
+        self._model.rotary.reserve(longest)
+        if speculation is not None and speculation.draft is not None:
+            speculation.draft.rotary.reserve(longest)
 
     @staticmethod
     def _make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:

@@ -140,6 +140,7 @@ class GraphPlan:
         self._item_bytes = item_bytes
         self._verify_tokens = verify_tokens
         self._bytes_per_kernel = bytes_per_kernel
+        self.max_length = max_length
         self.batch_sizes = _batch_buckets(max_batch_size)
         self.lengths = _length_buckets(max_length)
         self._widths = {

@@ -66,6 +66,13 @@ class GraphCounts:
     num_eager: Mapping[EagerPass, int]
     num_captures: int
 
+    def eager_by_reason(self) -> dict[str, int]:
+        """Example: {"target: sequences lie in pages, not in lanes": 12}."""
+        sums: Counter[str] = Counter()
+        for eager, count in self.num_eager.items():
+            sums[f"{eager.role}: {eager.reason}"] += count
+        return dict(sums)
+
     @property
     def graph_share(self) -> float:
         """Of all passes; 0 without any."""
@@ -174,7 +181,8 @@ class GraphPool:
     def count_eager(
         self, role: Role, *, batch_size: int, num_rows: int, reason: EagerReason
     ) -> None:
-        """Note a pass that the caller runs itself, because it is none of rows in lanes."""
+        """Note a pass that the caller runs itself, because it is none of rows in lanes from the first on."""
+        reason = reason if self.has_graphs else EagerReason.OFF
         self._eager[role, num_rows, batch_size, reason] += 1
 
     def take_counts(self) -> GraphCounts:
@@ -288,14 +296,15 @@ def lane_steps(
 
     TARGET gives (hidden [P, D], features [P, F]), DRAFT (hidden [P, D], head input [P, D]); logits are one more call.
     """
-    views: dict[int, LaneView] = {}
+    view: LaneView | None = None  # the latest, as it keeps a slice of every layer for every length
 
     def attention(inputs: PassInputs, first_layer: int) -> LaneTreeAttention:
+        nonlocal view
         num_rows = inputs.token_ids_BR.shape[0]
-        if num_rows not in views:
-            views[num_rows] = LaneView(cache, num_rows=num_rows, lane=lane)
+        if view is None or view.num_rows != num_rows:
+            view = LaneView(cache, num_rows=num_rows, lane=lane)
         slots_P = inputs.slots_BR.reshape(-1)
-        return LaneTreeAttention(views[num_rows], slots_P, inputs.bias_BRS, first_layer=first_layer)
+        return LaneTreeAttention(view, slots_P, inputs.bias_BRS, first_layer=first_layer)
 
     def run_target(inputs: PassInputs) -> tuple[Tensor, ...]:
         return model.forward_tapped(
@@ -316,6 +325,14 @@ def lane_steps(
         )
 
     return {Role.TARGET: run_target, Role.DRAFT: run_draft}
+
+
+def addresses_read(
+    model: Transformer, cache: KvCache, draft: DraftInference | None = None
+) -> Hashable:
+    """Where `lane_steps` find all that is not among their inputs, and which layers they tap: what `bind` has to know."""
+    tensors = [cache.kv_LKTH, *model.tensors_read(), *(draft.tensors_read() if draft else ())]
+    return cache.tap_layers, tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def _tensors(inputs: PassInputs) -> list[tuple[str, Tensor]]:

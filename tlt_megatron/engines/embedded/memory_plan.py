@@ -29,6 +29,12 @@ class MemoryPlan:
         return self.weights_bytes + self.kv_bytes + self.activations_bytes
 
 
+def lane_tokens(section: RolloutSection, *, max_prompt_tokens: int, draft_slots: int) -> int:
+    """Length of a lane for the longest prompt, the longest response and what is drafted behind it, in full pages."""
+    num_tokens = max_prompt_tokens + section.max_new_tokens + draft_slots
+    return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
 def plan_memory(
     model: ModelConfig,
     section: RolloutSection,
@@ -37,12 +43,15 @@ def plan_memory(
     draft_slots: int = 0,
     num_taps: int = 0,
     has_packed_weights: bool = False,
+    has_graphs: bool = False,
 ) -> MemoryPlan:
     """What `EmbeddedEngine` will allocate. A drafter, which needs `draft_slots` behind each sequence, adds its key-value
     layer, and the tokens and features that it reads: the last hidden state and `num_taps` more.
 
     With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
     `max_prompt_tokens`, with one group that is only partly in. `has_packed_weights`: matrices are held twice (`Matrix`).
+    `has_graphs`: graphs need lanes, in which every response has its prompt before it, and a scratch page; what they take
+    themselves is the `GraphPlan`'s.
     """
     has_drafter = draft_slots > 0
     item = getattr(torch, section.dtype).itemsize
@@ -57,6 +66,9 @@ def plan_memory(
         weights += matrices * model.num_layers + v * d
 
     pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + has_drafter
+    if has_graphs:
+        lane = lane_tokens(section, max_prompt_tokens=max_prompt_tokens, draft_slots=draft_slots)
+        pages_each = lane // PAGE_TOKENS
     prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
     num_groups = -(-section.max_batch_size // section.num_samples) + 1
     num_pages = section.max_batch_size * pages_each + num_groups * prompt_pages
@@ -69,9 +81,10 @@ def plan_memory(
             )
     kv_tokens = num_pages * PAGE_TOKENS
     num_kv_layers = model.num_layers + has_drafter
-    kv = kv_tokens * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
+    num_slots = kv_tokens + has_graphs * PAGE_TOKENS
+    kv = num_slots * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
     if has_drafter:
-        kv += kv_tokens * d * (1 + num_taps) * item + (kv_tokens + 1) * 8
+        kv += num_slots * d * (1 + num_taps) * item + (num_slots + 1) * 8
 
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
     prefill = section.prefill_chunk_tokens * per_token * item

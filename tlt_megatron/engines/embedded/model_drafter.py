@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.tree_attention import (
@@ -31,8 +34,15 @@ class ModelDrafter:
     """Grows trees with a DraftInference for rows in lanes."""
 
     def __init__(
-        self, model: DraftInference, cache: KvCache, *, first_layer: int, ranking: Ranking
+        self,
+        model: DraftInference,
+        cache: KvCache,
+        *,
+        first_layer: int,
+        ranking: Ranking,
+        graphs: GraphPool,
     ) -> None:
+        self._graphs = graphs
         self._model = model
         self._cache = cache
         self._first_layer = first_layer
@@ -63,13 +73,7 @@ class ModelDrafter:
             grower = TreeGrower(strategy, ranking=self._ranking, device=device)
             self._growers[strategy] = grower
         expansion = _Expansion(
-            self._model,
-            view,
-            positions_B,
-            hidden_BD,
-            strategy,
-            first_layer=self._first_layer,
-            longest=longest,
+            self._model, self._graphs, view, positions_B, hidden_BD, strategy, longest=longest
         )
         return grower.grow(
             self._model.logits(head_BD),
@@ -95,14 +99,25 @@ class ModelDrafter:
                     torch.tensor(positions[start:end], device=self._cache.device),
                     max(num_unseen[start:end]),
                     max(positions[start:end]) + 1,
+                    is_apart=True,
                 )
             start = end
         return max(n for n in num_unseen if n <= _LAG)
 
     def _extend(
-        self, view: LaneView, positions_B: Tensor, num_unseen: int, longest: int
+        self,
+        view: LaneView,
+        positions_B: Tensor,
+        num_unseen: int,
+        longest: int,
+        *,
+        is_apart: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the last `num_unseen` pairs; (hidden, head input) of the newest. Pairs seen before come out the same."""
+        """Compute the last `num_unseen` pairs; (hidden, head input) of the newest. Pairs seen before come out the same.
+
+        `is_apart`: `view` is not of all rows, from the first lane on.
+        """
+        run = partial(self._run_apart, view) if is_apart else partial(self._graphs.run, Role.DRAFT)
         cache, model = self._cache, self._model
         length = view.read_length(longest)
         # Behind the final state stand the taps, if the drafter reads those.
@@ -112,19 +127,33 @@ class ModelDrafter:
             back_M = torch.arange(start, end, -1, device=cache.device)
             pairs_BM = (positions_B.unsqueeze(1) - back_M).clamp(min=0)
             slots_P = view.slots(pairs_BM)
-            attention = LaneTreeAttention(
-                view, slots_P, causal_bias(view, pairs_BM, length), first_layer=self._first_layer
-            )
             features_PF = cache.features_TD.index_select(0, slots_P)[:, -feature_size:]
-            hidden_PD, head_input_PD = model.forward(
-                cache.token_ids_T.index_select(0, slots_P + 1),
-                model.fuse(features_PF),
-                pairs_BM.view(-1),
-                attention,
+            shape = pairs_BM.shape
+            inputs = PassInputs(
+                token_ids_BR=cache.token_ids_T.index_select(0, slots_P + 1).view(shape),
+                positions_BR=pairs_BM,
+                slots_BR=slots_P.view(shape),
+                bias_BRS=causal_bias(view, pairs_BM, length),
+                hidden_BRD=model.fuse(features_PF).view(*shape, -1),
             )
+            hidden_PD, head_input_PD = run(inputs)
         num_rows, size = positions_B.shape[0], hidden_PD.shape[-1]
         newest = (state.view(num_rows, -1, size)[:, -1] for state in (hidden_PD, head_input_PD))
         return tuple(newest)
+
+    def _run_apart(self, view: LaneView, inputs: PassInputs) -> tuple[Tensor, Tensor]:
+        assert inputs.hidden_BRD is not None
+        batch_size, num_rows = inputs.token_ids_BR.shape
+        self._graphs.count_eager(
+            Role.DRAFT, batch_size=batch_size, num_rows=num_rows, reason=EagerReason.LAGGING
+        )
+        slots_P = inputs.slots_BR.view(-1)
+        return self._model.forward(
+            inputs.token_ids_BR.view(-1),
+            inputs.hidden_BRD.flatten(0, 1),
+            inputs.positions_BR.view(-1),
+            LaneTreeAttention(view, slots_P, inputs.bias_BRS, first_layer=self._first_layer),
+        )
 
 
 class _Expansion:
@@ -133,20 +162,20 @@ class _Expansion:
     def __init__(
         self,
         model: DraftInference,
+        graphs: GraphPool,
         view: LaneView,
         positions_B: Tensor,
         hidden_BD: Tensor,
         strategy: SpeculationStrategy,
         *,
-        first_layer: int,
         longest: int,
     ) -> None:
         self._model = model
+        self._graphs = graphs
         self._view = view
         self._positions_B = positions_B
         self._hidden_BKD = hidden_BD.unsqueeze(1)
         self._topk = strategy.topk
-        self._first_layer = first_layer
         self._length = view.read_length(longest + strategy.topk * (strategy.num_steps - 1))
         self._depth = 0
         num_rows, device = positions_B.shape[0], positions_B.device
@@ -164,14 +193,15 @@ class _Expansion:
         self._seen_BKX = torch.cat((seen_BKX, self._self_BKK), dim=2)
         offsets_K = torch.arange(topk, device=token_ids_BK.device) + self._depth * topk
         slots_P = self._view.slots(self._positions_B.unsqueeze(1) + offsets_K)
-        bias = drafted_bias(self._view, self._positions_B, self._seen_BKX, self._length)
         position_B = self._positions_B + self._depth
-        hidden_PD, head_input_PD = self._model.forward(
-            token_ids_BK.reshape(-1),
-            hidden_BKD.view(-1, size),
-            position_B.unsqueeze(1).expand(-1, topk).reshape(-1),
-            LaneTreeAttention(self._view, slots_P, bias, first_layer=self._first_layer),
+        inputs = PassInputs(
+            token_ids_BR=token_ids_BK,
+            positions_BR=position_B.unsqueeze(1).expand(-1, topk),
+            slots_BR=slots_P.view(num_rows, topk),
+            bias_BRS=drafted_bias(self._view, self._positions_B, self._seen_BKX, self._length),
+            hidden_BRD=hidden_BKD,
         )
+        hidden_PD, head_input_PD = self._graphs.run(Role.DRAFT, inputs)
         self._hidden_BKD = hidden_PD.view(num_rows, topk, size)
         self._depth += 1
         return self._model.logits(head_input_PD).view(num_rows, topk, -1)

@@ -11,19 +11,21 @@ from what is there: it computes its own layer over the positions that it has not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.engines.embedded.graph_plan import Role
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
 from tlt_megatron.engines.embedded.model_drafter import ModelDrafter
 from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView, drafted_bias
+from tlt_megatron.models.tree_attention import LaneView, drafted_bias
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
 from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
@@ -82,6 +84,7 @@ class Speculation:
         learned = [s for s in drafting if s.is_learned]
         if learned and draft is None:
             raise ValueError(f"strategy={learned[0]} needs a learned drafter: there is none")
+        self.strategies = tuple(drafting)
         self.draft = draft
         self.selector = selector
         self.ranking = ranking
@@ -90,7 +93,7 @@ class Speculation:
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
         self.is_suspended = False  # the learned drafter is not to be used
         self.drafter_version = 0  # counts what `load_drafter` was given
-        self.draft_slots = max((slots_behind_root(s) for s in drafting), default=0)
+        self.draft_slots = draft_slots_of(drafting)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -116,9 +119,11 @@ class Speculation:
         self.selector.load_state_dict(state["selector"])
         self.calibrator.load_state_dict(state["calibrator"])
 
-    def start(self, model: Transformer, cache: KvCache, params: SamplingParams) -> Speculator:
-        """For the requests of one `generate` call."""
-        return Speculator(self, model, cache, params)
+    def start(
+        self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
+    ) -> Speculator:
+        """For the requests of one `generate` call; `graphs` runs the passes of target and drafter."""
+        return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
         """A response is complete: the n-gram drafter learns from its end too, and from those that were decoded plainly."""
@@ -140,14 +145,24 @@ def slots_behind_root(strategy: SpeculationStrategy) -> int:
     return max(grown, strategy.num_rows, strategy.depth + 1) + 1
 
 
+def draft_slots_of(strategies: Iterable[SpeculationStrategy]) -> int:
+    """Slots behind a sequence that steps of any of these may write."""
+    return max((slots_behind_root(s) for s in strategies if not s.is_off), default=0)
+
+
 class Speculator:
     """Drafts and verifies for the rows of a batch in lanes."""
 
     def __init__(
-        self, speculation: Speculation, model: Transformer, cache: KvCache, params: SamplingParams
+        self,
+        speculation: Speculation,
+        model: Transformer,
+        cache: KvCache,
+        params: SamplingParams,
+        graphs: GraphPool,
     ) -> None:
         self._speculation = speculation
-        self._verifier = Verifier(model, cache, params)
+        self._verifier = Verifier(model, cache, params, graphs)
         self._cache = cache
         self._params = params
         self._drafter = None
@@ -157,6 +172,7 @@ class Speculator:
                 cache,
                 first_layer=model.config.num_layers,
                 ranking=speculation.ranking,
+                graphs=graphs,
             )
         self._drafter_version = speculation.drafter_version
         self._calibrator = speculation.calibrator
@@ -164,6 +180,11 @@ class Speculator:
         self._tau_D: Tensor | None = None
         self._counts: dict[int, Tensor] = {}  # by num_steps
         self._num_counted = 0
+
+    @property
+    def draft(self) -> DraftInference | None:
+        """The learned drafter."""
+        return self._speculation.draft
 
     def has_new_drafter(self) -> bool:
         """Whether the learned drafter was replaced since the last call: nothing that it has seen is known to this one."""
@@ -254,8 +275,11 @@ class Speculator:
 class Verifier:
     """Runs the target over root and tree, and moves what is accepted to its place."""
 
-    def __init__(self, model: Transformer, cache: KvCache, params: SamplingParams) -> None:
+    def __init__(
+        self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
+    ) -> None:
         self._model = model
+        self._graphs = graphs
         self._cache = cache
         self._params = params
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
@@ -270,13 +294,13 @@ class Verifier:
         positions_BR = roots.positions_B.unsqueeze(1) + tree.row_depths_BR
         slots_P = view.slots(roots.positions_B.unsqueeze(1) + rows_R)
         length = view.read_length(roots.longest + num_queries)
-        bias_BRS = drafted_bias(view, roots.positions_B, ancestors_BRR, length)
-        hidden_PD, features_PF = self._model.forward_tapped(
-            tree.row_token_ids_BR(roots.token_ids_B).view(-1),
-            positions_BR.view(-1),
-            LaneTreeAttention(view, slots_P, bias_BRS),
-            self._cache.tap_layers,
+        inputs = PassInputs(
+            token_ids_BR=tree.row_token_ids_BR(roots.token_ids_B),
+            positions_BR=positions_BR,
+            slots_BR=slots_P.view(num_rows, num_queries),
+            bias_BRS=drafted_bias(view, roots.positions_B, ancestors_BRR, length),
         )
+        hidden_PD, features_PF = self._graphs.run(Role.TARGET, inputs)
         sampled = self._sample(hidden_PD, roots, tree, noise_BSV)
         verdict = verify_noise_keyed(
             tree,

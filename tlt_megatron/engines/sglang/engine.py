@@ -216,8 +216,10 @@ class SglangEngine:
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
+        between_passes: Callable[[], None] | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `on_features` is never called: the states stay in SGLang's processes."""
+        """See `RolloutEngine`. `on_features` and `between_passes` are never called: states and passes
+        are those of SGLang's own processes."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(

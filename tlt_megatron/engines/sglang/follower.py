@@ -33,6 +33,7 @@ class FollowerEngine:
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
+        between_passes: Callable[[], None] | None = None,
     ) -> list[RolloutGroup]:
         """Nothing. ValueError for prompts: they belong to the first rank of the replica."""
         if prompts:

@@ -106,9 +106,11 @@ class StartWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        if not self._done.wait(self._timeout_s):
+        waited_s = self._timeout_s
+        while not self._done.wait(waited_s):
             self.is_late = True
             self._processes.end()
+            waited_s = _POLL_S  # more of them may just be on their way
 
 
 class Signals:
