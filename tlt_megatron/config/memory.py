@@ -100,7 +100,16 @@ class MemoryEstimate:
 
     def describe(self) -> str:
         """One line."""
-        parts = "policy gradients optimizer drafter graphs rollout_weights kv activations".split()
+        parts = [
+            "policy",
+            "gradients",
+            "optimizer",
+            "drafter",
+            "graphs",
+            "rollout_weights",
+            "kv",
+            "activations",
+        ]
         listed = ", ".join(f"{name} {getattr(self, name) / _MIB:,.0f}" for name in parts)
         return (
             f"memory of a rank in MiB (estimate): {listed}; rollouts {self.rollout_phase / _MIB:,.0f},"

@@ -57,8 +57,8 @@ def test_an_unsharded_rank_holds_everything(tmp_path: Path) -> None:
         ("mcore.use_distributed_optimizer=false", 8, "optimizer", 1),
         ("algorithm.kl_coef=0.1", 1, "policy", 2),
         ("rollout.kv_cache_tokens=50000", 1, "kv", 1 / 2),
-        ("rollout.engine=sglang sglang.engine_args={tp_size:4}", 4, "kv", 1 / 4),
-        ("rollout.engine=sglang sglang.engine_args={tp_size:4}", 4, "rollout_weights", 1 / 4),
+        ('rollout.engine=sglang sglang.engine_args={"tp_size":4}', 4, "kv", 1 / 4),
+        ('rollout.engine=sglang sglang.engine_args={"tp_size":4}', 4, "rollout_weights", 1 / 4),
     ],
 )
 def test_what_is_shared_out_shrinks(
