@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
+from tlt_megatron.config.memory import check_memory, estimate_memory
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -59,6 +60,15 @@ def _refuse(error: ValueError) -> int:
     return 2
 
 
+def _check_memory(config: RunConfig, is_cuda: bool, free_bytes: int) -> None:
+    """Say what a rank will take; ValueError if it has less."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    estimate = estimate_memory(config, world_size, is_cuda=is_cuda)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{estimate.describe()}; free {free_bytes / 2**20:,.0f}", flush=True)
+    check_memory(estimate, free_bytes)
+
+
 def _run(config: RunConfig, name: str) -> int:
     import torch.distributed as dist
 
@@ -71,6 +81,7 @@ def _run(config: RunConfig, name: str) -> int:
 
     try:
         device = select_device(config.run.device)
+        _check_memory(config, device.is_cuda, device.free_bytes())
     except ValueError as error:
         return _refuse(error)
     world = init_world(device.backend, config.run.group_timeout_s)

@@ -1,11 +1,17 @@
-"""Passes over rows in lanes of a small random target and drafter: what the graph pool's tests run, on CPU and GPU."""
+"""What the tests of captured graphs run: passes over rows in lanes of a small random target and drafter, on CPU and GPU,
+and a stand-in for a GPU's graphs on the CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_target_config
 from tlt_megatron.engines.embedded.graph_plan import Role
@@ -14,8 +20,81 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.models.tree_attention import LaneView, drafted_bias
+from tlt_megatron.runtime.device import Device
 
 LANE, PAGE, PROMPT = 64, 16, 20  # slots of a lane and of a page, committed positions of every row
+
+# What a capture may not do on a GPU: read back, or bring numbers from Python.
+_FORBIDDEN = ("_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "equal")
+
+
+class RecordedGraphs:
+    """Graph memory without a GPU: a graph is the list of calls on tensors that the work made, and replaying it makes them
+    again on the very same tensors, without any Python of the work's. `graphs` has a reference to each."""
+
+    def __init__(self, graphs: list[weakref.ref] | None = None) -> None:
+        self._graphs = [] if graphs is None else graphs
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `engines.embedded.graph_pool.GraphMemory`."""
+        work()
+        with _Recorder() as recorder:
+            work()
+        self._graphs.append(weakref.ref(recorder))
+        return recorder.replay
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        assert name not in _FORBIDDEN, f"{name} in a captured pass"
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **kwargs)
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _storage(t) not in given]
+        if made or func._schema.is_mutable:  # else a view
+            self._calls.append((func, args, kwargs, made))
+        return out
+
+    def replay(self) -> None:
+        """What the recorded calls made is overwritten."""
+        for func, args, kwargs, made in self._calls:
+            out = func(*args, **kwargs)
+            if made:
+                new = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+                for target, source in zip(made, new, strict=True):
+                    target.copy_(source)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingDevice(Device):
+    """The CPU, with graphs."""
+
+    graphs: list[weakref.ref] = field(default_factory=list)  # all that were captured
+
+    @property
+    def num_alive(self) -> int:
+        """Graphs that somebody still holds."""
+        return sum(graph() is not None for graph in self.graphs)
+
+    def graph_memory(self) -> RecordedGraphs:
+        """See `Device`."""
+        return RecordedGraphs(self.graphs)
+
+
+def recording_device() -> RecordingDevice:
+    """A CPU on which passes are captured and replayed."""
+    return RecordingDevice(torch_device=torch.device("cpu"), backend="gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +104,7 @@ class LanePasses:
     model: Transformer
     cache: KvCache
     steps: Mapping[Role, Step]
-    scratch_slot: int  # on the page behind all lanes
+    scratch_slot: int  # behind all lanes
 
     def inputs(self, role: Role, *, batch_size: int, num_rows: int, seed: int = 0) -> PassInputs:
         """Random queries behind the committed positions, each of which sees those before it."""
@@ -59,9 +138,14 @@ def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int
     drafter = make_draft_model("eagle", dtype=dtype)
     drafter.embedding_VD, drafter.lm_head_VD = model.embedding, model.lm_head
     draft = DraftInference(drafter.to(device), dtype)
-    num_pages = num_lanes * LANE // PAGE + 1
     cache = KvCache(
-        config, num_pages=num_pages, page_size=PAGE, dtype=dtype, device=device, num_draft_layers=1
+        config,
+        num_pages=num_lanes * LANE // PAGE,
+        page_size=PAGE,
+        dtype=dtype,
+        device=device,
+        num_draft_layers=1,
+        has_scratch=True,
     )
     keys = torch.randn(cache.kv_LKTH.shape, generator=generator, dtype=torch.float64)
     cache.kv_LKTH.copy_(keys)
@@ -73,5 +157,5 @@ def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int
         model=model,
         cache=cache,
         steps=lane_steps(model, cache, LANE, draft),
-        scratch_slot=num_lanes * LANE,
+        scratch_slot=cache.scratch_slot,
     )

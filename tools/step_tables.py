@@ -38,19 +38,21 @@ def print_speedups(
     *,
     num_steps: int,
 ) -> None:
-    """Against speculation off, by variant; `same` counts the steps with equal tokens among `num_steps`."""
-    columns = ("step median", "min", "max", "all steps", "rollout median", "min", "max", "all")
-    table = _table("speed-up over speculation off", "variant", *columns, "equal tokens")
+    """Against speculation off, by variant; "all" are ratios of sums. `same` of `num_steps` steps drew equal tokens."""
+    columns = ("step", "all steps", "rollout", "all rollouts", "equal tokens")
+    table = _table("speed-up over speculation off, median (min-max) by step", "variant", *columns)
     for variant in steps:
-        spreads = (steps[variant], rollouts[variant])
-        cells = [f"{s[key]:.2f}" for s in spreads for key in ("median", "min", "max", "total")]
-        table.add_row(variant, *cells, f"{same[variant]}/{num_steps} steps")
+        cells = []
+        for values in (steps[variant], rollouts[variant]):
+            cells += [f"{values['median']:.2f} ({values['min']:.2f}-{values['max']:.2f})"]
+            cells += [f"{values['total']:.2f}"]
+        table.add_row(variant, *cells, f"{same[variant]} of {num_steps}")
     console.print(table)
 
 
 def print_idle(console: Console, idle: Mapping[str, Mapping[str, object]]) -> None:
     """Use of idle rank-seconds and what it cost, from the second step on."""
-    columns = ("idle s", "used", "stall of step", "preempt ms median", "max", "updates per step")
+    columns = ("idle s", "used", "stall", "preempt ms", "longest", "updates/step")
     table = _table("spot training, from the second step on", "variant", *columns)
     for variant, figures in idle.items():
         preempt = figures["preempt_ms"] or {"median": float("nan"), "max": float("nan")}
@@ -82,9 +84,9 @@ def print_rewards(
     differences: Mapping[str, Mapping[str, float]],
 ) -> None:
     """Mean reward by step with 95 % bands, and the paired difference over all steps."""
-    table = _table("mean reward [95 % band]", "step", *curves)
+    table = _table("mean reward, 95 % band", "step", *curves)
     for step, points in enumerate(zip(*curves.values(), strict=True), start=1):
-        cells = (f"{p['mean']:.2f} [{p['low']:.2f}, {p['high']:.2f}]" for p in points)
+        cells = (f"{p['mean']:.2f} {p['low']:.2f}-{p['high']:.2f}" for p in points)
         table.add_row(str(step), *cells)
     console.print(table)
     for variant, difference in differences.items():

@@ -87,7 +87,14 @@ def main() -> None:
     console.print(
         f"accept length, random: {_measure(engine, model, strategy, held_out, params):.2f}"
     )
-    _train(trainer, sequences, options, console)
+    train_drafter(
+        trainer,
+        sequences,
+        num_steps=options.steps,
+        batch_tokens=options.batch_tokens,
+        seed=options.seed,
+        console=console,
+    )
     console.print(
         f"accept length, trained: {_measure(engine, model, strategy, held_out, params):.2f}"
     )
@@ -134,25 +141,29 @@ def _measure(
     return accept_length(groups)
 
 
-def _train(
+def train_drafter(
     trainer: DrafterTrainer,
-    sequences: list[DraftSequence],
-    options: argparse.Namespace,
+    sequences: Sequence[DraftSequence],
+    *,
+    num_steps: int,
+    batch_tokens: int,
+    seed: int,
     console: Console,
 ) -> None:
-    shuffle = random.Random(options.seed)
-    started, num_steps = time.perf_counter(), 0
-    while num_steps < options.steps:
-        shuffle.shuffle(sequences)
-        batches = pack_sequences(sequences, options.batch_tokens)
+    """So many optimizer steps over the sequences in random order, again and again."""
+    order, shuffle = list(sequences), random.Random(seed)
+    started, num_done = time.perf_counter(), 0
+    while num_done < num_steps:
+        shuffle.shuffle(order)
+        batches = pack_sequences(order, batch_tokens)
         shuffle.shuffle(batches)
-        for batch in batches[: options.steps - num_steps]:
+        for batch in batches[: num_steps - num_done]:
             stats = trainer.step(batch)
-            num_steps += 1
-            if num_steps % 50 == 0 or num_steps == options.steps:
+            num_done += 1
+            if num_done % 50 == 0 or num_done == num_steps:
                 seconds = time.perf_counter() - started
                 console.print(
-                    f"step {num_steps}/{options.steps} loss {stats.loss:.3f} "
+                    f"step {num_done}/{num_steps} loss {stats.loss:.3f} "
                     f"agreement {stats.agreement[0]:.3f} {seconds:.0f} s"
                 )
 

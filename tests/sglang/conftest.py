@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -35,24 +34,11 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 4 layers and 48 tokens, sharp enough to be drafted for."""
+    """A random Llama of 4 layers and 48 tokens, sharp enough to be drafted for.
+
+    Of a width that SGLang can halve on a CPU, where it pads others to multiples of 32 for each rank."""
     from tests.tiny_models import make_tiny_hf
 
-    return make_tiny_hf(tmp_path_factory.mktemp("policy"), "llama", vocab_size=48)
-
-
-@pytest.fixture(scope="module")
-def start_engine(policy_folder: Path) -> Iterator[Callable[..., object]]:
-    """Start engines one after the other; all are closed when the module is done."""
-    from tests.sglang.rollouts import start_sglang
-
-    engines = []
-
-    def start(**settings: object) -> object:
-        engine = start_sglang(policy_folder, **settings)
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close()
+    return make_tiny_hf(
+        tmp_path_factory.mktemp("policy"), "llama", vocab_size=48, intermediate_size=192
+    )

@@ -23,7 +23,7 @@ def test_an_engine_that_is_not_up_in_time_is_an_error(policy_folder: Path) -> No
 
 def test_a_scheduler_that_cannot_start_is_an_error(policy_folder: Path) -> None:
     with pytest.raises(RuntimeError, match="the sglang engine did not start"):
-        start_sglang(policy_folder, engine_args={"quantization": "fp8"})
+        start_sglang(policy_folder, engine_args={"quantization": "awq"})
     assert sglang_processes() == []
 
 

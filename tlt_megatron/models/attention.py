@@ -7,7 +7,7 @@ know: `PagedAttention` is for the bulk (many sequences of unequal length, shared
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,8 +75,18 @@ class PagedAttention:
     memory once. `rebuild` after pages or sequences changed; `begin_step` before each pass.
     """
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        *,
+        attend: Callable[
+            [Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+        ] = attend_with_lse,
+        merge: Callable[[Tensor, Tensor], Tensor] = merge_attention,
+    ) -> None:
+        """`attend` over a page; `merge` the parts of a sequence, which come in order of their positions."""
         self._cache = cache
+        self._attend, self._merge = attend, merge
         self._paged = [
             layer.unflatten(1, (-1, cache.page_size)).transpose(0, 1) for layer in cache.layers
         ]
@@ -89,20 +99,25 @@ class PagedAttention:
         end, start = cache.response_end, cache.prompt_start
         owner = [0] * end  # a hole is computed for row 0 and never read
         readers: list[list[int]] = [[] for _ in range(cache.num_pages - start)]
+        prompt_pages: list[list[int]] = []  # of each sequence
         for row, sequence in enumerate(sequences):
             for page in sequence.pages:
                 owner[page] = row
             assert sequence.prompt is not None
-            for page in sequence.prompt.pages:
-                readers[page - start].append(row)
+            # The last page of a prompt is not read where the sequence has a copy of what is in it.
+            shared = sequence.prompt.pages[: -1 if sequence.num_copied else None]
+            prompt_pages.append([page - start for page in shared])
+            for index in prompt_pages[-1]:
+                readers[index].append(row)
         num_siblings = max(map(len, readers), default=0) or 1
         # Parts are numbered: response pages, then (prompt page, sibling), then one empty part to pad with.
         empty = end + len(readers) * num_siblings
-        parts = [list(sequence.pages) for sequence in sequences]
-        for index, rows in enumerate(readers):
-            first = end + index * num_siblings
-            for sibling, row in enumerate(rows):
-                parts[row].append(first + sibling)
+        parts = [
+            [end + index * num_siblings + readers[index].index(row) for index in indices]
+            + sequence.pages
+            for row, (indices, sequence) in enumerate(zip(prompt_pages, sequences, strict=True))
+        ]
+        for rows in readers:
             rows.extend([0] * (num_siblings - len(rows)))
         num_parts = max(map(len, parts))
         for row_parts in parts:
@@ -135,7 +150,7 @@ class PagedAttention:
         repeat = num_heads // num_kv_heads
         query_BKRH = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
         key, value = self._response_kv[layer]
-        out, lse = attend_with_lse(
+        out, lse = self._attend(
             query_BKRH.index_select(0, self._owner_P), key, value, self._response_bias
         )
         outs = [out, out.new_zeros(1, num_kv_heads, repeat, head_dim)]
@@ -146,14 +161,15 @@ class PagedAttention:
             query = query.view(num_pages, num_siblings, num_kv_heads, repeat, head_dim)
             query = query.transpose(1, 2).reshape(num_pages, num_kv_heads, -1, head_dim)
             key, value = self._prompt_kv[layer]
-            out, lse = attend_with_lse(query, key, value, self._prompt_bias)
-            out = out.view(num_pages, num_kv_heads, num_siblings, repeat, head_dim).transpose(1, 2)
-            lse = lse.view(num_pages, num_kv_heads, num_siblings, repeat).transpose(1, 2)
+            out, lse = self._attend(query, key, value, self._prompt_bias)
+            out = out.reshape(num_pages, num_kv_heads, num_siblings, repeat, head_dim)
+            out = out.transpose(1, 2)
+            lse = lse.reshape(num_pages, num_kv_heads, num_siblings, repeat).transpose(1, 2)
             outs.insert(1, out.reshape(-1, num_kv_heads, repeat, head_dim))
             lses.insert(1, lse.reshape(-1, num_kv_heads, repeat))
         table = self._table_BM.view(-1)
         parts = (num_rows, -1, num_kv_heads, repeat)
-        merged = merge_attention(
+        merged = self._merge(
             torch.cat(outs).index_select(0, table).view(*parts, head_dim),
             torch.cat(lses).index_select(0, table).view(parts),
         )

@@ -37,6 +37,8 @@ class SequenceKv:
 
     prompt: PromptKv | None
     pages: list[int] = field(default_factory=list)
+    # Positions at the prompt's end that its own pages begin with a copy of (`Arithmetic.aligns_pages`).
+    num_copied: int = 0
 
 
 class KvCache:

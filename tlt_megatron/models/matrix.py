@@ -31,14 +31,17 @@ class Matrix:
     Example: `matrix = Matrix(weight); y_PO = matrix(x_PI)`.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, min_rows: int | None = None
+    ) -> None:
+        """`min_rows` is from how many rows on the packed copy is used; None: from where it is quicker."""
         self._weight = weight
         self._transposed = weight.t()
         self._bias = bias
         self._packed: Tensor | None = None
         # Rows from which the packed copy is used: bfloat16 has no quick path for few rows either.
-        self._min_rows = 1
-        if weight.dtype == torch.float32:
+        self._min_rows = 1 if min_rows is None else min_rows
+        if weight.dtype == torch.float32 and min_rows is None:
             self._min_rows = max(1, _PACKED_MULTIPLICATIONS // max(weight.numel(), 1))
         self.refresh()
 

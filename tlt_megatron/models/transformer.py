@@ -9,22 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.models.arithmetic import PLAIN, Arithmetic, Attention
 from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.models.layers import RmsNorm, RotaryTable, apply_rope_
-from tlt_megatron.models.matrix import Matrix, packs
-
-
-class Attention(Protocol):
-    """Stores the keys and values of the packed tokens and lets their queries read what they may see."""
-
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """[P, N*H]. `kv_PKH` is [P, 2K, H], the K key heads before the K value heads, rotated already."""
+from tlt_megatron.models.layers import RotaryTable
+from tlt_megatron.models.matrix import packs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +37,11 @@ class LayerWeights:
 class _Matrices:
     """The matrices of one layer, ready to multiply."""
 
-    def __init__(self, layer: LayerWeights) -> None:
-        self.qkv = Matrix(layer.qkv, layer.qkv_bias)
-        self.output = Matrix(layer.output)
-        self.gate_up = Matrix(layer.gate_up)
-        self.down = Matrix(layer.down)
+    def __init__(self, layer: LayerWeights, arithmetic: Arithmetic) -> None:
+        self.qkv = arithmetic.matrix(layer.qkv, layer.qkv_bias)
+        self.output = arithmetic.matrix(layer.output, None)
+        self.gate_up = arithmetic.matrix(layer.gate_up, None)
+        self.down = arithmetic.matrix(layer.down, None)
 
 
 class Transformer:
@@ -57,8 +50,15 @@ class Transformer:
     Example: `for name, tensor in HfReader(path).items(): model.load_hf(name, tensor)`.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        arithmetic: Arithmetic = PLAIN,
+    ) -> None:
         self.config = config
+        self.arithmetic = arithmetic
         self.dtype = dtype
         self.device = device
         c = config
@@ -88,7 +88,7 @@ class Transformer:
         self._views = self._hf_views()
         self._matrices: list[_Matrices] = []  # made by the first pass after weights came
         self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
-        self._norm = RmsNorm(c.rms_norm_eps, dtype, device)
+        self._norm = arithmetic.norm(c.rms_norm_eps, dtype, device)
 
     def _hf_views(self) -> dict[str, Tensor]:
         """Every Hugging Face name and the part of the fused storage that it is."""
@@ -174,12 +174,12 @@ class Transformer:
         self._views = self._hf_views()
         self._matrices = []
         self.rotary = RotaryTable(self.config.rope, self.config.head_dim, self.dtype, device)
-        self._norm = RmsNorm(self.config.rms_norm_eps, self.dtype, device)
+        self._norm = self.arithmetic.norm(self.config.rms_norm_eps, self.dtype, device)
 
     def pack(self) -> None:
         """Make the matrices ready, which the first pass would do otherwise."""
-        self._matrices = [_Matrices(layer) for layer in self.layers]
-        self._head = Matrix(self.lm_head)
+        self._matrices = [_Matrices(layer, self.arithmetic) for layer in self.layers]
+        self._head = self.arithmetic.matrix(self.lm_head, None)
 
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
         """[P, D] after the final norm. `rotary.reserve` must cover the positions."""
@@ -199,7 +199,7 @@ class Transformer:
         num_tokens = token_ids_P.shape[0]
         num_rotated = c.num_heads + c.num_kv_heads
         num_fused = num_rotated + c.num_kv_heads
-        norm = self._norm
+        norm, rotate_, gate = self._norm, self.arithmetic.rotate_, self.arithmetic.gate
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
         x_PD = F.embedding(token_ids_P, self.embedding)
         taps: list[Tensor] = []
@@ -209,13 +209,13 @@ class Transformer:
             rotated = heads_PAH[:, :num_rotated]
             if layer.qk_norm is not None:
                 rotated.copy_(norm(rotated, layer.qk_norm))
-            apply_rope_(rotated, cos_P1H, sin_P1H)
+            rotate_(rotated, cos_P1H, sin_P1H)
             context_PN = attention.attend(
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )
             x_PD = matrices.output(context_PN, x_PD)
             gate_PF, up_PF = matrices.gate_up(norm(x_PD, layer.post_norm)).chunk(2, dim=-1)
-            x_PD = matrices.down(F.silu(gate_PF).mul_(up_PF), x_PD)
+            x_PD = matrices.down(gate(gate_PF, up_PF), x_PD)
             if index in tap_layers:
                 taps.append(x_PD)
         hidden_PD = norm(x_PD, self.final_norm)

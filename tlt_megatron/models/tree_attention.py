@@ -29,6 +29,7 @@ class LaneView:
         self._slots = slice(first_row * lane, (first_row + num_rows) * lane)
         self.starts_B = torch.arange(first_row, first_row + num_rows, device=cache.device) * lane
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._blocks: dict[tuple[int, int], Tensor] = {}
 
     def part(self, start: int, end: int) -> LaneView:
         """Rows start..end-1 alone."""
@@ -53,6 +54,15 @@ class LaneView:
             num_kv_heads = self.cache.num_kv_heads
             found = lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]
             self._kv[layer, length] = found
+        return found
+
+    def blocks(self, layer: int, num_blocks: int) -> Tensor:
+        """Keys and values [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
+        found = self._blocks.get((layer, num_blocks))
+        if found is None:
+            lanes = self.cache.layers[layer][:, self._slots]
+            blocks = lanes.unflatten(1, (self.num_rows, -1, self.cache.page_size))
+            found = self._blocks[layer, num_blocks] = blocks[:, :, :num_blocks]
         return found
 
     def committed_bias(self, length: int) -> Tensor:
@@ -120,3 +130,11 @@ def drafted_bias(
     drafted = torch.where(visible_BRX, 0.0, -torch.inf).to(bias.dtype)
     columns = columns_BX.unsqueeze(1).expand(-1, num_queries, -1)
     return bias.scatter_(2, columns, drafted)
+
+
+def lane_attention(
+    view: LaneView, slots_BR: Tensor, positions_BR: Tensor, bias_BRS: Tensor
+) -> LaneTreeAttention:
+    """For a pass of R queries per row; where they stand in their sequence, their bias says too."""
+    del positions_BR
+    return LaneTreeAttention(view, slots_BR.reshape(-1), bias_BRS)

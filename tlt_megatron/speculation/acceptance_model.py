@@ -1,10 +1,13 @@
 """How many drafted tokens each strategy gets accepted, learned so that one observation informs every strategy.
 
 Used by the cost-model selector. The chance p that depth d of strategy s is accepted once depth d - 1 was is kept as
-x[s, d] = log(-log(1 - p)): a tree that tries g times as hard as a chain misses with the g-th power of its chance, which on
-this scale is a constant offset. All x are jointly normal. Before anything is seen they covary because they share the
-drafter's quality, a depth, a width; a Kalman filter then does the rest. One thing to know: the quality drifts and jumps,
-the shapes hardly do, so a drafter that has changed is seen in one strategy and believed in all. Batch size plays no part.
+x = log(-log(1 - p)): a tree that tries g times as hard as a chain misses with the g-th power of its chance, which on this
+scale is an offset. x is a sum of what strategies share: the quality of the drafter, how the texts of the moment differ from
+others, a depth, a width (`acceptance_shape`). Retrieved tokens have a quality of their own. All summands are jointly
+normal. One thing to know: qualities drift and jump, the shapes hardly do, so a drafter that has changed is seen in one
+strategy and believed in all.
+
+Shapes: S strategies, D depths, N summands.
 """
 
 from __future__ import annotations
@@ -15,70 +18,64 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_megatron.speculation.acceptance_shape import (
+    LEARNED,
+    LEARNED_TEXT,
+    QUALITY_VARIANCE,
+    RETRIEVED,
+    RETRIEVED_TEXT,
+    TEXT_VARIANCE,
+    AcceptanceShape,
+)
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
-# An unknown drafter accepts 1 - exp(-exp(-0.7)) = 0.39 of the tokens of a chain, 0.8 with one standard deviation of luck:
-# too few to rely upon, enough to be tried. A tree with room for w children at each node tries as hard as
-# 1 + _WIDTH_GAIN * log2(w) chains.
-_PRIOR_QUALITY = -0.7
-_WIDTH_GAIN = 0.6
-# Prior variances of the summands of x.
-_QUALITY = 1.4
-_DEPTH = 0.05
-_WIDTH = 0.10
-_STRATEGY = 0.04
-_CELL = 0.03
-# What a step adds to them: the quality follows the policy within some 100 steps.
-_QUALITY_DRIFT = 2e-4
-_SHAPE_DRIFT = 1e-4  # as a share of the prior variances of the shapes
-_LIMITS = (-6.0, 2.5)  # of x: p between 0.002 and 0.999995
-_MAX_INNOVATION = 2.0
-_OVERDISPERSION = 1.5  # requests of one prompt, and steps of one request, are alike
+_QUALITY_DRIFT = (
+    3e-5  # variance that a step adds: the quality follows the policy within some 10,000 steps
+)
+_SHAPE_FADE = 1e-5  # share of what was learned of the shapes that a step takes away
+_TEXT_STEPS = 150.0  # after which a request writes about something else
+_SWEEPS = 4
+_MAX_STEP = 2.0  # of x in one sweep: the slope does not tell beyond
+_SMALL_STEP = 0.3
+_OVERDISPERSION = 1.3  # steps of one request are alike
 
 _JUMP_MEMORY = 0.93  # share of the accumulated surprise that stays for the next step
 _JUMP_SIGMAS = 4.0
+_JUMP = 4.0  # variance of a jump; from good to useless x falls by 4
+_JUMP_REQUESTS = (
+    4.0  # so many that jump together are as likely of another text as before another drafter
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceEstimates:
     """Drafted tokens that a request accepts in one step, for each strategy in order."""
 
-    means: list[float]
-    variances: list[float]  # of one request
-    covariance: list[list[float]]  # of what is known of log(1 + mean), strategy by strategy
+    mean_S: np.ndarray
+    variance_S: np.ndarray  # of one request
+    covariance_SS: np.ndarray  # of what is known of log(1 + mean)
 
 
 class AcceptanceModel:
     """Accept statistics of a set of strategies that draft. `observe` only notes; `fit` learns."""
 
     def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
-        self._strategies = tuple(strategies)
-        cells = [(s, d) for s in strategies for d in range(s.num_steps)]
-        self._starts = {s: cells.index((s, 0)) for s in strategies}
-        self._x = np.array([_PRIOR_QUALITY + _prior_offset(s) for s, _ in cells], dtype=np.float64)
-
-        def same(keys: list[object]) -> np.ndarray:
-            return np.array([float(a == b) for a in keys for b in keys]).reshape(
-                len(keys), len(keys)
-            )
-
-        self._shapes = (
-            _DEPTH * same([d for _, d in cells])
-            + _WIDTH * same([s.topk for s, _ in cells])
-            + _STRATEGY * same([str(s) for s, _ in cells])
-            + _CELL * np.eye(len(cells))
-        )
-        self._covariance = self._shapes + _QUALITY
-        self._most_doubt = 2.0 * float(self._covariance.trace())
-        self._noted: dict[SpeculationStrategy, list[int]] = {}  # reached at depth 1, 2, ..
+        self._index = {strategy: index for index, strategy in enumerate(strategies)}
+        self._shape = AcceptanceShape(strategies)
+        self._belief = self._shape.prior()
+        self._noted: dict[SpeculationStrategy, list[int]] = {}  # reached at depth 0, 1, 2, ..
+        self._batch_size = 0  # of the latest step
+        self._text_size = 0  # batch size that the text summands stand for
         self._surprise = 0.0
         self._surprise_variance = 0.0
         self._estimates: AcceptanceEstimates | None = None
+        self._expected: list[tuple[float, ...]] = []  # what surprises are measured against
 
     def observe(
         self, strategy: SpeculationStrategy, batch_size: int, accepted_by_depth: Sequence[int]
     ) -> bool:
         """Note a step. True if acceptance has jumped."""
+        self._batch_size = batch_size
         noted = self._noted.get(strategy)
         if noted is None:
             self._noted[strategy] = [batch_size, *accepted_by_depth]
@@ -88,16 +85,23 @@ class AcceptanceModel:
                 noted[depth] += accepted
         return self._note_surprise(strategy, batch_size, sum(accepted_by_depth))
 
+    def resize(self, batch_size: int) -> None:
+        """So many requests run now. Fit before others join."""
+        self._batch_size = batch_size
+        self._age_text(0)
+        self._estimates = None
+
     def fit(self, num_steps: int) -> None:
         """Learn what was noted; `num_steps` steps have passed since the last time, drafting or not."""
-        if self._covariance.trace() < self._most_doubt:
-            self._covariance += num_steps * (_QUALITY_DRIFT + _SHAPE_DRIFT * self._shapes)
+        if num_steps > 0:
+            self._belief.fade(min(_SHAPE_FADE * num_steps, 1.0))
+            for index in (LEARNED, RETRIEVED):
+                drift = num_steps * _QUALITY_DRIFT
+                self._belief.widen(index, drift, limit=QUALITY_VARIANCE)
+            if self._batch_size > 0:
+                self._age_text(num_steps)
         for strategy, noted in self._noted.items():
-            start = self._starts[strategy]
-            for depth in range(strategy.num_steps):
-                if noted[depth] == 0:
-                    break
-                self._learn(start + depth, noted[depth], noted[depth + 1])
+            self._learn(self._index[strategy], noted)
         self._noted.clear()
         self._estimates = None
 
@@ -107,56 +111,79 @@ class AcceptanceModel:
             self._estimates = self._estimate()
         return self._estimates
 
-    def _learn(self, index: int, reached: int, accepted: int) -> None:
-        rate, slope = _rate(float(self._x[index]))
-        noise = _OVERDISPERSION * (rate * (1.0 - rate) + 0.1 / reached) / (reached * slope * slope)
-        column = self._covariance[index].copy()
-        innovation = (accepted / reached - rate) / slope
-        gain = column / (column[index] + noise)
-        if abs(innovation) > _MAX_INNOVATION:
-            # Too far for the slope to tell where to: go a part of the way, and stay in doubt.
-            self._x += gain * math.copysign(_MAX_INNOVATION, innovation)
+    def _age_text(self, num_steps: int) -> None:
+        """Texts change their nature. Those who stay of a shrinking batch differ from the mean of all, the more the fewer
+        they are, and nothing is known of those who join."""
+        now, before = self._batch_size, self._text_size or self._batch_size
+        keep = math.exp(-num_steps / _TEXT_STEPS) * min(before / now, 1.0)
+        for index in (LEARNED_TEXT, RETRIEVED_TEXT):
+            self._belief.relax(index, keep, TEXT_VARIANCE / now)
+            self._belief.widen(index, TEXT_VARIANCE * max(1.0 / now - 1.0 / before, 0.0))
+        self._text_size = now
+
+    def _learn(self, strategy: int, noted: Sequence[int]) -> None:
+        """An iterated Kalman step (Bell and Cathey 1993): what was counted is weighed with the slope where it leads to."""
+        num_seen = 0  # depths that a request reached
+        while num_seen < len(noted) - 1 and noted[num_seen] > 0:
+            num_seen += 1
+        if num_seen == 0:
             return
-        self._x += gain * innovation
-        self._covariance -= np.outer(gain, column)
+        reached_D = np.array(noted[:num_seen], dtype=np.float64)
+        share_D = np.array(noted[1 : num_seen + 1], dtype=np.float64) / reached_D
+        shift_N = np.zeros(len(self._belief.mean_N))
+        for sweep in range(_SWEEPS):
+            rates_SD, slopes_SD, rows_SDN = self._shape.linearize(
+                self._belief.mean_N + shift_N, strategy
+            )
+            rate_D, slope_D = rates_SD[0, :num_seen], slopes_SD[0, :num_seen]
+            rows_DN = rows_SDN[0, :num_seen]
+            noise_D = _OVERDISPERSION * (rate_D * (1.0 - rate_D) + 0.1 / reached_D)
+            noise_D /= reached_D * slope_D * slope_D
+            step_D = np.clip((share_D - rate_D) / slope_D, -_MAX_STEP, _MAX_STEP)
+            innovation_D = step_D + rows_DN @ shift_N
+            if sweep == _SWEEPS - 1 or np.abs(step_D).max() < _SMALL_STEP:
+                break
+            shift_N = self._belief.shift_N(rows_DN, innovation_D, noise_D)
+        self._belief.learn(rows_DN, innovation_D, noise_D)
 
     def _estimate(self) -> AcceptanceEstimates:
-        means, variances = [], []
-        gradients = np.zeros((len(self._strategies), len(self._x)))
-        x = self._x.tolist()
-        for row, strategy in enumerate(self._strategies):
-            start, survival, mean, second = self._starts[strategy], 1.0, 0.0, 0.0
-            survivals, relative = [], []
-            for depth in range(strategy.num_steps):
-                rate, slope = _rate(x[start + depth])
-                survival *= rate
-                survivals.append(survival)
-                relative.append(slope / rate)
-                mean += survival
-                second += (2 * depth + 1) * survival
-            tail, slopes = mean, []
-            for survival, share in zip(survivals, relative, strict=True):
-                slopes.append(share * tail / (1.0 + mean))
-                tail -= survival
-            gradients[row, start : start + strategy.num_steps] = slopes
-            means.append(mean)
-            variances.append(max(second - mean * mean, 0.0) + 1e-3)
-        covariance = gradients @ self._covariance @ gradients.T
-        return AcceptanceEstimates(means=means, variances=variances, covariance=covariance.tolist())
+        rate_SD, slope_SD, rows_SDN = self._shape.linearize(self._belief.mean_N)
+        survival_SD = np.cumprod(rate_SD, axis=1)
+        mean_S = survival_SD.sum(axis=1)
+        odd_D = 2.0 * np.arange(rate_SD.shape[1]) + 1.0
+        variance_S = np.maximum(survival_SD @ odd_D - mean_S * mean_S, 0.0) + 1e-3
+        variance_S *= _OVERDISPERSION
+        tail_SD = np.cumsum(survival_SD[:, ::-1], axis=1)[:, ::-1]
+        weight_SD = tail_SD * slope_SD / (np.maximum(rate_SD, 1e-9) * (1.0 + mean_S[:, None]))
+        gradient_SN = (weight_SD[:, None, :] @ rows_SDN)[:, 0]
+        covariance_SS = gradient_SN @ self._belief.covariance_NN @ gradient_SN.T
+        text_S = gradient_SN[:, LEARNED_TEXT] + gradient_SN[:, RETRIEVED_TEXT]
+        expected = np.stack([mean_S, variance_S, covariance_SS.diagonal(), text_S * text_S], axis=1)
+        self._expected = [tuple(values) for values in expected.tolist()]
+        return AcceptanceEstimates(
+            mean_S=mean_S, variance_S=variance_S, covariance_SS=covariance_SS
+        )
 
     def _note_surprise(self, strategy: SpeculationStrategy, batch_size: int, accepted: int) -> bool:
         """A leaky sum of residuals against its own standard deviation, in the manner of Page (1954), on both sides."""
-        known, row = self.estimates(), self._strategies.index(strategy)
-        mean = known.means[row]
-        doubt = (batch_size * (1.0 + mean)) ** 2 * known.covariance[row][row]
-        variance = _OVERDISPERSION * batch_size * known.variances[row] + doubt
+        self.estimates()
+        mean, variance, doubt, text = self._expected[self._index[strategy]]
+        if batch_size < self._text_size:
+            doubt += text * TEXT_VARIANCE * (1.0 / batch_size - 1.0 / self._text_size)
+        variance = batch_size * variance + (batch_size * (1.0 + mean)) ** 2 * doubt
         self._surprise = _JUMP_MEMORY * self._surprise + accepted - batch_size * mean
         self._surprise_variance = _JUMP_MEMORY**2 * self._surprise_variance + variance
         if abs(self._surprise) <= _JUMP_SIGMAS * math.sqrt(self._surprise_variance):
             return False
         # Trees gain over chains differently at another quality, so the shapes are in doubt again too.
-        if self._covariance.trace() < self._most_doubt:
-            self._covariance += 0.1 * self._shapes + _QUALITY
+        self._belief.doubt(0.1)
+        share = batch_size / (batch_size + _JUMP_REQUESTS)
+        if strategy.is_learned:
+            self._belief.widen(LEARNED, share * _JUMP, limit=_JUMP)
+            self._belief.widen(LEARNED_TEXT, (1.0 - share) * _JUMP, limit=_JUMP)
+        if strategy.num_retrieved > 0:
+            self._belief.widen(RETRIEVED, share * _JUMP, limit=_JUMP)
+            self._belief.widen(RETRIEVED_TEXT, (1.0 - share) * _JUMP, limit=_JUMP)
         self._surprise = self._surprise_variance = 0.0
         self._estimates = None
         return True
@@ -164,8 +191,8 @@ class AcceptanceModel:
     def state_dict(self) -> dict[str, object]:
         """JSON-able. What was noted since the last `fit` is not in it."""
         return {
-            "x": self._x.tolist(),
-            "covariance": self._covariance.tolist(),
+            "belief": self._belief.state_dict(),
+            "batch_sizes": [self._batch_size, self._text_size],
             "surprise": [self._surprise, self._surprise_variance],
         }
 
@@ -173,19 +200,6 @@ class AcceptanceModel:
         """Restore `state_dict` of the same strategies."""
         self._noted.clear()
         self._estimates = None
-        self._x = np.array(state["x"], dtype=np.float64)
-        self._covariance = np.array(state["covariance"], dtype=np.float64)
-        self._covariance = self._covariance.reshape(len(self._x), len(self._x))
+        self._belief.load_state_dict(state["belief"])
+        self._batch_size, self._text_size = state["batch_sizes"]
         self._surprise, self._surprise_variance = state["surprise"]
-
-
-def _prior_offset(strategy: SpeculationStrategy) -> float:
-    children = min(strategy.topk, strategy.num_draft_tokens / strategy.num_steps)
-    return math.log(1.0 + _WIDTH_GAIN * math.log2(max(children, 1.0)))
-
-
-def _rate(x: float) -> tuple[float, float]:
-    """p, and its slope."""
-    hazard = math.exp(min(max(x, _LIMITS[0]), _LIMITS[1]))
-    miss = math.exp(-hazard)
-    return 1.0 - miss, hazard * miss

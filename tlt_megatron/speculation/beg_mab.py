@@ -22,24 +22,49 @@ from tlt_megatron.speculation.selector import (
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 
+def automatic_thresholds(
+    strategies: Sequence[SpeculationStrategy], max_batch_size: int
+) -> tuple[int, ...]:
+    """Buckets that grow by one factor: with m drafting budgets, bucket i starts at B^(i / m), rounded.
+
+    OFF, if listed, begins above B = max_batch_size / 2 (the paper's 32 for its batches of 64); else B = max_batch_size.
+    Example: budgets 48, 32, 16, 8 and OFF with 64 requests: 1, 2, 6, 13, 33. (The official code has 1, 2, 5, 21.)
+    """
+    num_drafting = len({s.num_nodes for s in strategies if not s.is_off})
+    has_off = any(s.is_off for s in strategies)
+    most = max(max_batch_size // 2, 1) if has_off and num_drafting > 0 else max_batch_size
+    thresholds: list[int] = []
+    for index in range(num_drafting):
+        start = round(most ** (index / num_drafting))
+        thresholds.append(max(start, thresholds[-1] + 1 if thresholds else 1))
+    if has_off:
+        thresholds.append(max(most, thresholds[-1]) + 1 if thresholds else 1)
+    return tuple(thresholds)
+
+
 class BegMabSelector:
     """Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33): batches of 1-4 use 8_4_48, of 5-32 the
     better of 8_4_16 and 4_4_16, larger ones decode plainly.
 
-    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one for each number of tokens to verify.
+    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one for each number of tokens to verify;
+    none: `automatic_thresholds` of batches up to `max_batch_size`.
     A strategy of the bucket without any reward yet is tried first, in the order given.
     """
 
     def __init__(
         self,
         strategies: Sequence[SpeculationStrategy],
-        thresholds: Sequence[int],
+        thresholds: Sequence[int] = (),
         *,
+        max_batch_size: int = 64,
         epsilon: float = 0.1,
         window: int = 300,
         seed: int = 0,
     ) -> None:
-        budgets = sorted({s.num_draft_tokens for s in strategies}, reverse=True)
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size={max_batch_size}: must be >= 1")
+        budgets = sorted({s.num_nodes for s in strategies}, reverse=True)
+        thresholds = thresholds or automatic_thresholds(strategies, max_batch_size)
         if len(budgets) != len(thresholds):
             raise ValueError(
                 f"thresholds={tuple(thresholds)}: {len(budgets)} needed, one for each number of tokens to verify "
@@ -53,7 +78,7 @@ class BegMabSelector:
             raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
         self._strategies = tuple(strategies)
         self._thresholds = tuple(thresholds)
-        self._buckets = [[s for s in strategies if s.num_draft_tokens == b] for b in budgets]
+        self._buckets = [[s for s in strategies if s.num_nodes == b] for b in budgets]
         self._epsilon = epsilon
         self._rewards = {s: _SlidingMedian(window) for s in strategies}
         self._rng = random.Random(seed)

@@ -3,57 +3,43 @@
 DESIGN 5.3. A bandit that learns only tokens per second must try every strategy at every batch size again and again. Here
 acceptance is learned by depth for all batch sizes at once (`acceptance_model`), and seconds by rows and steps for all
 strategies at once (`step_cost`), so one step informs every arm. Three rules make it safe:
-- the arm of the highest LOWER bound runs, and plain decoding, always an arm, counts in full: an uncertain gain is never
-  relied upon;
-- another arm is tried only if its UPPER bound promises a gain, and only from a budget of a fixed share of the time, out of
-  which every trial pays what it lost. So trying costs at most that share, whatever the drafter does. The other side of the
-  switch, on or off, is looked at now and then in any case;
-- turning speculation on or off needs a gain above the hysteresis.
-One thing to know: knowledge fades, so bounds widen by themselves, and what lost long ago is tried again.
+- an arm that drafts runs only if the LOWER bound of its gain over plain decoding, always an arm, is above the hysteresis:
+  an uncertain gain is never relied upon;
+- another arm is tried only if what the trial may teach is worth more than it costs (`plan`), and only from a budget: a
+  fixed share of the time, and of the time that drafting has saved. Every trial pays out of it what it lost. So trying
+  costs at most that share, whatever the drafter does;
+- plain decoding, the learned drafter and retrieval are each looked at now and then, budget permitting, whatever is believed.
+One thing to know: it learns from every step whoever chose it, and what it learned is kept in its state, so a run pays for
+learning once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tlt_megatron.speculation.acceptance_model import AcceptanceModel
+from tlt_megatron.speculation.plan import Plan, make_plan
 from tlt_megatron.speculation.selector import (
     Decision,
     DecisionTrace,
     check_state,
     committed_per_s,
 )
-from tlt_megatron.speculation.step_cost import StepCostModel
+from tlt_megatron.speculation.step_cost import CatchUpCost, StepCostModel
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-_FIRST_STEPS = 3  # plain, because all is measured against them and one may be a hiccup
-_TRIAL_STEPS = 3  # after which a trial is judged at the latest
-_MAX_BUDGET = 20.0  # steps of the present length: a long calm pays for no long loss
-
-
-@dataclass(slots=True)
-class _Arm:
-    """A strategy at one batch size."""
-
-    index: int  # 0 is OFF
-    strategy: SpeculationStrategy
-    seconds: float
-    tokens_per_s: float
-    log_lower: float  # of log tokens_per_s
-    accept_covariance: list[float]  # of log tokens per step, with each drafting arm
-    variance: float  # of log tokens_per_s
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What to do at one batch size until more is known."""
-
-    best: _Arm
-    trial: _Arm | None  # worth trying, if the budget allows
-    is_owed: bool  # the trial is plain decoding that might be faster: never to be put off
-    probe: _Arm | None  # the best arm on the other side of the switch
+_FIRST_STEPS = 1  # plain, because all is measured against them
+_MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
+_NEW_BATCH = 1.25  # times the batch size before
+_HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
+_REFRESH_S = 0.08  # between two looks at the models, which take about 0.2 ms
+_REFRESH_STEPS = (8, 512)
+_REST = 20  # steps between two trials of an arm: machines are slow for several steps on end
+_STALE = 6  # times `probe_every`: an arm that has not run for so long is tried whatever is believed,
+_LONG_TRIAL = 3  # for so many steps
+_PLAIN_PATIENCE = 4  # plain decoding is looked at as many times less often than drafting
+_PLAIN, _LEARNED, _RETRIEVED = range(3)
 
 
 class CostModelSelector:
@@ -63,69 +49,74 @@ class CostModelSelector:
         self,
         strategies: Sequence[SpeculationStrategy],
         *,
-        half_life: float = 400.0,
-        explore_share: float = 0.008,
+        half_life: float = 50_000.0,
+        explore_share: float = 0.006,
+        gain_share: float = 0.03,
         first_budget: float = 2.0,
         hysteresis: float = 0.02,
-        caution: float = 0.5,
-        hope: float = 1.5,
+        caution: float = 0.35,
+        horizon: float = 80.0,
         probe_every: int = 100,
-        refresh_every: int = 24,
     ) -> None:
-        """`half_life`: steps after which a measured time counts half. `explore_share`: share of the time that trials may
-        lose. `first_budget`: plain steps that they may lose at the start. `hysteresis`: relative gain that turning
-        speculation on or off needs. `caution`, `hope`: standard errors of the lower and the upper bound.
-        `probe_every`: plain steps after which drafting is looked at again; the other way round after four times as many.
-        `refresh_every`: steps between two looks at the models."""
+        """`half_life`: steps after which half of what was learned of times is forgotten. `explore_share`: share of the
+        time that trials may lose; `gain_share`: and of the time saved. `first_budget`: plain steps that they may lose at
+        the start. `hysteresis`: relative gain that turning speculation on or off needs. `caution`: standard errors of the
+        lower bound. `horizon`: steps for which a better arm pays its trial back. `probe_every`: steps after which drafting
+        is looked at again while it is off."""
         drafting = [s for s in strategies if not s.is_off]
         if len(set(drafting)) != len(drafting):
             raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
         if not 0.0 < explore_share < 1.0:
             raise ValueError(f"explore_share={explore_share} is outside (0, 1)")
         self._strategies = (OFF, *drafting)
-        self._listed = frozenset(self._strategies)
+        self._index = {strategy: index for index, strategy in enumerate(self._strategies)}
+        self._kinds = [_kinds(strategy) for strategy in self._strategies]
         self._acceptance = AcceptanceModel(drafting)
         self._cost = StepCostModel(self._strategies, half_life=half_life)
+        self._catch_up = CatchUpCost()
         self._explore_share = explore_share
+        self._gain_share = gain_share
         self._first_budget = first_budget
         self._hysteresis = hysteresis
         self._caution = caution
-        self._hope = hope
+        self._horizon = horizon
         self._probe_every = probe_every
-        self._refresh_every = refresh_every
         self._budget_s = 0.0
         self._is_on = False
         self._num_observed = 0
-        self._checked_at = [0, 0]  # the last step that decoded plainly, that drafted
+        self._ran_at = [0] * len(self._strategies)  # the last step of each arm,
+        self._checked_at = [0, 0, 0]  # and of each kind of arms
+        self._rested_at = [0] * len(self._strategies)  # when an arm may be tried again
         self._jumped_at = 0  # the last step that showed another drafter than the one known
         self._fitted_at = 0
         self._refresh_at = 0
-        self._plans: dict[int, _Plan] = {}
-        self._trial_rate = 0.0  # tokens per second that the running trial forgoes; 0 if none runs
+        self._batch_size = 0
+        self._plans: dict[int, Plan] = {}
+        self._plan: Plan | None = None  # for the present batch size
+        self._trial = 0  # the arm on trial, while steps are left
+        self._trial_left = 0
         self._trace = DecisionTrace()
 
     def choose(self, batch_size: int) -> SpeculationStrategy:
         """The best arm, or a trial that the budget pays for."""
-        self._trial_rate = 0.0
+        if batch_size != self._batch_size:
+            self._resize(batch_size)
         if self._num_observed < _FIRST_STEPS:
             self._trace.chosen(batch_size, OFF, "first")
             return OFF
-        plan = self._plans.get(batch_size)
+        plan = self._plan
         if plan is None:
-            plan = self._plans[batch_size] = self._make_plan(batch_size)
-        best, trial, is_due = plan.best, plan.trial, plan.is_owed
-        num_unchecked = self._num_observed - self._checked_at[best.strategy.is_off]
-        if num_unchecked >= (self._probe_every if best.strategy.is_off else 4 * self._probe_every):
-            trial, is_due = plan.probe, True
-        if trial is not None:
-            expected_loss_s = trial.seconds * (1.0 - trial.tokens_per_s / best.tokens_per_s)
-            if is_due or self._budget_s > max(expected_loss_s, 0.0):
-                self._trial_rate = best.tokens_per_s
-                self._trace.chosen(batch_size, trial.strategy, "explore")
-                return trial.strategy
-        self._is_on = not best.strategy.is_off
-        self._trace.chosen(batch_size, best.strategy, "exploit")
-        return best.strategy
+            plan = self._plan = self._plan_of(batch_size)
+        if self._trial_left == 0:
+            self._start_trial(plan)
+        if self._trial_left > 0:
+            chosen = self._strategies[self._trial]
+            self._trace.chosen(batch_size, chosen, "explore")
+            return chosen
+        self._is_on = plan.best > 0
+        chosen = self._strategies[plan.best]
+        self._trace.chosen(batch_size, chosen, "exploit")
+        return chosen
 
     def observe(
         self,
@@ -137,106 +128,141 @@ class CostModelSelector:
         """Learn from any step of a listed strategy, also one that was not chosen here."""
         rate = committed_per_s(batch_size, accepted_by_depth, seconds)
         self._trace.observed(strategy, batch_size, rate)
-        if strategy not in self._listed:
+        arm = self._index.get(strategy)
+        if arm is None:
             return
-        if self._cost.is_empty:
-            self._budget_s = self._first_budget * seconds
-        self._budget_s += self._explore_share * seconds
-        if self._trial_rate > 0.0:
-            # A lucky trial pays back, else the noise alone would use up the budget.
-            self._budget_s -= seconds * (1.0 - rate / self._trial_rate)
-        self._budget_s = min(self._budget_s, _MAX_BUDGET * seconds)
-        self._cost.observe(strategy, batch_size, seconds)
         self._num_observed += 1
-        if self._trial_rate > 0.0:
-            self._refresh_at = min(self._refresh_at, self._num_observed + _TRIAL_STEPS - 1)
-        self._checked_at[not strategy.is_off] = self._num_observed
-        if not strategy.is_off and self._acceptance.observe(
-            strategy, batch_size, accepted_by_depth
-        ):
+        self._ran_at[arm] = self._num_observed
+        for kind in self._kinds[arm]:
+            self._checked_at[kind] = self._num_observed
+        self._account(arm, rate / batch_size, seconds)
+        if strategy.is_learned and self._catch_up.is_due:
+            plan = self._plan if batch_size == self._batch_size else None
+            self._catch_up.caught_up(max(seconds - plan.seconds[arm], 0.0) if plan else None)
+        else:
+            self._cost.observe(strategy, batch_size, seconds)
+        if not strategy.is_learned:
+            self._catch_up.wrote(batch_size + sum(accepted_by_depth))
+        if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
             self._jumped_at = self._refresh_at = self._num_observed
         if self._num_observed >= self._refresh_at:
-            self._refresh()
+            self._refresh(seconds)
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
         return self._trace.take()
 
-    def _refresh(self) -> None:
-        self._cost.fit()
-        self._acceptance.fit(self._num_observed - self._fitted_at)
-        self._start_plans()
+    def _account(self, arm: int, rate: float, seconds: float) -> None:
+        """What trials may lose, and what one has lost. `rate` is tokens per second and request."""
+        if self._num_observed == 1:
+            self._budget_s = self._first_budget * seconds
+        self._budget_s += self._explore_share * seconds
+        plan = self._plan
+        if plan is not None:
+            if arm > 0:
+                self._budget_s += self._gain_share * (rate / plan.rates[0] - 1.0) * seconds
+            if self._trial_left > 0 and arm == self._trial:
+                # A lucky trial pays back, else the noise alone would use up the budget.
+                expected_s = plan.seconds[arm]
+                paid_s = seconds if seconds < _HICCUP * expected_s else expected_s
+                self._budget_s -= paid_s - rate * seconds / plan.rates[plan.best]
+                self._trial_left -= 1
+                if self._trial_left == 0:
+                    self._refresh_at = self._num_observed
+                    self._rested_at[arm] = self._num_observed + _REST
+        self._budget_s = min(self._budget_s, _MAX_BUDGET * seconds)
 
-    def _start_plans(self) -> None:
+    def _resize(self, batch_size: int) -> None:
+        """Requests have left or joined; more than a few new ones are another batch."""
+        before, self._batch_size = self._batch_size, batch_size
+        self._catch_up.resize(before, batch_size)
+        self._plan = None
+        if batch_size > _NEW_BATCH * before:
+            self._trial_left = 0
+            if self._num_observed > 0:
+                self._refresh(0.0)
+                self._acceptance.resize(batch_size)
+                self._cost.grow(before, batch_size)
+
+    def _refresh(self, step_s: float) -> None:
+        num_steps = self._num_observed - self._fitted_at
+        self._cost.fit(num_steps)
+        self._acceptance.fit(num_steps)
         self._fitted_at = self._num_observed
         self._plans.clear()
+        self._plan = None
         # While little is known, at the start and after a jump, every step is news.
         num_settled = self._num_observed - self._jumped_at
-        self._refresh_at = self._num_observed + min(self._refresh_every, num_settled // 6 + 1)
+        least, most = _REFRESH_STEPS
+        num_wanted = min(max(int(_REFRESH_S / max(step_s, 1e-6)), least), most)
+        self._refresh_at = self._num_observed + min(num_wanted, num_settled // 6 + 1)
 
-    def _make_plan(self, batch_size: int) -> _Plan:
-        arms = [self._arm(index, batch_size) for index in range(len(self._strategies))]
-        plain, drafting = arms[0], arms[1:]
-        if not drafting:
-            return _Plan(best=plain, trial=None, is_owed=False, probe=None)
-        best_drafting = max(drafting, key=lambda arm: arm.log_lower)
-        stay = self._hysteresis if self._is_on else -self._hysteresis
-        best = best_drafting if best_drafting.log_lower + stay > plain.log_lower else plain
-        others = [arm for arm in arms if arm is not best]
-        promises = [self._promise(arm, best) for arm in others]
-        trial = others[promises.index(max(promises))] if max(promises) > 0.0 else None
-        # Of the doubts, only that about the plain step itself goes away by running it.
-        plain_gain = math.log(plain.tokens_per_s / best.tokens_per_s)
-        plain_gain += self._caution * math.sqrt(plain.variance)
-        is_owed = best is not plain and plain_gain > self._hysteresis
-        probe = max(drafting, key=lambda arm: arm.tokens_per_s) if best is plain else plain
-        return _Plan(best=best, trial=plain if is_owed else trial, is_owed=is_owed, probe=probe)
+    def _plan_of(self, batch_size: int) -> Plan:
+        """Large batches of nearly the same size share one."""
+        key = batch_size if batch_size <= 16 else round(16 * math.log2(batch_size))
+        plan = self._plans.get(key)
+        if plan is None:
+            once_s = self._catch_up.seconds
+            plan = self._plans[key] = make_plan(
+                batch_size,
+                self._cost.estimates(batch_size),
+                self._acceptance.estimates() if len(self._strategies) > 1 else None,
+                [self._num_observed - ran_at for ran_at in self._ran_at],
+                [once_s if s.is_learned else 0.0 for s in self._strategies],
+                is_on=self._is_on,
+                hysteresis=self._hysteresis,
+                caution=self._caution,
+                horizon=self._horizon,
+            )
+        return plan
 
-    def _promise(self, arm: _Arm, best: _Arm) -> float:
-        """Upper bound of the log of the gain over the best arm, less what a change needs. What both arms share, such as the
-        drafter's quality, cancels."""
-        variance = arm.variance + best.variance
-        if arm.index > 0 and best.index > 0:
-            variance -= 2.0 * arm.accept_covariance[best.index - 1]
-        gain = math.log(arm.tokens_per_s / best.tokens_per_s)
-        is_switch = arm.strategy.is_off != best.strategy.is_off
-        needed = self._hysteresis if is_switch else self._hysteresis / 2
-        return gain + self._hope * math.sqrt(max(variance, 0.0)) - needed
+    def _start_trial(self, plan: Plan) -> None:
+        """Look at a kind of arms that was not seen for long, or try what may be worth it."""
+        patience = self._probe_every * (_PLAIN_PATIENCE if plan.best > 0 else 1)
+        for kind, checked_at in enumerate(self._checked_at):
+            if self._num_observed - checked_at >= patience:
+                arm = next((arm for arm in plan.others if kind in self._kinds[arm]), None)
+                if arm is not None and self._can_pay(plan, arm, 1):
+                    self._trial, self._trial_left = arm, 1
+                    return
+        if self._budget_s > 0.0:
+            for arm, num_steps in plan.trials:
+                is_rested = self._num_observed >= self._rested_at[arm]
+                if is_rested and self._can_pay(plan, arm, num_steps):
+                    self._trial, self._trial_left = arm, num_steps
+                    return
+        if self._budget_s > 0.5 * _MAX_BUDGET * plan.seconds[plan.best]:
+            # What there is no better use for goes to arms that may have been given up by mistake.
+            arm = min(plan.others, key=self._ran_at.__getitem__, default=0)
+            if self._num_observed - self._ran_at[arm] >= _STALE * self._probe_every:
+                if self._can_pay(plan, arm, _LONG_TRIAL):
+                    self._trial, self._trial_left = arm, _LONG_TRIAL
 
-    def _arm(self, index: int, batch_size: int) -> _Arm:
-        strategy = self._strategies[index]
-        cost = self._cost.estimate(strategy, batch_size)
-        tokens, covariance, variance = 1.0, [], cost.log_error**2
-        if index > 0:
-            accepted = self._acceptance.estimates()
-            tokens = 1.0 + accepted.means[index - 1]
-            covariance = accepted.covariance[index - 1]
-            variance += covariance[index - 1]
-        rate = batch_size * tokens / cost.seconds
-        # Plain decoding gets the benefit of the doubt: once it runs, the doubt is gone.
-        caution = self._caution if index > 0 else 0.0
-        return _Arm(
-            index=index,
-            strategy=strategy,
-            seconds=cost.seconds,
-            tokens_per_s=rate,
-            log_lower=math.log(rate) - caution * math.sqrt(variance),
-            accept_covariance=covariance,
-            variance=variance,
-        )
+    def _can_pay(self, plan: Plan, arm: int, num_steps: int) -> bool:
+        if arm == 0:
+            return True  # plain decoding is never put off
+        lost_s = num_steps * plan.seconds[arm] * (1.0 - plan.rates[arm] / plan.rates[plan.best])
+        if self._strategies[arm].is_learned:
+            lost_s += self._catch_up.seconds
+        # A full budget buys anything once: the price itself may be a mistake.
+        return self._budget_s > min(max(lost_s, 0.0), 0.9 * _MAX_BUDGET * plan.seconds[plan.best])
 
     def state_dict(self) -> dict[str, object]:
-        """Both models and the budget."""
+        """Both models and the budget. Whoever goes on, this selector or a restored one, goes on with other requests."""
         if self._num_observed > 0:
-            self._refresh()
+            self._refresh(0.0)
+        self._batch_size, self._trial_left = 0, 0
         return {
             "kind": "cost_model",
             "strategies": [str(s) for s in self._strategies],
             "acceptance": self._acceptance.state_dict(),
             "cost": self._cost.state_dict(),
+            "catch_up": self._catch_up.state_dict(),
             "budget_s": self._budget_s,
             "is_on": self._is_on,
             "num_observed": self._num_observed,
+            "ran_at": list(self._ran_at),
+            "rested_at": list(self._rested_at),
             "checked_at": list(self._checked_at),
             "jumped_at": self._jumped_at,
         }
@@ -246,7 +272,18 @@ class CostModelSelector:
         check_state(state, "cost_model", self._strategies)
         self._acceptance.load_state_dict(state["acceptance"])
         self._cost.load_state_dict(state["cost"])
+        self._catch_up.load_state_dict(state["catch_up"])
         self._budget_s, self._is_on = state["budget_s"], state["is_on"]
-        self._num_observed, self._checked_at = state["num_observed"], list(state["checked_at"])
-        self._jumped_at, self._trial_rate = state["jumped_at"], 0.0
-        self._start_plans()
+        self._num_observed = self._fitted_at = state["num_observed"]
+        self._ran_at, self._checked_at = list(state["ran_at"]), list(state["checked_at"])
+        self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
+        self._batch_size, self._trial_left = 0, 0
+        self._refresh(0.0)
+
+
+def _kinds(strategy: SpeculationStrategy) -> tuple[int, ...]:
+    """What a step of it tells about."""
+    if strategy.is_off:
+        return (_PLAIN,)
+    learned = (_LEARNED,) if strategy.is_learned else ()
+    return (*learned, _RETRIEVED) if strategy.num_retrieved else learned

@@ -1,9 +1,12 @@
 """How long a step of each strategy takes at each batch size, learned from the steps that ran.
 
-Used by the cost-model selector. Two layers: a linear law over all strategies and batch sizes (a constant, rows to verify,
-draft steps, drafted rows), and for each strategy and neighbourhood of batch sizes a correction of it, because real machines
-have steps where the law has a line. One thing to know: all is relative (log seconds), so that a step of 2 ms counts as
-much as one of 200 ms.
+Used by the cost-model selector. log seconds is the log of a law (a sum over rows to verify, sequences, draft steps, drafted
+and retrieved rows), plus a correction for each strategy and batch size, because real machines have steps where the law has
+a line, plus a level that all steps of the moment share: contexts grow, other processes come and go. All of it is jointly
+normal. One thing to know: the level cancels where strategies are compared, so none is liked better for having been measured
+in better times.
+
+Shapes: S strategies, F coefficients of the law, N quantities (the law, the level, the corrections).
 """
 
 from __future__ import annotations
@@ -12,57 +15,53 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from tlt_megatron.speculation.belief import Belief
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
-# The law before anything is seen, in units of a plain step's constant part: rows are cheap until the machine is full, a
-# draft step is a small fraction of the target.
-_PRIOR_LAW = (1.0, 0.02, 0.10, 0.002)
-_LAW_WEIGHT = 0.3  # steps that the prior counts for, for each of the four coefficients
-_LAW_SWEEPS = 3  # of coordinate descent; it starts from the last solution
-_SMALLEST = 0.02  # multiple of a prior coefficient
+# The law before anything is seen, in units of a plain step's constant part: rows are cheap until the machine is full, and
+# cheaper by the dozen; a draft step is a small fraction of the target. Mean and standard deviation of each coefficient.
+_LAW = (
+    (1.0, 0.2),  # constant
+    (0.015, 0.02),  # rows
+    (0.02, 0.05),  # rows up to 4
+    (0.01, 0.02),  # rows up to 16
+    (0.005, 0.01),  # rows up to 64
+    (0.002, 0.01),  # rows above 128
+    (0.01, 0.02),  # sequences
+    (0.05, 0.10),  # drafting at all
+    (0.08, 0.08),  # draft steps
+    (0.002, 0.004),  # drafted rows
+    (0.05, 0.10),  # a tree
+    (0.05, 0.10),  # retrieving at all
+    (0.002, 0.004),  # retrieved rows
+)
+_NUM_LAW = len(_LAW)
+_SMALLEST = 0.02  # multiple of the mean of a coefficient
+_SCALE = (
+    0.5  # variance of the log of all coefficients together: the first step may have been a hiccup
+)
+_STRATEGY = 0.006  # variance of the correction of a strategy at all batch sizes,
+_CELL = 0.006  # and around one batch size
+_KNOTS = 9  # batch sizes 1, 2, 4, .. 256 have a correction, those between them a mixture
+_KNOT_REACH = 1.5  # doublings over which corrections are alike
+_LEVEL = 0.03  # variance of the level
+_LEVEL_STEPS = 150.0  # after which it is another
+STEP_NOISE = 0.08**2  # variance of the log of one measured step
+_MOMENT_NOISE = 0.04**2  # of what steps of the same moment share, however many there are
+_MEDIAN_NOISE = 1.5  # variance of a median over that of a mean
+_SURPRISING = (
+    2.0  # standard deviations behind which a single step may have been a hiccup of the machine
+)
 
-# How far away a bin still informs, and with what share of its weight.
-_NEIGHBOURS = ((0, 1.0), (-1, 0.5), (1, 0.5), (-2, 0.25), (2, 0.25), (-3, 0.125), (3, 0.125))
-_CORRECTION_WEIGHT = 0.3  # steps that the uncorrected law counts for
-_UNKNOWN = 0.3  # standard deviation of the log of the law where it was never checked
-_NOISE = 0.1  # of the log of one measured step
-_NUM_FIRST = 5  # measurements of which the median counts
-_CLIP = 0.25  # of one step's surprise in the log: a hiccup of the machine counts no more
-_MAX_WEIGHT = 1e100
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostEstimates:
+    """One step of each strategy, in order."""
 
-@dataclass(slots=True)
-class CostEstimate:
-    """Seconds of one step."""
-
-    seconds: float
-    log_error: float  # standard error of log seconds
-
-
-class _Bin:
-    """Fading mean of one strategy at neighbouring batch sizes. The first few measurements give their (lower) median."""
-
-    __slots__ = ("batch_size", "first", "log_seconds", "weight")
-
-    def __init__(self) -> None:
-        self.weight = 0.0
-        self.log_seconds = 0.0
-        self.batch_size = 0.0  # mean
-        self.first: list[float] = []
-
-    def add(self, log_seconds: float, batch_size: int, weight: float) -> float:
-        """Returns what was believed of `log_seconds`: a hiccup is cut."""
-        self.weight += weight
-        share = weight / self.weight
-        self.batch_size += share * (batch_size - self.batch_size)
-        if len(self.first) < _NUM_FIRST:
-            self.first.append(log_seconds)
-            self.log_seconds = sorted(self.first)[(len(self.first) - 1) // 2]
-            return min(max(log_seconds, self.log_seconds - _CLIP), self.log_seconds + _CLIP)
-        surprise = min(max(log_seconds - self.log_seconds, -_CLIP), _CLIP)
-        believed = self.log_seconds + surprise
-        self.log_seconds += share * surprise
-        return believed
+    seconds_S: np.ndarray
+    covariance_SS: np.ndarray  # of what is known of log seconds
 
 
 class StepCostModel:
@@ -72,15 +71,13 @@ class StepCostModel:
     """
 
     def __init__(self, strategies: Sequence[SpeculationStrategy], *, half_life: float) -> None:
-        """`half_life` in observed steps."""
-        self._bins: dict[SpeculationStrategy, dict[int, _Bin]] = {s: {} for s in strategies}
-        self._growth = 0.5 ** (-1.0 / half_life)
-        self._weight = 1.0
+        """`half_life` in observed steps: after it, half of what was learned is forgotten."""
+        self._strategies = tuple(strategies)
+        self._index = {strategy: index for index, strategy in enumerate(strategies)}
+        self._forget = math.log(2.0) / half_life
         self._unit_s = 0.0  # the constant part of a plain step at first sight; 0 before it
-        self._law = [1.0] * 4  # multiples of the prior's coefficients
-        self._gram = [[0.0] * 4 for _ in range(4)]
-        self._target = [0.0] * 4
-        self._lines: dict[SpeculationStrategy, tuple[float, float]] = {}
+        self._belief = _prior(len(self._strategies))
+        self._terms: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by batch size
         self._noted: dict[tuple[SpeculationStrategy, int], list[float]] = {}
 
     @property
@@ -90,135 +87,201 @@ class StepCostModel:
 
     def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
         """One step took `seconds`."""
-        seconds = max(seconds, 1e-9)
         noted = self._noted.get((strategy, batch_size))
         if noted is None:
-            self._noted[strategy, batch_size] = [seconds]
+            self._noted[strategy, batch_size] = [max(seconds, 1e-9)]
         else:
-            noted.append(seconds)
+            noted.append(max(seconds, 1e-9))
 
-    def fit(self) -> None:
-        """Bring bins and law up to date with what was observed."""
-        num_steps = 0
+    def grow(self, before: int, now: int) -> None:
+        """The batch had `before` requests, others have joined: the level is theirs too. Fit before."""
+        self._belief.relax(_NUM_LAW, before / now, _LEVEL)
+
+    def fit(self, num_steps: int) -> None:
+        """Learn what was noted; `num_steps` steps have passed since the last time."""
+        if num_steps > 0:
+            self._belief.fade(1.0 - math.exp(-self._forget * num_steps))
+            self._belief.relax(_NUM_LAW, math.exp(-num_steps / _LEVEL_STEPS), _LEVEL)
         for (strategy, batch_size), noted in self._noted.items():
-            if self._unit_s == 0.0:
-                self._unit_s = noted[0] / sum(_features(strategy, batch_size))
-            num_steps += len(noted)
-            self._learn(strategy, batch_size, noted)
+            self._learn(self._index[strategy], batch_size, noted)
         self._noted.clear()
-        self._weight *= self._growth**num_steps
-        if self._weight > _MAX_WEIGHT:
-            self._rescale()
-        self._solve()
 
-    def estimate(self, strategy: SpeculationStrategy, batch_size: int) -> CostEstimate:
-        """The law, corrected by what was measured nearby."""
-        center, bins = _bin_of(batch_size), self._bins[strategy]
-        constant_s, slope_s = self._lines[strategy]
-        weight, correction = 0.0, 0.0
-        for offset, share in _NEIGHBOURS if bins else ():
-            near = bins.get(center + offset)
-            if near is not None:
-                share *= near.weight
-                weight += share
-                law_s = constant_s + slope_s * near.batch_size
-                correction += share * (near.log_seconds - math.log(law_s))
-        weight /= self._weight
-        correction /= self._weight * (weight + _CORRECTION_WEIGHT)
-        sure = weight * weight / (weight + 2.0)  # one or two measurements may both be hiccups
-        return CostEstimate(
-            seconds=(constant_s + slope_s * batch_size) * math.exp(correction),
-            log_error=1.0 / math.sqrt(1.0 / _UNKNOWN**2 + sure / _NOISE**2),
-        )
+    def estimates(self, batch_size: int) -> CostEstimates:
+        """Of all strategies. Something must have been learned."""
+        features_SF, rows_SN = self._terms_of(batch_size)
+        mean_N = self._belief.mean_N
+        law_S = features_SF @ mean_N[:_NUM_LAW]
+        rows_SN[:, :_NUM_LAW] = features_SF / law_S[:, None]
+        seconds_S = self._unit_s * law_S * np.exp(rows_SN[:, _NUM_LAW:] @ mean_N[_NUM_LAW:])
+        covariance_SS = rows_SN @ self._belief.covariance_NN @ rows_SN.T
+        return CostEstimates(seconds_S=seconds_S, covariance_SS=covariance_SS)
 
-    def _learn(self, strategy: SpeculationStrategy, batch_size: int, noted: list[float]) -> None:
-        index = _bin_of(batch_size)
-        known = self._bins[strategy].get(index)
-        if known is None:
-            known = self._bins[strategy][index] = _Bin()
-        inverse = inverse_square = 0.0
-        for seconds in noted:
-            believed = known.add(math.log(seconds), batch_size, self._weight)
-            relative = self._unit_s * math.exp(-believed)
-            inverse += relative
-            inverse_square += relative * relative
-        features = _features(strategy, batch_size)
-        for row, value in enumerate(features):
-            self._target[row] += self._weight * inverse * value
-            weighted, line = self._weight * inverse_square * value, self._gram[row]
-            for column in range(4):
-                line[column] += weighted * features[column]
+    def _learn(self, strategy: int, batch_size: int, noted: list[float]) -> None:
+        """The median of several steps, or a single one; it weighs less if it surprises."""
+        features_SF, rows_SN = self._terms_of(batch_size)
+        features_F, row_N, mean_N = features_SF[strategy], rows_SN[strategy], self._belief.mean_N
+        law = float(features_F @ mean_N[:_NUM_LAW])
+        median_s = sorted(noted)[(len(noted) - 1) // 2]
+        if self._unit_s == 0.0:
+            self._unit_s = median_s / law
+        row_N[:_NUM_LAW] = features_F / law
+        expected = math.log(self._unit_s * law) + float(row_N[_NUM_LAW:] @ mean_N[_NUM_LAW:])
+        innovation = math.log(median_s) - expected
+        noise = STEP_NOISE / len(noted) * (_MEDIAN_NOISE if len(noted) > 2 else 1.0) + _MOMENT_NOISE
+        doubt = noise + float(row_N @ self._belief.covariance_NN @ row_N)
+        excess = max(innovation * innovation - _SURPRISING**2 * doubt, 0.0)
+        noise += excess if len(noted) <= 3 else excess / len(noted)
+        self._belief.learn(row_N[None], np.array([innovation]), np.array([noise]))
+        self._keep_positive()
 
-    def _solve(self) -> None:
-        """Ridge regression on relative errors towards the prior, no coefficient below 0."""
-        ridge = _LAW_WEIGHT * self._weight
-        target, law = self._target, self._law
-        for _ in range(_LAW_SWEEPS):
-            for i, (a, b, c, d) in enumerate(self._gram):
-                own = self._gram[i][i]
-                others = a * law[0] + b * law[1] + c * law[2] + d * law[3] - own * law[i]
-                law[i] = max((target[i] + ridge - others) / (own + ridge), _SMALLEST)
-        self._set_lines()
+    def _keep_positive(self) -> None:
+        """No part of the law makes a step faster."""
+        belief = self._belief
+        for i, ((mean, _), value) in enumerate(
+            zip(_LAW, belief.mean_N[:_NUM_LAW].tolist(), strict=True)
+        ):
+            least = _SMALLEST * mean
+            if value < least:
+                row_1N = np.zeros((1, len(belief.mean_N)))
+                row_1N[0, i] = 1.0
+                noise = 0.1 * belief.covariance_NN[i, i] + 1e-12
+                belief.learn(row_1N, least - belief.mean_N[i : i + 1], np.array([noise]))
+                belief.mean_N[i] = max(float(belief.mean_N[i]), least)
 
-    def _set_lines(self) -> None:
-        """For each strategy the law is a line over batch sizes."""
-        for strategy in self._bins:
-            at_0 = sum(f * m for f, m in zip(_features(strategy, 0), self._law, strict=True))
-            at_1 = sum(f * m for f, m in zip(_features(strategy, 1), self._law, strict=True))
-            self._lines[strategy] = (self._unit_s * at_0, self._unit_s * (at_1 - at_0))
-
-    def _rescale(self) -> None:
-        """Let a new observation weigh 1 again."""
-        factor = 1.0 / self._weight
-        for bins in self._bins.values():
-            for each in bins.values():
-                each.weight *= factor
-        self._gram = [[value * factor for value in line] for line in self._gram]
-        self._target = [value * factor for value in self._target]
-        self._weight = 1.0
+    def _terms_of(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Features of the law [S, F], and how log seconds moves with each quantity [S, N] (the law's part not filled in)."""
+        terms = self._terms.get(batch_size)
+        if terms is None:
+            features_SF = np.array([_features(s, batch_size) for s in self._strategies])
+            rows_SN = np.zeros((len(self._strategies), len(self._belief.mean_N)))
+            rows_SN[:, _NUM_LAW] = 1.0
+            knot = min(math.log2(batch_size), _KNOTS - 1.0)
+            lower = min(int(knot), _KNOTS - 2)
+            for index, row_N in enumerate(rows_SN):
+                start = _start_of(index)
+                row_N[start] = 1.0
+                row_N[start + 1 + lower] = 1.0 - (knot - lower)
+                row_N[start + 2 + lower] = knot - lower
+            terms = self._terms[batch_size] = (features_SF, rows_SN)
+        return terms
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-able, at weight 1. What was noted since the last `fit` is not in it."""
-        self._rescale()
-        return {
-            "unit_s": self._unit_s,
-            "law": list(self._law),
-            "gram": [list(line) for line in self._gram],
-            "target": list(self._target),
-            "bins": {
-                str(strategy): [
-                    [i, b.weight, b.log_seconds, b.batch_size, b.first] for i, b in bins.items()
-                ]
-                for strategy, bins in self._bins.items()
-            },
-        }
+        """JSON-able. What was noted since the last `fit` is not in it."""
+        return {"unit_s": self._unit_s, "belief": self._belief.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict` of the same strategies."""
-        self._weight = 1.0
         self._noted.clear()
-        self._unit_s, self._law = state["unit_s"], list(state["law"])
-        self._gram, self._target = [list(line) for line in state["gram"]], list(state["target"])
-        for strategy, bins in self._bins.items():
-            bins.clear()
-            for index, weight, log_seconds, batch_size, first in state["bins"][str(strategy)]:
-                restored = bins[index] = _Bin()
-                restored.weight, restored.log_seconds = weight, log_seconds
-                restored.batch_size, restored.first = batch_size, list(first)
-        self._set_lines()
+        self._unit_s = state["unit_s"]
+        self._belief.load_state_dict(state["belief"])
+
+
+class CatchUpCost:
+    """What the learned drafter loses by pausing: it has to read what was written without it before it drafts again.
+
+    That price is paid in its first step, once, so it is kept apart from what steps cost.
+    """
+
+    def __init__(self) -> None:
+        self._token_s = _Slope(32.0)  # seconds for each token that it has not read
+        self._request_s = _Slope(4.0)  # and for each request of which it has read nothing
+        self._num_unread = 0.0
+        self._num_new = 0  # how long these are is not known
+
+    @property
+    def is_due(self) -> bool:
+        """The next step of the learned drafter will catch up."""
+        return self._num_unread > 0.0 or self._num_new > 0
+
+    @property
+    def seconds(self) -> float:
+        """How long that is expected to take."""
+        return self._token_s.value * self._num_unread + self._request_s.value * self._num_new
+
+    def resize(self, before: int, now: int) -> None:
+        """The batch had `before` requests."""
+        if now > before:
+            self._num_new += now - before
+        else:
+            self._num_unread *= now / before
+            self._num_new = min(self._num_new, now)
+
+    def wrote(self, num_tokens: int) -> None:
+        """Running requests got tokens without the learned drafter."""
+        self._num_unread += num_tokens
+
+    def caught_up(self, extra_s: float | None) -> None:
+        """A step of it took `extra_s` longer than it otherwise would have. None: that is not known."""
+        if extra_s is not None:
+            if self._num_new > 0:
+                self._request_s.learn(self._num_new, extra_s)
+            else:
+                self._token_s.learn(self._num_unread, extra_s)
+        self._num_unread, self._num_new = 0.0, 0
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-able; what is unread is not in it."""
+        return {"token_s": self._token_s.sums, "request_s": self._request_s.sums}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore `state_dict`."""
+        self._token_s.sums, self._request_s.sums = list(state["token_s"]), list(state["request_s"])
+        self._num_unread, self._num_new = 0.0, 0
+
+
+class _Slope:
+    """Seconds over a count by least squares through 0, the latest ten or so measurements; 0 before the first."""
+
+    def __init__(self, ridge: float) -> None:
+        """`ridge`: counts below it tell little beside the noise."""
+        self._ridge = ridge
+        self.sums = [0.0, 0.0]  # of count * seconds, of count squared
+
+    @property
+    def value(self) -> float:
+        return max(self.sums[0], 0.0) / (self.sums[1] + self._ridge**2)
+
+    def learn(self, count: float, seconds: float) -> None:
+        self.sums = [0.9 * self.sums[0] + count * seconds, 0.9 * self.sums[1] + count * count]
+
+
+def _prior(num_strategies: int) -> Belief:
+    size = _start_of(num_strategies)
+    mean_N, covariance_NN = np.zeros(size), np.zeros((size, size))
+    law = np.array(_LAW)
+    mean_N[:_NUM_LAW] = law[:, 0]
+    covariance_NN[:_NUM_LAW, :_NUM_LAW] = _SCALE * np.outer(law[:, 0], law[:, 0])
+    covariance_NN[range(_NUM_LAW), range(_NUM_LAW)] += law[:, 1] ** 2
+    covariance_NN[_NUM_LAW, _NUM_LAW] = _LEVEL
+    knots = np.arange(_KNOTS)
+    alike = _CELL * np.exp(-np.abs(knots[:, None] - knots) / _KNOT_REACH)
+    for index in range(num_strategies):
+        start, end = _start_of(index), _start_of(index + 1)
+        covariance_NN[start, start] = _STRATEGY
+        covariance_NN[start + 1 : end, start + 1 : end] = alike
+    return Belief(mean_N, covariance_NN)
+
+
+def _start_of(strategy: int) -> int:
+    """Where the corrections of a strategy stand: at all batch sizes, then at each knot."""
+    return _NUM_LAW + 1 + strategy * (1 + _KNOTS)
 
 
 def _features(strategy: SpeculationStrategy, batch_size: int) -> tuple[float, ...]:
-    constant, row, step, drafted = _PRIOR_LAW
-    steps = strategy.num_steps
+    """In the order of _LAW."""
+    rows, steps = batch_size * strategy.num_rows, strategy.num_steps
     return (
-        constant,
-        row * batch_size * strategy.num_rows,
-        step * steps,
-        drafted * steps * batch_size * strategy.topk,
+        1.0,
+        rows,
+        min(rows, 4),
+        min(rows, 16),
+        min(rows, 64),
+        max(rows - 128, 0),
+        batch_size,
+        float(strategy.is_learned),
+        steps,
+        steps * batch_size * strategy.topk,
+        float(not (strategy.is_off or strategy.is_chain)),
+        float(strategy.num_retrieved > 0),
+        batch_size * strategy.num_retrieved,
     )
-
-
-def _bin_of(batch_size: int) -> int:
-    """Every batch size up to 16 by itself, then 16 bins for each doubling."""
-    return batch_size if batch_size <= 16 else round(16 * math.log2(batch_size)) - 48

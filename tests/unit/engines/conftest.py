@@ -15,7 +15,7 @@ from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
-from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.device import Device, select_device
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -26,12 +26,21 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def engine_over(
-    path: Path, *, dtype: str = "float64", tap_layers: tuple[int, ...] = (), **settings: int
+    path: Path,
+    *,
+    dtype: str = "float64",
+    tap_layers: tuple[int, ...] = (),
+    device: Device | None = None,
+    max_prompt_tokens: int = 1024,
+    **settings: int,
 ) -> EmbeddedEngine:
-    """An engine with the weights at `path` loaded as version 1; `settings` go to RolloutSection."""
+    """An engine with the weights at `path` loaded as version 1; `settings` go to RolloutSection. `device` None: the CPU."""
     section = RolloutSection(dtype=dtype, **settings)
     config = load_model_config(path)
-    engine = EmbeddedEngine(config, section, select_device("cpu"), tap_layers=tap_layers)
+    device = device or select_device("cpu")
+    engine = EmbeddedEngine(
+        config, section, device, max_prompt_tokens=max_prompt_tokens, tap_layers=tap_layers
+    )
     tensors = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(path).items()]
     engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
     return engine

@@ -1,7 +1,6 @@
 """The graph pool over a real model on the CPU: padded replays give what the plain pass gives, and everything is counted.
 
-`Replaying` stands in for a GPU's graphs: it runs the captured work again on the same static tensors, which is what a graph
-does. tests/gpu/test_graph_pool_cuda.py runs the same comparison on real ones.
+`RecordedGraphs` stands in for a GPU's graphs: it makes the captured calls again on the same tensors. tests/gpu/test_graph_pool_cuda.py runs the same comparison on real ones.
 """
 
 from __future__ import annotations
@@ -11,9 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.graph_passes import LANE, LanePasses, make_lane_passes
+from tests.graph_passes import LANE, LanePasses, RecordedGraphs, make_lane_passes
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphPlan, Role
-from tlt_megatron.engines.embedded.graph_pool import EagerPass, GraphMemory, GraphPool
+from tlt_megatron.engines.embedded.graph_pool import (
+    EagerPass,
+    GraphMemory,
+    GraphPool,
+    addresses_read,
+)
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
@@ -21,17 +25,8 @@ STRATEGIES = ("2_1_2", "3_2_6")
 MAX_BATCH_SIZE = 8
 
 
-class Replaying:
-    """Graph memory without a GPU."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs it, as a capture's warm-up does, and gives it back."""
-        work()
-        return work
-
-
 def make_pool(
-    new_memory: Callable[[], GraphMemory | None] = Replaying, *, max_length: int = LANE
+    new_memory: Callable[[], GraphMemory | None] = RecordedGraphs, *, max_length: int = LANE
 ) -> GraphPool:
     passes = make_lane_passes(torch.device("cpu"), torch.float64, num_lanes=0)
     plan = GraphPlan(
@@ -58,8 +53,8 @@ def pool(passes: LanePasses) -> GraphPool:
 
 
 def bind(pool: GraphPool, passes: LanePasses, *, num_lanes: int = MAX_BATCH_SIZE) -> None:
-    address, slot = passes.cache.kv_LKTH.data_ptr(), passes.scratch_slot
-    pool.bind(passes.steps, address, lane=LANE, num_lanes=num_lanes, scratch_slot=slot)
+    addresses, slot = addresses_read(passes.model, passes.cache), passes.scratch_slot
+    pool.bind(passes.steps, addresses, lane=LANE, num_lanes=num_lanes, scratch_slot=slot)
 
 
 @pytest.mark.parametrize("role", list(Role))

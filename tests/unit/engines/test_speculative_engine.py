@@ -1,18 +1,22 @@
-"""Speculation changes nothing but time: token for token in float64, whatever the drafter, the tree or the switching."""
+"""Speculation changes nothing but time: token for token in float64, whatever the drafter, the tree or the switching, and
+whether passes run one by one or as captured graphs, padded to the shapes that were captured.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from tests.graph_passes import recording_device
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import checksum, engine_over
+from tests.unit.engines.conftest import MakeEngine, checksum, engine_over
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -30,6 +34,13 @@ STRATEGIES = [
 PARAMS = SamplingParams(
     num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(5,), seed=5
 )
+
+
+@pytest.fixture(params=[None, recording_device()], ids=["eager", "graphs"])
+def make_engine(request: pytest.FixtureRequest, tiny_path: Path) -> MakeEngine:
+    """`make_engine(**rollout settings)` in float64 with weights of version 1 loaded."""
+    sizes = {"max_batch_size": 16, "max_new_tokens": 64}  # what is captured first is the largest
+    return partial(engine_over, tiny_path, device=request.param, **sizes)
 
 
 class CyclingSelector(FixedSelector):
@@ -248,7 +259,7 @@ def test_the_drafters_cache_after_rejections_equals_a_fresh_one(make_engine, tin
     """A drafter that has drafted, been rejected and switched proposes what one that starts now proposes: the same number
     of tokens is accepted from the same place on."""
     strategy = STRATEGIES[3]
-    engine = make_engine()
+    engine = make_engine(max_batch_size=1)
     alone = dataclasses.replace(PARAMS, num_samples=1)
     one = prompts(1)
     engine.set_speculation(speculation_for(engine, tiny_path, CyclingSelector([strategy])))

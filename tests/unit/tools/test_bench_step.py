@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tools.bench_step import COLD, OFF, own_words, turned, variant_overrides
 from tools.step_measures import (
@@ -30,6 +32,7 @@ from tools.step_measures import (
     wilson_interval,
     with_a_tail,
 )
+from tools.step_tables import print_accept_lengths, print_idle, print_phases
 
 
 def make_run(
@@ -197,3 +200,26 @@ def test_variants_differ_in_speculation_and_spot_training_alone() -> None:
 def test_a_failed_run_is_quoted_without_the_account_of_the_launcher() -> None:
     output = "started\nValueError: key\nW1 torch/distributed/elastic/api.py:1 closing\nFAILED\n"
     assert own_words(output) == "started\nValueError: key"
+
+
+def test_tables_show_what_a_variant_does_not_have_as_a_dash() -> None:
+    console = Console(file=StringIO(), width=120)
+    phases = {
+        "off": {"gen": 2.0, "step": 4.0, "wait": 9.0},
+        "tlt": {"gen": 1.0, "step": 2.0, "publish": 0.5},
+    }
+    print_phases(console, phases, 0.5, num_timed=3)
+    print_accept_lengths(console, {"tlt": [None, 2.5]})
+    print_idle(console, {"tlt": idle_figures(make_run([1.0]), [1])})
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["│", "publish", "│", "-", "│", "0.500", "│"] in rows
+    assert [
+        "│",
+        "other",
+        "│",
+        "2.000",
+        "│",
+        "0.500",
+        "│",
+    ] in rows  # waiting ranks are no part of it
+    assert ["│", "1", "│", "-", "│"] in rows

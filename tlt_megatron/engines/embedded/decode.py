@@ -22,7 +22,6 @@ from tlt_megatron.engines.embedded.graph_pool import (
 )
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Roots, Speculator
-from tlt_megatron.models.attention import PagedAttention
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.models.tree_attention import LaneView
@@ -81,7 +80,7 @@ class DecodeBatch:
         self._columns: dict[Request, int] = {}  # which part of the outputs each request writes
         self._free_columns = list(range(max_batch_size))
         self._noise = NoiseAhead(model.config.vocab_size)
-        self._paged = PagedAttention(cache)
+        self._paged = model.arithmetic.paged(cache)
         self._lane = 0  # slots of a lane, once rows stand in lanes
         self._view: LaneView | None = None  # of the present rows in lanes
         self._longest = 0
@@ -109,10 +108,12 @@ class DecodeBatch:
             hidden.append(last_hidden_D.unsqueeze(0))
             position = request.state.num_tokens + count
             rows.append([request.seed, request.max_new_tokens - 1, position, count, out + count, 0])
-            room = len(request.kv.pages) * self._cache.page_size - count
+            room = len(request.kv.pages) * self._cache.page_size - count - request.kv.num_copied
             request.due = self.num_passes + room
         if self._lane:
             self._join_lanes(start, requests)
+        else:
+            self._copy_prompt_ends(requests)
         self.requests.extend(requests)
         end = len(self.requests)
         self._state[:, start:end] = torch.tensor(rows, dtype=torch.int64).t()
@@ -355,10 +356,20 @@ class DecodeBatch:
             self._cache.compact()
             self._paged.rebuild([request.kv for request in self.requests])
             slots = [
-                request.kv.pages[-1] * page_size + (position - request.state.num_tokens) % page_size
+                request.kv.pages[-1] * page_size
+                + (position - request.state.num_tokens + request.kv.num_copied) % page_size
                 for request, position in zip(self.requests, positions, strict=True)
             ]
         self._slot_B.copy_(torch.tensor(slots, dtype=torch.int64))
+
+    def _copy_prompt_ends(self, requests: Sequence[Request]) -> None:
+        """Fill the first page of each newcomer that begins with a copy of its prompt's end."""
+        cache = self._cache
+        for request in requests:
+            if copied := request.kv.num_copied:
+                state = request.state
+                source_S = cache.slots(state.kv.pages, state.num_tokens - copied, state.num_tokens)
+                cache.relocate(source_S, cache.slots(request.kv.pages, 0, copied))
 
     def _lanes_pay(self, positions: list[int]) -> bool:
         """Whether padding every row to the longest costs plain decoding little."""
@@ -376,9 +387,9 @@ class DecodeBatch:
         prompts = {id(request.state): request.state for request in requests}
         sources, targets = [], []
         for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
-            num_prompt = request.state.num_tokens
+            num_prompt, copied = request.state.num_tokens, request.kv.num_copied
             sources.append(cache.slots(request.state.kv.pages, 0, num_prompt))
-            sources.append(cache.slots(request.kv.pages, 0, position - num_prompt))
+            sources.append(cache.slots(request.kv.pages, copied, copied + position - num_prompt))
             start = row * self._lane
             targets.append(torch.arange(start, start + position, device=self._model.device))
         for request in requests:

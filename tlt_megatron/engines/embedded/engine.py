@@ -27,8 +27,10 @@ from tlt_megatron.engines.embedded.memory_plan import (
 from tlt_megatron.engines.embedded.prefill import features_of, prefill
 from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation, draft_slots_of
+from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.invariant import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
@@ -57,6 +59,9 @@ class EmbeddedEngine:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, section.dtype)
         self._max_prompt_tokens = max_prompt_tokens
+        self._arithmetic = PLAIN
+        if section.batch_invariant:
+            self._arithmetic = invariant_arithmetic(model_config, self._dtype, device.torch_device)
         self._speculation: Speculation | None = None
         self._paused: Speculation | None = None
         self._graphs = self._make_graphs()
@@ -127,7 +132,9 @@ class EmbeddedEngine:
         self._require_awake()
         self._version = None
         if self._model is None:
-            self._model = Transformer(self._config, self._dtype, self._device.torch_device)
+            self._model = Transformer(
+                self._config, self._dtype, self._device.torch_device, self._arithmetic
+            )
         missing = set(self._model.hf_names())
         for name, tensor in tensors:
             self._model.load_hf(name, tensor)
@@ -270,7 +277,8 @@ class EmbeddedEngine:
             )
         started = time.perf_counter()
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
-        requests = make_requests(prompts, params, max_new_tokens)
+        aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
+        requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
         scheduler = Scheduler(
             requests,
             cache,
@@ -400,7 +408,10 @@ class EmbeddedEngine:
             longest = max(longest, num_tokens)
             if num_tokens == 0:
                 raise ValueError(f"prompt {prompt.prompt_id!r} is empty")
-            needed = -(-num_tokens // PAGE_TOKENS) + -(-params.max_new_tokens // PAGE_TOKENS)
+            num_own = params.max_new_tokens
+            if self._arithmetic.aligns_pages:
+                num_own += num_tokens % PAGE_TOKENS  # the copied end of the prompt
+            needed = -(-num_tokens // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
             if needed > num_pages:
                 raise ValueError(
                     f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={params.max_new_tokens}"

@@ -298,19 +298,20 @@ def lane_steps(
     """
     view: LaneView | None = None  # the latest, as it keeps a slice of every layer for every length
 
-    def attention(inputs: PassInputs, first_layer: int) -> LaneTreeAttention:
+    def view_of(inputs: PassInputs) -> LaneView:
         nonlocal view
         num_rows = inputs.token_ids_BR.shape[0]
         if view is None or view.num_rows != num_rows:
             view = LaneView(cache, num_rows=num_rows, lane=lane)
-        slots_P = inputs.slots_BR.reshape(-1)
-        return LaneTreeAttention(view, slots_P, inputs.bias_BRS, first_layer=first_layer)
+        return view
 
     def run_target(inputs: PassInputs) -> tuple[Tensor, ...]:
         return model.forward_tapped(
             inputs.token_ids_BR.reshape(-1),
             inputs.positions_BR.reshape(-1),
-            attention(inputs, 0),
+            model.arithmetic.lanes(
+                view_of(inputs), inputs.slots_BR, inputs.positions_BR, inputs.bias_BRS
+            ),
             cache.tap_layers,
         )
 
@@ -321,7 +322,12 @@ def lane_steps(
             inputs.token_ids_BR.reshape(-1),
             inputs.hidden_BRD.flatten(0, 1),
             inputs.positions_BR.reshape(-1),
-            attention(inputs, model.config.num_layers),
+            LaneTreeAttention(
+                view_of(inputs),
+                inputs.slots_BR.reshape(-1),
+                inputs.bias_BRS,
+                first_layer=model.config.num_layers,
+            ),
         )
 
     return {Role.TARGET: run_target, Role.DRAFT: run_draft}

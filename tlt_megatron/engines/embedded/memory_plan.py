@@ -66,6 +66,7 @@ def plan_memory(
         weights += matrices * model.num_layers + v * d
 
     pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + has_drafter
+    pages_each += section.batch_invariant  # responses begin with a copy of their prompt's last page
     if has_graphs:
         lane = lane_tokens(section, max_prompt_tokens=max_prompt_tokens, draft_slots=draft_slots)
         pages_each = lane // PAGE_TOKENS
@@ -89,6 +90,9 @@ def plan_memory(
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
     prefill = section.prefill_chunk_tokens * per_token * item
     decode = section.max_batch_size * (per_token * item + v * (item + 4 * 8))
+    if section.batch_invariant and has_drafter:  # keys and values of every query's path, in order
+        copied = draft_slots * 2 * PAGE_TOKENS * 2 * model.num_kv_heads * model.head_dim
+        decode += section.max_batch_size * copied * item
     outputs = section.max_batch_size * section.max_new_tokens * 16
     return MemoryPlan(
         weights_bytes=weights * item,

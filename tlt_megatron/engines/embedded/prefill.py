@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request
-from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
+from tlt_megatron.models.attention import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Rollout
@@ -33,7 +33,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
             assert request.saved is not None
             tokens = request.saved[0][chunk.start : chunk.end]
             first = state.num_tokens
-            own = cache.slots(request.kv.pages, 0, chunk.end)
+            own = _own_slots(request, chunk.end, cache)
             context = torch.cat((cache.slots(state.kv.pages, 0, first), own))
             num_again += chunk.end - chunk.start
         token_ids.append(tokens)
@@ -44,7 +44,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     hidden_PD, features_PF = model.forward_tapped(
         token_ids_P,
         torch.cat(position_ids).to(cache.device),
-        PrefillAttention(cache, segments),
+        model.arithmetic.prefill(cache, segments),
         cache.tap_layers,
     )
     slots_P = torch.cat([segment.new_slots_C for segment in segments])
@@ -60,6 +60,12 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
     return num_tokens - num_again, num_again
 
 
+def _own_slots(request: Request, num_tokens: int, cache: KvCache) -> Tensor:
+    """Where the first tokens of a response over pages lie."""
+    start = request.kv.num_copied
+    return cache.slots(request.kv.pages, start, start + num_tokens)
+
+
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
     """A copy of the features at every position but the last, whose token nobody has computed."""
     num_prompt = len(rollout.prompt_ids)
@@ -67,6 +73,6 @@ def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
     if request.kv.prompt is None:  # in a lane
         slots = cache.slots(request.kv.pages, 0, num_prompt + num_own)
     else:
-        own = cache.slots(request.kv.pages, 0, num_own)
+        own = _own_slots(request, num_own, cache)
         slots = torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
     return cache.features_TD.index_select(0, slots)

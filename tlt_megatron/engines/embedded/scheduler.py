@@ -64,6 +64,11 @@ class Request:
         return 0 if self.saved is None else self.saved[0].numel()
 
     @property
+    def num_kept(self) -> int:
+        """Positions that its own pages hold when it joins the batch over pages."""
+        return self.kv.num_copied + self.num_saved
+
+    @property
     def is_computed(self) -> bool:
         """Whether the KV of its prompt and of its saved tokens is there, so that it can join the batch."""
         is_prompt_computed = self.state.num_computed == self.state.num_tokens
@@ -84,10 +89,13 @@ def make_requests(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     max_new_tokens: Sequence[Sequence[int]] | None,
+    *,
+    aligned_to: int = 1,
 ) -> list[Request]:
     """All requests of a `generate` call, siblings together, in the order of the prompts.
 
     `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths); None: all have params' limit.
+    Responses begin with a copy of what stands behind the last multiple of `aligned_to` positions of the prompt.
     """
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
@@ -108,7 +116,7 @@ def make_requests(
                     sample_index=sample_index,
                     seed=request_seed(params.seed, prompt.draw_index, sample_index),
                     max_new_tokens=limit,
-                    kv=SequenceKv(prompt=state.kv),
+                    kv=SequenceKv(prompt=state.kv, num_copied=state.num_tokens % aligned_to),
                 )
             )
     return requests
@@ -195,7 +203,7 @@ class Scheduler:
     def _pages_needed(self, request: Request) -> int:
         """Pages still to be taken before it can decode one token."""
         cache = self._cache
-        needed = cache.pages_for(request.num_saved + 1) - len(request.kv.pages)
+        needed = cache.pages_for(request.num_kept + 1) - len(request.kv.pages)
         if not request.state.kv.pages:
             needed += cache.pages_for(request.state.num_tokens)
         return needed
@@ -211,7 +219,7 @@ class Scheduler:
             cache.take_prompt_pages(state.kv.pages, cache.pages_for(state.num_tokens))
         if self._has_lanes:
             return  # its lane is given to it when it joins; a page of its own would lie in another's
-        for _ in range(cache.pages_for(request.num_saved + 1) - len(request.kv.pages)):
+        for _ in range(cache.pages_for(request.num_kept + 1) - len(request.kv.pages)):
             cache.take_response_page(request.kv.pages)
 
     @staticmethod

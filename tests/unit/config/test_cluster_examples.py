@@ -1,0 +1,51 @@
+"""The examples for clusters: their settings are known, their layouts divide, and they fit into GPUs of 80 GB."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.layout import check_layout
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.memory import check_memory, estimate_memory
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+GPU_FREE_BYTES = 79 << 30
+QWEN_7B = {
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+QWEN_32B = QWEN_7B | {
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 64,
+    "intermediate_size": 27648,
+}
+
+
+@pytest.mark.parametrize(
+    "name, sizes, world_size",
+    [("qwen2_5_7b_8gpu", QWEN_7B, 8), ("qwen2_5_32b_slurm", QWEN_32B, 32)],
+)
+def test_a_cluster_example_fits(
+    tmp_path: Path, name: str, sizes: dict[str, int], world_size: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    for file in ("train.parquet", "eval.parquet"):
+        (tmp_path / file).touch()
+    here = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.parquet"]
+    config = load_config(EXAMPLES / f"{name}.yaml", [*here, f"data.eval={tmp_path}/eval.parquet"])
+    check_layout(config, world_size)
+    estimate = estimate_memory(config, world_size, is_cuda=True)
+    check_memory(estimate, GPU_FREE_BYTES)
+    # Not by a wide margin: a third of it is not enough, so the estimate counts what there is.
+    with pytest.raises(ValueError, match="usable"):
+        check_memory(estimate, GPU_FREE_BYTES // 3)

@@ -1,0 +1,218 @@
+"""Captured graphs in the embedded engine: every pass in lanes is a replay, what is not is counted with its reason, and
+graphs live exactly as long as what they read stays in place. On the CPU, with `RecordedGraphs` in a GPU's stead.
+
+That tokens do not change is tested where they are: test_speculative_engine.py runs with graphs too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.graph_passes import RecordingDevice, recording_device
+from tests.unit.engines.conftest import checksum, engine_over
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.memory_plan import plan_memory
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.types import Prompt, SamplingParams
+
+PARAMS = SamplingParams(num_samples=2, max_new_tokens=30, temperature=1.0, seed=2)
+OFF = "target: graphs are off"
+SIZES = {"max_batch_size": 8, "num_samples": 2, "max_new_tokens": 40}
+MAX_PROMPT_TOKENS = 100
+
+
+@pytest.fixture
+def device() -> RecordingDevice:
+    return recording_device()
+
+
+def make_engine(path: Path, device: Device | None, **settings: int) -> EmbeddedEngine:
+    settings = SIZES | settings
+    return engine_over(path, device=device, max_prompt_tokens=MAX_PROMPT_TOKENS, **settings)
+
+
+def make_prompts(*lengths: int) -> list[Prompt]:
+    return [
+        Prompt(
+            prompt_id=str(number),
+            draw_index=number,
+            token_ids=tuple((5 * number + 3 * i) % 40 + 8 for i in range(length)),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def speculate(engine: EmbeddedEngine, path: Path, *texts: str) -> None:
+    """With the first of these strategies, always."""
+    strategies = [SpeculationStrategy.parse(text) for text in texts]
+    embedding, head = engine.target_tensors()
+    config = make_draft_config(load_model_config(path), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    draft = DraftInference(model, embedding.dtype)
+    engine.set_speculation(Speculation(draft, FixedSelector(strategies[0]), strategies))
+
+
+def run(
+    engine: EmbeddedEngine, *lengths: int, params: SamplingParams = PARAMS
+) -> tuple[list[list[int]], EngineStats]:
+    groups = engine.generate(make_prompts(*lengths), params, policy_version=1)
+    return [r.token_ids.tolist() for g in groups for r in g.rollouts], engine.stats()
+
+
+def test_every_plain_pass_is_a_replay_while_requests_wait_too(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    expected, plain = run(make_engine(tiny_path, None), 5, 40, 90, 11, 7, 64)
+    assert plain.num_graph_replays == 0
+    assert plain.eager_passes.keys() == {OFF}
+    assert plain.num_eager_passes == plain.num_decode_passes
+    tokens, stats = run(make_engine(tiny_path, device), 5, 40, 90, 11, 7, 64)
+    assert tokens == expected
+    assert stats.num_graph_replays == stats.num_decode_passes == plain.num_decode_passes
+    assert stats.eager_passes == {}
+
+
+@pytest.mark.parametrize("strategy", ["3_2_6", "4_1_4", "ngram_4", "3_2_6+ngram_5"])
+def test_every_pass_of_a_step_is_counted_once(
+    tiny_path: Path, device: RecordingDevice, strategy: str
+) -> None:
+    counts = []
+    for where in (None, device):
+        engine = make_engine(tiny_path, where)
+        speculate(engine, tiny_path, strategy)
+        tokens, stats = run(engine, 2, 3, 4)
+        counts.append((tokens, stats.num_graph_replays + stats.num_eager_passes))
+    assert counts[0] == counts[1]
+    assert stats.eager_passes == {}  # prompts are no longer than what a step commits
+    num_passes = {"3_2_6": 4, "4_1_4": 5, "ngram_4": 1, "3_2_6+ngram_5": 4}[strategy]
+    assert stats.num_graph_replays == num_passes * stats.num_decode_passes
+
+
+def test_what_cannot_be_replayed_is_counted_with_its_reason(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    def reasons(*lengths: int, strategy: str = "", **settings: int) -> dict[str, int]:
+        engine = make_engine(tiny_path, device, **settings)
+        if strategy:
+            speculate(engine, tiny_path, strategy)
+        tokens, stats = run(engine, *lengths)
+        assert tokens == run(make_engine(tiny_path, None), *lengths)[0]
+        return stats.eager_passes
+
+    assert reasons(5, 40, 90, kv_cache_tokens=64 * 9).keys() == {
+        "target: sequences lie in pages, not in lanes"
+    }
+    assert reasons(9, strategy="3_1_3") == {"draft: more rows than planned for this batch size": 1}
+    # Two siblings join the others, one after the other, each with 90 positions in passes of 64.
+    late = reasons(3, 3, 3, 90, strategy="3_1_3", max_batch_size=6)
+    assert late == {"draft: rows that the drafter brings up to date apart from the others": 4}
+    wide = reasons(*[5] * 8, strategy="2_8_20", max_batch_size=16)
+    assert wide["target: more rows than planned for this batch size"] > 0
+
+
+def test_lanes_as_planned_where_they_fit_so_that_graphs_stay(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    engine = make_engine(tiny_path, device)
+    speculate(engine, tiny_path, "3_2_6", "2_1_2")
+    run(engine, 30, 31, 32)
+    run(engine, 30, 31, 5)  # longest sequences differ, lanes do not
+    run(engine, 88, 29, 7)
+    assert device.num_alive == len(device.graphs) > 0
+    # A response longer than planned needs longer lanes.
+    longer = SamplingParams(num_samples=1, max_new_tokens=150, seed=2)
+    tokens, stats = run(engine, 30, params=longer)
+    assert tokens == run(make_engine(tiny_path, None), 30, params=longer)[0]
+    assert stats.eager_passes["target: sequences longer than planned"] > 0
+    assert stats.num_graph_replays > 0
+
+
+def test_lanes_as_needed_where_those_planned_do_not_fit(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    tokens, stats = run(make_engine(tiny_path, device, kv_cache_tokens=64 * 8), 5, 9)
+    assert tokens == run(make_engine(tiny_path, None), 5, 9)[0]
+    assert stats.num_graph_replays == stats.num_decode_passes
+    assert stats.peak_kv_tokens <= stats.kv_capacity_tokens == 64 * 8
+
+
+def test_sleeping_or_another_speculation_gives_graphs_back(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    engine = make_engine(tiny_path, device)
+    expected = run(engine, 5, 9)[0]
+    assert device.num_alive > 0
+    engine.sleep()
+    assert device.num_alive == 0
+    engine.wake()
+    assert run(engine, 5, 9)[0] == expected
+    assert device.num_alive > 0
+    speculate(engine, tiny_path, "2_1_2")
+    assert device.num_alive == 0
+    assert run(engine, 5, 9)[0] == expected
+    engine.close()
+    assert device.num_alive == 0
+
+
+def test_new_weights_are_read_by_old_graphs(
+    tiny_path: Path, device: RecordingDevice, tensors_of
+) -> None:
+    engine = make_engine(tiny_path, device)
+    speculate(engine, tiny_path, "3_2_6")
+    first = run(engine, 5, 9)[0]
+    num_captured = len(device.graphs)
+    other = [(name, tensor * 1.5) for name, tensor in tensors_of("float64")]
+    engine.load_weights(other, version=1, checksum=lambda: checksum(other))
+    eager = make_engine(tiny_path, None)
+    eager.load_weights(other, version=1, checksum=lambda: checksum(other))
+    tokens = run(engine, 5, 9)[0]
+    assert tokens == run(eager, 5, 9)[0] != first
+    assert len(device.graphs) == num_captured
+
+
+def test_graphs_can_be_switched_off(tiny_path: Path, device: RecordingDevice) -> None:
+    engine = make_engine(tiny_path, device, cuda_graphs=False)
+    plain = make_engine(tiny_path, None)
+    assert not engine.has_graphs
+    assert run(engine, 5, 9)[0] == run(plain, 5, 9)[0]
+    assert engine.stats().eager_passes.keys() == {OFF}
+    assert engine.memory_plan() == plain.memory_plan()
+    assert not device.graphs
+
+
+def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
+    tiny_path: Path, device: RecordingDevice
+) -> None:
+    config, section = load_model_config(tiny_path), RolloutSection(dtype="float64", **SIZES)
+    engine = make_engine(tiny_path, device)
+    speculate(engine, tiny_path, "3_2_6")
+    plan = engine.memory_plan()
+    settings = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "draft_slots": 8, "has_graphs": True}
+    assert plan == plan_memory(config, section, **settings)
+    lane = 192  # 100 + 40 + 8 in pages of 64
+    assert plan.kv_tokens == 8 * lane + (8 // 2 + 1) * 128
+    cache = KvCache(
+        config,
+        num_pages=plan.kv_tokens // 64,
+        page_size=64,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        num_draft_layers=1,
+        keeps_features=True,
+        has_scratch=True,
+    )
+    assert plan.kv_bytes == cache.num_bytes()
+    assert cache.scratch_slot == plan.kv_tokens == cache.bias_T.numel() - 64
+    assert engine.graph_plan(()).max_length == lane

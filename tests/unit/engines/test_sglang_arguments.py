@@ -1,0 +1,148 @@
+"""What an SGLang engine is started with, without SGLang."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
+from tlt_megatron.engines.sglang.arguments import (
+    check_drafter_names,
+    engine_arguments,
+    free_ports,
+    plan_speculation,
+)
+from tlt_megatron.engines.sglang.noise import seed_at_origin
+from tlt_megatron.speculation.sampling import gumbel_noise, request_seed
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> str:
+    config = {"architectures": ["LlamaForCausalLMEagle"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def speculate(drafter: str, *strategies: str, **settings: object) -> SpeculationSection:
+    return SpeculationSection(
+        enabled=True, drafter=drafter, strategies=list(strategies), **settings
+    )
+
+
+def arguments(section: SpeculationSection | None = None, **settings: object) -> dict[str, object]:
+    return engine_arguments(
+        "models/policy",
+        RolloutSection(max_batch_size=8, max_new_tokens=100, **settings.pop("rollout", {})),
+        SglangSection(engine_args=settings.pop("engine_args", {})),
+        speculation=None if section is None else plan_speculation(section),
+        device_type=settings.pop("device_type", "cpu"),
+        device_index=3,
+        rank=5,
+        max_prompt_tokens=28,
+    )
+
+
+def test_options_follow_from_the_sections_and_the_rank() -> None:
+    found = arguments(engine_args={"schedule_policy": "lpm", "attention_backend": "triton"})
+    assert found["model_path"] == "models/policy"
+    assert (found["device"], found["base_gpu_id"]) == ("cpu", 3)
+    assert found["max_running_requests"] == 8
+    assert found["max_total_tokens"] >= 8 * 128
+    assert found["schedule_policy"] == "lpm"
+    assert found["attention_backend"] == "triton"  # a default of ours, not a setting
+    assert "enable_memory_saver" not in found
+
+
+def test_keys_that_other_sections_set_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="dtype, model_path follow from other sections"):
+        arguments(engine_args={"model_path": "x", "dtype": "float16", "tp_size": 2})
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rollout.dtype='float64'"):
+        arguments(rollout={"dtype": "float64"})
+
+
+def test_a_gpu_gives_its_memory_back_and_keeps_the_drafter(drafter: str) -> None:
+    found = arguments(speculate(drafter, "4_1_4", selector="fixed"), device_type="cuda")
+    assert found["enable_memory_saver"]
+    assert found["enable_draft_weights_cpu_backup"]
+    assert "disable_cuda_graph" not in found
+
+
+def test_a_tree_is_passed_on_with_its_root(drafter: str) -> None:
+    found = arguments(speculate(drafter, "4_2_8", "6_1_6", selector="fixed"))
+    assert found["speculative_algorithm"] == "EAGLE"
+    assert found["speculative_draft_model_path"] == drafter
+    assert found["speculative_num_steps"] == 4
+    assert found["speculative_eagle_topk"] == 2
+    assert found["speculative_num_draft_tokens"] == 9
+    assert not found["speculative_adaptive"]
+
+
+def test_chains_are_adaptive_and_start_with_the_longest(drafter: str) -> None:
+    for selector in ("cost_model", "beg_mab", "fixed"):
+        found = arguments(speculate(drafter, "4_1_4", "2_1_2", selector=selector))
+        assert found["speculative_adaptive"]
+        assert found["speculative_num_steps"] == 4
+
+
+def test_retrieval_needs_no_drafter() -> None:
+    found = arguments(speculate("", "ngram_6", selector="fixed"))
+    assert found["speculative_algorithm"] == "NGRAM"
+    assert found["speculative_num_draft_tokens"] == 7
+    assert "speculative_draft_model_path" not in found
+
+
+@pytest.mark.parametrize(
+    "strategies, selector, reason",
+    [
+        (["4_2_8", "4_1_4"], "cost_model", "speculation.strategies=4_2_8.*chains alone"),
+        (["4_2_8+ngram_4"], "fixed", "n-gram cache alone"),
+        (["ngram_4", "4_1_4"], "cost_model", "n-gram cache alone"),
+        (["off"], "fixed", "all are off"),
+    ],
+)
+def test_what_sglang_cannot_hold_is_refused(
+    drafter: str, strategies: list[str], selector: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        plan_speculation(speculate(drafter, *strategies, selector=selector))
+
+
+def test_a_folder_that_is_no_drafter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be a folder with config.json"):
+        plan_speculation(speculate(str(tmp_path), "4_1_4"))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match="architectures='LlamaForCausalLM'"):
+        plan_speculation(speculate(str(tmp_path), "4_1_4"))
+
+
+def test_borrowed_tensors_are_refused_by_name() -> None:
+    check_drafter_names(["fc.weight", "layers.0.mlp.up_proj.weight"])
+    with pytest.raises(ValueError, match=r"hold embed_tokens.weight"):
+        check_drafter_names(["fc.weight", "embed_tokens.weight"])
+
+
+def test_ranks_look_for_ports_in_ranges_of_their_own_and_skip_taken_ones() -> None:
+    first = free_ports(40, 2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first[0]))
+        taken.listen()
+        assert first[0] not in free_ports(40, 2)
+    assert not set(free_ports(41, 16)) & set(range(first[0], first[0] + 16))
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 7, 30000])
+def test_a_shifted_seed_makes_the_same_noise(num_prompt_tokens: int) -> None:
+    seed = request_seed(3, 11, 2)
+    places = torch.tensor([0, 1, 500])
+    expected = gumbel_noise(torch.full((3,), seed), places, 64)
+    shifted = seed_at_origin(seed, num_prompt_tokens)
+    # The token at place t of the response follows position num_prompt_tokens - 1 + t of the sequence.
+    found = gumbel_noise(torch.full((3,), shifted), places + num_prompt_tokens - 1, 64)
+    assert torch.equal(found, expected)

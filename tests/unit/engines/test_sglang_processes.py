@@ -1,0 +1,91 @@
+"""The watch over another program's processes, with plain children in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tlt_megatron.engines.sglang.processes import EngineProcesses, StartWatch, watched
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen]:
+    child = subprocess.Popen(SLEEP)
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_only_the_engines_own_processes_are_ended(bystander: subprocess.Popen) -> None:
+    processes = EngineProcesses()
+    own = subprocess.Popen(SLEEP)
+    processes.note_started()
+    later = subprocess.Popen(SLEEP)
+    processes.end()
+    own.wait(10)  # raises if it still runs
+    assert bystander.poll() is None
+    assert later.poll() is None
+    later.kill()
+    later.wait()
+
+
+def test_a_wait_ends_when_a_process_dies() -> None:
+    processes = EngineProcesses()
+    own = subprocess.Popen(SLEEP)
+    processes.note_started()
+
+    async def answer() -> str:
+        return "answer"
+
+    assert asyncio.run(watched(answer(), processes)) == "answer"
+    own.kill()
+    with pytest.raises(RuntimeError, match=f"process {own.pid} has died"):
+        asyncio.run(watched(asyncio.sleep(600), processes))
+    own.wait()
+
+
+def test_a_complaint_ends_a_wait() -> None:
+    processes = EngineProcesses()
+    processes.note_started()
+    processes.complain(3, None)
+    with pytest.raises(RuntimeError, match="reported a failure"):
+        asyncio.run(watched(asyncio.sleep(600), processes))
+
+
+def test_errors_of_the_work_itself_pass_through() -> None:
+    processes = EngineProcesses()
+    processes.note_started()
+
+    async def fail() -> None:
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        asyncio.run(watched(fail(), processes))
+
+
+def test_a_start_that_takes_too_long_loses_its_processes_those_that_come_late_too() -> None:
+    processes = EngineProcesses()
+    with StartWatch(processes, 0.05) as watch:
+        first = subprocess.Popen(SLEEP)
+        first.wait(10)
+        second = subprocess.Popen(SLEEP)
+        second.wait(10)
+    assert watch.is_late
+
+
+def test_a_start_in_time_is_left_alone() -> None:
+    processes = EngineProcesses()
+    with StartWatch(processes, 60.0) as watch:
+        child = subprocess.Popen(SLEEP)
+        time.sleep(0.05)
+    assert not watch.is_late
+    assert child.poll() is None
+    child.kill()
+    child.wait()

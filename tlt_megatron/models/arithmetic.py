@@ -1,0 +1,77 @@
+"""How a policy computes: its matrix products, norms, rotation and attention, chosen once when the model is made.
+
+Read by `Transformer` for what lies between two attentions and by the engine's passes for the attentions. What to know:
+`PLAIN` is the quickest; `invariant.invariant_arithmetic` makes the one whose results do not depend on what shares a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.models.attention import PagedAttention, PrefillAttention, PrefillSegment
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.layers import RmsNorm, apply_rope_
+from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.models.tree_attention import LaneView, lane_attention
+
+
+class Attention(Protocol):
+    """Stores the keys and values of the packed tokens and lets their queries read what they may see."""
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """[P, N*H]. `kv_PKH` is [P, 2K, H], the K key heads before the K value heads, rotated already."""
+
+
+class Product(Protocol):
+    """See `Matrix`."""
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """[P, out] of x [P, in]; `addend` [P, out] is not changed."""
+
+
+class Norm(Protocol):
+    """See `RmsNorm`."""
+
+    eps: Tensor
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`weight` broadcasts to x."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The parts of a forward pass."""
+
+    matrix: Callable[[Tensor, Tensor | None], Product]  # weight, bias
+    norm: Callable[[float, torch.dtype, torch.device], Norm]  # eps
+    rotate_: Callable[[Tensor, Tensor, Tensor], None]  # heads, cos, sin
+    gate: Callable[[Tensor, Tensor], Tensor]  # silu(gate) * up
+    prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention]
+    paged: Callable[[KvCache], PagedAttention]
+    lanes: Callable[[LaneView, Tensor, Tensor, Tensor], Attention]  # see `lane_attention`
+    # Whether position t of a sequence has to stand at place t % page_size of a page, so that pages cut every sequence
+    # alike: a response then begins in a copy of its prompt's last page.
+    aligns_pages: bool
+
+
+def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate).mul_(up)
+
+
+PLAIN = Arithmetic(
+    matrix=Matrix,
+    norm=RmsNorm,
+    rotate_=apply_rope_,
+    gate=gate_silu,
+    prefill=PrefillAttention,
+    paged=PagedAttention,
+    lanes=lane_attention,
+    aligns_pages=False,
+)

@@ -1,0 +1,179 @@
+"""Arithmetic in which a row's bits do not depend on what else is in its pass: `rollout.batch_invariant`.
+
+Made by the engine for `Transformer`. What to know: a kernel may add in another order when it is given another number of
+rows, so here matrices are multiplied by tiles of fixed numbers of rows, attention is cut at fixed positions
+(`invariant_attention`), and everything between is made of operations that round each element once, which no vector
+length and no remainder loop can change. What cannot be read off a specification, that a kernel treats all rows of a tile
+alike and that tiles of two sizes agree, is tried out on this machine when the model is made, not assumed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.models.arithmetic import Arithmetic
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.invariant_attention import (
+    InvariantPrefillAttention,
+    check_attention,
+    invariant_lanes,
+    invariant_paged,
+)
+from tlt_megatron.models.matrix import Matrix
+
+_BASE_ROWS = 16
+# Candidates for a tile. One row alone is often another kernel (a matrix-vector product), so it is not among them.
+_TILE_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_PADDING_WASTE = (
+    1.5  # a larger tile is padded up to this many times the rows, else a smaller one begins
+)
+
+
+def invariant_arithmetic(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Arithmetic:
+    """RuntimeError where this machine's kernels do not allow it; ValueError where there are none yet."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"rollout.batch_invariant=True: must be false on device {device.type!r}, only the CPU has such kernels yet"
+        )
+    check_attention(config, dtype)
+    _check_exp(dtype)
+    return Arithmetic(
+        matrix=_Products().matrix,
+        norm=InvariantNorm,
+        rotate_=rotate_,
+        gate=gate_silu,
+        prefill=InvariantPrefillAttention,
+        paged=invariant_paged,
+        lanes=invariant_lanes,
+        aligns_pages=True,
+    )
+
+
+# ---- matrix products
+
+
+def cancelling(num_rows: int, size: int, seed: int, sign: float) -> Tensor:
+    """[num_rows, size] of which the second half mirrors the first, times `sign`: the product of one with +1 and one with
+    -1 is 0 but for rounding, so that any other order of adding shows, even after the result was rounded to bfloat16."""
+    half = torch.randn(num_rows, size // 2, generator=torch.Generator().manual_seed(seed))
+    middle = torch.zeros(num_rows, size % 2)
+    return torch.cat((half, middle, sign * half.flip(1)), dim=1)
+
+
+class RowTiles:
+    """The numbers of rows with which a kernel may be called, for matrices of one shape and dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Tried out with `Matrix`, on numbers of no meaning in the shape of `weight`."""
+        num_out, num_in = weight.shape
+        probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(weight.dtype), bias, min_rows=1)
+        x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(weight.dtype)
+        expected = torch.cat([probe(tile) for tile in x.split(_BASE_ROWS)])
+        order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(2))
+        shuffled = torch.cat([probe(tile) for tile in x[order].split(_BASE_ROWS)])
+        if not torch.equal(shuffled, expected[order]):
+            raise RuntimeError(
+                f"rollout.batch_invariant=True: on this machine a {weight.dtype} product with a matrix of"
+                f" {num_out}x{num_in} depends on a row's place among {_BASE_ROWS} rows"
+            )
+        self.sizes = [
+            size
+            for size in _TILE_ROWS
+            if torch.equal(probe(x[:size]), expected[:size])
+            and torch.equal(probe(x[-size:]), expected[-size:])
+        ]
+        self._covers: dict[int, list[int]] = {}
+
+    def cover(self, num_rows: int) -> list[int]:
+        """Tiles that hold so many rows, one after the other; the last may hold more."""
+        found = self._covers.get(num_rows)
+        if found is None:
+            found, left = [], num_rows
+            while left > 0:
+                larger = [size for size in self.sizes if left <= size <= _PADDING_WASTE * left]
+                smaller = [size for size in self.sizes if size <= left]
+                found.append(min(larger) if larger else max(smaller, default=self.sizes[0]))
+                left -= found[-1]
+            self._covers[num_rows] = found
+        return found
+
+
+class InvariantMatrix:
+    """`Matrix` by tiles of rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: RowTiles) -> None:
+        self._matrix = Matrix(weight, bias, min_rows=1)
+        self._tiles = tiles
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """[P, out] of x [P, in]; `addend` [P, out] is not changed."""
+        num_rows = x.shape[0]
+        tiles = self._tiles.cover(num_rows)
+        num_padded = sum(tiles) - num_rows
+        if num_padded:
+            x = F.pad(x, (0, 0, 0, num_padded))
+        if len(tiles) == 1:
+            out = self._matrix(x)
+        else:
+            out = torch.cat([self._matrix(tile) for tile in x.split(tiles)])
+        if num_padded:
+            out = out[:num_rows]
+        return out if addend is None else out.add_(addend)
+
+
+class _Products:
+    """Makes matrices; those of one shape share the tiles that were tried out for the first."""
+
+    def __init__(self) -> None:
+        self._tiles: dict[tuple[torch.Size, bool], RowTiles] = {}
+
+    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> InvariantMatrix:
+        key = weight.shape, bias is not None
+        if key not in self._tiles:
+            self._tiles[key] = RowTiles(weight, bias)
+        return InvariantMatrix(weight, bias, self._tiles[key])
+
+
+# ---- what lies between
+
+
+class InvariantNorm:
+    """`RmsNorm` without a fused multiply-add, which rounds once in a vector loop and may round twice behind it."""
+
+    def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.eps = torch.tensor(eps, dtype=self._wide, device=device)
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`weight` broadcasts to x."""
+        wide = x.to(self._wide)
+        length = torch.linalg.vector_norm(wide, 2, -1, True)
+        scale = length.mul_(length).mul_(1.0 / x.shape[-1]).add_(self.eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def rotate_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
+    """`layers.apply_rope_` without a fused multiply-add."""
+    swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1).mul_(sin_P1H)
+    heads_PNH.mul_(cos_P1H).add_(swapped)
+
+
+def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. torch's silu computes the elements behind the last full vector with another exp; torch.exp does not."""
+    wide = gate.float() if gate.dtype == torch.bfloat16 else gate
+    scale = wide.neg().exp_().add_(1.0)
+    return torch.div(wide, scale, out=scale).to(gate.dtype).mul_(up)
+
+
+def _check_exp(dtype: torch.dtype) -> None:
+    """That an element's exp does not depend on its place."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.linspace(-30.0, 30.0, 4099, dtype=wide)
+    expected = x.exp()
+    parts = torch.cat([part.exp() for size in (1, 7, 18) for part in x.clone().split(size)])
+    if not torch.equal(parts, expected.repeat(3)):
+        raise RuntimeError("rollout.batch_invariant=True: on this machine exp depends on the place")

@@ -1,0 +1,332 @@
+"""Attention in which a query's bits do not depend on the pass: cut at fixed positions, merged in a fixed order.
+
+Made by `invariant.invariant_arithmetic`. What to know: block m of a sequence is its positions m * page_size and on,
+wherever they lie. What a query gets from one block comes from a kernel call over exactly these page_size keys in this
+order, hidden ones masked, on a number of query rows that is a multiple of 4: for such calls all rows are alike (checked by
+`check_attention`). The blocks are then added pairwise, as a binary tree over their numbers, where one that is hidden counts
+exact zeros. So prefill, decoding over pages or in lanes, and verifying a chain or a tree give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_megatron.models.attention import PagedAttention, PrefillSegment
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.layers import attend_with_lse
+from tlt_megatron.models.tree_attention import LaneView
+
+_QUERY_ROWS = 4  # fewer, and the kernel multiplies otherwise
+_PREFILL_QUERIES = 64  # at once: bounds the memory of their parts
+
+
+def attend_block(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`layers.attend_with_lse` over one block; `bias` [X, 1, R or 1, S] is needed, as the kernel scales otherwise without."""
+    assert bias is not None
+    num_rows = query.shape[2]
+    padding = -num_rows % _QUERY_ROWS
+    if padding:
+        query = F.pad(query, (0, 0, 0, padding))
+        if bias.shape[2] > 1:
+            bias = F.pad(bias, (0, 0, 0, padding))
+    out, lse = attend_with_lse(query, key, value, bias)
+    return (out[:, :, :num_rows], lse[:, :, :num_rows]) if padding else (out, lse)
+
+
+def merge_blocks(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
+    """Attention over the M blocks of each context, in order. One whose lse is -inf counts nothing but must be finite."""
+    if out_BMKRH.shape[1] == 1:
+        return out_BMKRH.squeeze(1)
+    weights_BMKR = (lse_BMKR - lse_BMKR.amax(dim=1, keepdim=True)).exp_()
+    total_BKR = _sum_pairs(weights_BMKR)
+    summed_BKRH = _sum_pairs(out_BMKRH * weights_BMKR.unsqueeze(-1))
+    return summed_BKRH.div_(total_BKR.unsqueeze(-1)).to(out_BMKRH.dtype)
+
+
+def _sum_pairs(parts: Tensor) -> Tensor:
+    """The sum over dim 1. Zeros at its end change no bit, unlike with `sum`, which adds more parts in another order."""
+    while (num_parts := parts.shape[1]) > 1:
+        pairs = parts[:, : num_parts - 1 : 2] + parts[:, 1::2]
+        parts = torch.cat((pairs, parts[:, -1:]), dim=1) if num_parts % 2 else pairs
+    return parts.squeeze(1)
+
+
+def block_bias(
+    positions_BR: Tensor, num_blocks: int, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What a query at a position sees of blocks 0, 1, ..: bias [B, M, R, S], and whether that is nothing [B, M, R].
+
+    A block of which nothing is seen is not masked, so that what comes from it is finite; its lse must be replaced.
+    """
+    starts_M1 = torch.arange(num_blocks, device=positions_BR.device).unsqueeze(1) * block
+    is_hidden_BMR = starts_M1 > positions_BR.unsqueeze(1)
+    columns_MS = starts_M1 + torch.arange(block, device=positions_BR.device)
+    is_masked = columns_MS.unsqueeze(1) > positions_BR[:, None, :, None]
+    is_masked &= ~is_hidden_BMR.unsqueeze(-1)
+    bias = torch.zeros(is_masked.shape, dtype=dtype, device=positions_BR.device)
+    return bias.masked_fill_(is_masked, -torch.inf), is_hidden_BMR
+
+
+def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tuple[Tensor, Tensor]:
+    """What each row's queries get from each of its blocks: out [B, M, K, R, H] and lse [B, M, K, R].
+
+    `kv_KBMSH` has 2K heads. Only two dims of a batch may have strides of their own, so kv heads are taken one by one
+    where there is more than one row.
+    """
+    num_rows, num_kv_heads = query_BKRH.shape[:2]
+    num_blocks = kv_KBMSH.shape[2]
+    if num_rows == 1:
+        kv_MKSH = kv_KBMSH[:, 0].transpose(0, 1)
+        out, lse = attend_block(
+            query_BKRH.expand(num_blocks, -1, -1, -1),
+            kv_MKSH[:, :num_kv_heads],
+            kv_MKSH[:, num_kv_heads:],
+            bias_BMRS[0].unsqueeze(1),
+        )
+        return out.unsqueeze(0), lse.unsqueeze(0)
+    parts = [
+        attend_block(
+            query_BKRH[:, head].unsqueeze(1).expand(-1, num_blocks, -1, -1),
+            kv_KBMSH[head],
+            kv_KBMSH[num_kv_heads + head],
+            bias_BMRS,
+        )
+        for head in range(num_kv_heads)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return torch.stack(outs, dim=2), torch.stack(lses, dim=2)
+
+
+def _by_kv_head(query_PNH: Tensor, num_rows: int, num_kv_heads: int) -> Tensor:
+    """[B, K, R * query heads per kv head, H]."""
+    num_tokens, num_heads, head_dim = query_PNH.shape
+    repeat = num_heads // num_kv_heads
+    query = query_PNH.view(num_rows, num_tokens // num_rows, num_kv_heads, repeat, head_dim)
+    return query.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
+
+
+def _by_token(out_BKRH: Tensor, num_tokens: int) -> Tensor:
+    """[P, N*H]: undoes `_by_kv_head`."""
+    num_rows, num_kv_heads, _, head_dim = out_BKRH.shape
+    num_queries = num_tokens // num_rows
+    out = out_BKRH.view(num_rows, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
+    return out.reshape(num_tokens, -1)
+
+
+class _Sight:
+    """`block_bias` with a row for every query head; made once for all layers."""
+
+    def __init__(self, positions_BR: Tensor, num_blocks: int, block: int, dtype: torch.dtype):
+        self._made = block_bias(positions_BR, num_blocks, block, dtype)
+        self._repeated: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, query_BKRH: Tensor, kv_KBMSH: Tensor, repeat: int) -> Tensor:
+        """[B, K, R, H] over all blocks."""
+        if self._repeated is None:
+            bias, is_hidden = self._made
+            if repeat > 1:
+                bias = bias.repeat_interleave(repeat, dim=2)
+                is_hidden = is_hidden.repeat_interleave(repeat, dim=2)
+            self._repeated = bias, is_hidden.unsqueeze(2)
+        bias, is_hidden = self._repeated
+        out, lse = attend_rows(query_BKRH, kv_KBMSH, bias)
+        return merge_blocks(out, lse.masked_fill(is_hidden, -torch.inf))
+
+
+class InvariantPrefillAttention:
+    """See `attention.PrefillAttention`."""
+
+    def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
+        self._cache = cache
+        self._slots_P = torch.cat([segment.new_slots_C for segment in segments])
+        block = cache.page_size
+        self._slots: list[Tensor] = []  # of each segment's blocks, the last filled with any slot
+        self._groups: list[list[tuple[slice, int, _Sight]]] = []  # tokens, blocks, what they see
+        start = 0
+        for segment in segments:
+            num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
+            filler = segment.context_slots_S[:1].expand(-num_all % block)
+            self._slots.append(torch.cat((segment.context_slots_S, filler)))
+            groups = []
+            for first in range(num_all - num_new, num_all, _PREFILL_QUERIES):
+                end = min(first + _PREFILL_QUERIES, num_all)
+                tokens = slice(start, start + end - first)
+                start = tokens.stop
+                num_blocks = cache.pages_for(end)
+                positions_1R = torch.arange(first, end, device=cache.device).unsqueeze(0)
+                sight = _Sight(positions_1R, num_blocks, block, cache.bias_T.dtype)
+                groups.append((tokens, num_blocks, sight))
+            self._groups.append(groups)
+        cache.mark_written(self._slots_P)
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        cache = self._cache
+        cache.write(layer, self._slots_P, kv_PKH)
+        num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
+        outputs = []
+        for slots_S, groups in zip(self._slots, self._groups, strict=True):
+            kv = cache.layers[layer].index_select(1, slots_S)
+            kv = kv.view(2 * num_kv_heads, 1, -1, cache.page_size, kv.shape[-1])
+            for tokens, num_blocks, sight in groups:
+                query = _by_kv_head(query_PNH[tokens], 1, num_kv_heads)
+                out = sight.attend(query, kv[:, :, :num_blocks], num_heads // num_kv_heads)
+                outputs.append(_by_token(out, tokens.stop - tokens.start))
+        return torch.cat(outputs)
+
+
+def invariant_paged(cache: KvCache) -> PagedAttention:
+    """Its pages are the blocks, as responses begin in a copy of the prompt's last page (`SequenceKv.num_copied`)."""
+    return PagedAttention(cache, attend=attend_block, merge=merge_blocks)
+
+
+def invariant_lanes(
+    view: LaneView, slots_BR: Tensor, positions_BR: Tensor, bias_BRS: Tensor
+) -> _ChainAttention | _TreeAttention:
+    """See `tree_attention.lane_attention`. Reads back where the queries stand, which costs nothing on a CPU."""
+    places_BR = slots_BR - view.starts_B.unsqueeze(1)
+    if torch.equal(places_BR, positions_BR):
+        return _ChainAttention(view, slots_BR.reshape(-1), positions_BR)
+    return _TreeAttention(view, slots_BR.reshape(-1), places_BR[:, 0], positions_BR, bias_BRS == 0)
+
+
+class _ChainAttention:
+    """Rows in lanes whose queries stand where they will once they are committed, each seeing all up to its own place."""
+
+    def __init__(self, view: LaneView, slots_P: Tensor, positions_BR: Tensor) -> None:
+        self._view = view
+        self._slots_P = slots_P
+        block, dtype = view.cache.page_size, view.cache.bias_T.dtype
+        self._num_blocks = int(positions_BR.max()) // block + 1
+        self._sight = _Sight(positions_BR, self._num_blocks, block, dtype)
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        view, cache = self._view, self._view.cache
+        cache.write(layer, self._slots_P, kv_PKH)
+        query = _by_kv_head(query_PNH, view.num_rows, cache.num_kv_heads)
+        kv = view.blocks(layer, self._num_blocks)
+        out = self._sight.attend(query, kv, query_PNH.shape[1] // cache.num_kv_heads)
+        return _by_token(out, query_PNH.shape[0])
+
+
+class _TreeAttention:
+    """Every query sees the blocks in front of the root's where they lie, and from there on a copy in which its own path
+    stands in order of positions, as it will once it is committed."""
+
+    def __init__(
+        self,
+        view: LaneView,
+        slots_P: Tensor,
+        roots_B: Tensor,
+        positions_BR: Tensor,
+        is_seen_BRS: Tensor,
+    ) -> None:
+        """`roots_B` are positions. The slots that a query sees come in order of their positions: parents before children."""
+        self._view = view
+        self._slots_P = slots_P
+        cache = view.cache
+        self._block = block = cache.page_size
+        self._dtype = cache.bias_T.dtype
+        first_B1 = (roots_B // block).unsqueeze(1)  # the block of the root
+        blocks_BR = positions_BR // block
+        self._num_before = num_before = int(first_B1.max())
+        self._num_copied = num_copied = int((blocks_BR - first_B1).max()) + 1
+        self._find_paths(first_B1, positions_BR, is_seen_BRS)
+        # Block m of row b: in front of the root's, or copied; both stand in one list of parts.
+        blocks_M = torch.arange(num_before + num_copied, device=cache.device)
+        copied_BM = num_before + (blocks_M - first_B1).clamp(max=num_copied - 1)
+        self._parts_BM = torch.where(blocks_M < first_B1, blocks_M, copied_BM)
+        self._is_hidden_BRM = blocks_M > blocks_BR.unsqueeze(2)
+
+    def _find_paths(self, first_B1: Tensor, positions_BR: Tensor, is_seen_BRS: Tensor) -> None:
+        """Where the keys of every query's copied blocks lie, and which of them it sees."""
+        device, block, length = first_B1.device, self._block, is_seen_BRS.shape[2]
+        ranks_BRS = is_seen_BRS.cumsum(dim=2) - 1
+        ranks_BRS = ranks_BRS.masked_fill_(~is_seen_BRS, length)
+        places_BRS = torch.arange(length, device=device).expand_as(ranks_BRS)
+        place_of = places_BRS.new_zeros(*ranks_BRS.shape[:2], length + 1)
+        place_of.scatter_(2, ranks_BRS, places_BRS)
+        offsets_W = torch.arange(self._num_copied * block, device=device)
+        positions_B1W = (first_B1 * block + offsets_W).unsqueeze(1)
+        wanted = positions_B1W.clamp(max=length - 1).expand(-1, positions_BR.shape[1], -1)
+        slots_BRW = place_of.gather(2, wanted) + self._view.starts_B[:, None, None]
+        self._copied_slots = slots_BRW.view(-1)
+        is_masked = (positions_B1W > positions_BR.unsqueeze(2)).view(-1, block)
+        is_masked = is_masked & ~is_masked[:, :1]  # see `block_bias`
+        bias = torch.zeros(is_masked.shape, dtype=self._dtype, device=device)
+        self._copied_bias = bias.masked_fill_(is_masked, -torch.inf)[:, None, None]
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `transformer.Attention`."""
+        view, cache, num_before = self._view, self._view.cache, self._num_before
+        cache.write(layer, self._slots_P, kv_PKH)
+        num_tokens, num_heads, head_dim = query_PNH.shape
+        num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
+        num_queries, repeat = num_tokens // num_rows, num_heads // num_kv_heads
+        kv = cache.layers[layer].index_select(1, self._copied_slots)
+        kv = kv.view(2 * num_kv_heads, -1, self._block, head_dim).transpose(0, 1)
+        query = query_PNH.view(num_tokens, num_kv_heads, repeat, head_dim)
+        out, lse = attend_block(
+            query.repeat_interleave(self._num_copied, dim=0),
+            kv[:, :num_kv_heads],
+            kv[:, num_kv_heads:],
+            self._copied_bias,
+        )
+        heads = (num_kv_heads, repeat)
+        outs = [out.view(num_rows, num_queries, self._num_copied, *heads, head_dim)]
+        lses = [lse.reshape(num_rows, num_queries, self._num_copied, *heads)]
+        if num_before:
+            bias = self._copied_bias.new_zeros(()).expand(
+                num_rows, num_before, num_queries * repeat, self._block
+            )
+            out, lse = attend_rows(
+                _by_kv_head(query_PNH, num_rows, num_kv_heads), view.blocks(layer, num_before), bias
+            )
+            before = (num_rows, num_before, num_kv_heads, num_queries, repeat)
+            outs.insert(0, out.reshape(*before, head_dim).permute(0, 3, 1, 2, 4, 5))
+            lses.insert(0, lse.reshape(before).permute(0, 3, 1, 2, 4))
+        table = self._parts_BM.unsqueeze(1).expand(-1, num_queries, -1)[..., None, None]
+        lse = torch.cat(lses, dim=2).take_along_dim(table, dim=2)
+        lse = lse.masked_fill_(self._is_hidden_BRM[..., None, None], -torch.inf)
+        out = torch.cat(outs, dim=2).take_along_dim(table.unsqueeze(-1), dim=2)
+        merged = merge_blocks(out.flatten(0, 1), lse.flatten(0, 1))
+        return merged.reshape(num_tokens, num_heads * head_dim)
+
+
+def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
+    """RuntimeError if on this machine a query's result depends on the queries or the blocks beside it."""
+    block, repeat = 64, config.num_heads // config.num_kv_heads
+    shape = (3, config.num_kv_heads, 2 * block, config.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    # Values that cancel: see `invariant.cancelling`.
+    key = torch.cat((key[:, :, : block // 2], key[:, :, : block // 2].flip(2)), dim=2)
+    value = torch.cat((value[:, :, : block // 2], -value[:, :, : block // 2].flip(2)), dim=2)
+    bias = torch.zeros(3, 1, 1, block, dtype=dtype)
+    bias[1, ..., block // 3 :] = -torch.inf
+    expected = [
+        attend_block(query[:, :, i : i + _QUERY_ROWS].contiguous(), key, value, bias)
+        for i in range(0, query.shape[2], _QUERY_ROWS)
+    ]
+    outs, lses = (torch.cat(parts, dim=2) for parts in zip(*expected, strict=True))
+    for num_queries in {repeat, *(size * repeat for size in (2, 5, 8, 17, 32))}:
+        for rows in (slice(0, 3), slice(1, 2)):
+            size = min(num_queries, query.shape[2])
+            out, lse = attend_block(
+                query[rows, :, :size].contiguous(), key[rows], value[rows], bias[rows]
+            )
+            if not torch.equal(out, outs[rows, :, :size]) or not torch.equal(
+                lse, lses[rows, :, :size]
+            ):
+                raise RuntimeError(
+                    f"rollout.batch_invariant=True: on this machine {dtype} attention of {size} queries over {block}"
+                    f" keys is not that of {_QUERY_ROWS} queries at a time"
+                )

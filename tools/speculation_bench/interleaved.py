@@ -1,0 +1,136 @@
+"""Speculation against plain decoding on the same requests, side by side in one process.
+
+Called by the speed tables. What to know: plain decoding runs before and after every variant that must be judged closely, and
+a ratio is taken against the mean of the two, so what the machine does in between falls on both. Time is that of this process
+alone. The first round is told apart: selectors learn in it, and a run goes on for hours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tlt_megatron.engines.base import PassRecord
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
+from tools.load_engine import VERSION
+from tools.measure import cpu_seconds, spread
+from tools.warmup_drafter import accept_length
+
+PLAIN = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to decode. `is_close`: judged by small differences, so plain decoding runs right before and right after."""
+
+    speculation: Speculation
+    is_close: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What one variant did, by round."""
+
+    ratios: list[float] = field(default_factory=list)  # plain seconds over its own, per token
+    seconds_per_token: list[float] = field(default_factory=list)
+    accept_lengths: list[float] = field(default_factory=list)
+    passes: list[list[PassRecord]] = field(default_factory=list)
+    num_compared: int = 0  # tokens compared with those of plain decoding
+    num_differing: int = 0
+
+    @property
+    def ratio(self) -> dict[str, float]:
+        """Spread over all rounds but the first, which comes beside it."""
+        return {**spread(self.ratios[1:] or self.ratios), "first_round": self.ratios[0]}
+
+    @property
+    def mismatch_per_token(self) -> float:
+        """First differences per token compared."""
+        return self.num_differing / max(self.num_compared, 1)
+
+
+class Comparison:
+    """All variants on the same requests, and plain decoding."""
+
+    def __init__(self, engine: EmbeddedEngine, variants: Mapping[str, Variant]) -> None:
+        self._engine = engine
+        self._variants = variants
+        self.records = {name: Record() for name in variants}
+        self.plain = Record()
+
+    def run_round(
+        self, prompts: Sequence[Prompt], params: SamplingParams, names: Sequence[str]
+    ) -> None:
+        """One round over the variants `names`; prompts and params are the same for all of them."""
+        order = list(_with_plain(names, self._variants))
+        ran = [self._run(name, prompts, params) for name in order]
+        plain_at = [index for index, name in enumerate(order) if name == PLAIN]
+        plain_tokens = ran[0][1]
+        for index, (name, (seconds, tokens, passes, length)) in enumerate(
+            zip(order, ran, strict=True)
+        ):
+            record = self.plain if name == PLAIN else self.records[name]
+            record.seconds_per_token.append(seconds)
+            record.passes.append(passes)
+            if name == PLAIN:
+                continue
+            before = max(at for at in plain_at if at < index)
+            after = min(at for at in plain_at if at > index)
+            record.ratios.append((ran[before][0] + ran[after][0]) / 2 / seconds)
+            record.accept_lengths.append(length)
+            num_differing, num_compared = differences(plain_tokens, tokens)
+            record.num_differing += num_differing
+            record.num_compared += num_compared
+
+    def _run(
+        self, name: str, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> tuple[float, list[list[int]], list[PassRecord], float]:
+        engine = self._engine
+        engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
+        warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
+        engine.generate(prompts[:1], warm_up, policy_version=VERSION)  # allocates the KV
+        groups: list[RolloutGroup] = []
+        seconds = cpu_seconds(
+            lambda: groups.extend(engine.generate(prompts, params, policy_version=VERSION))
+        )
+        tokens = [r.token_ids.tolist() for g in groups for r in g.rollouts]
+        num_tokens = engine.stats().num_generated_tokens
+        return seconds / num_tokens, tokens, engine.take_passes(), accept_length(groups)
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """Median over all runs."""
+        return 1.0 / statistics.median(self.plain.seconds_per_token)
+
+
+def _with_plain(names: Sequence[str], variants: Mapping[str, Variant]) -> Iterator[str]:
+    """Plain decoding first, last, on both sides of every close variant, and after every second of the others."""
+    yield PLAIN
+    is_plain_latest, num_since = True, 0
+    for name in names:
+        if variants[name].is_close and not is_plain_latest:
+            yield PLAIN
+            num_since = 0
+        yield name
+        num_since += 1
+        is_plain_latest = variants[name].is_close or num_since == 2
+        if is_plain_latest:
+            yield PLAIN
+            num_since = 0
+    if not is_plain_latest:
+        yield PLAIN
+
+
+def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(first differences, tokens compared): two candidates closer than the rounding error may swap, and what follows such
+    a token is another text."""
+    num_differing = num_compared = 0
+    for a, b in zip(plain, other, strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        num_differing += first is not None
+        num_compared += len(a) if first is None else first + 1
+    return num_differing, num_compared
