@@ -69,10 +69,11 @@ test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins fo
 
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
-	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl --out build/bench/rollout.json
-	@$(PY) tools/bench_step.py --out build/bench/step_phases.json
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
-	@$(PY) tools/bench_speculation.py --model build/tiny_policy --drafter build/tiny_drafter --out build/bench/speculation.json
+	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl
+	@$(PY) tools/bench_speculation.py --dtype both
+	@$(PY) tools/bench_drafter.py
+	@$(PY) tools/bench_step.py
 
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)

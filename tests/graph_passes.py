@@ -102,6 +102,7 @@ class LanePasses:
     """A target, its drafter behind it in the same KV pool, and inputs for both."""
 
     model: Transformer
+    draft: DraftInference
     cache: KvCache
     steps: Mapping[Role, Step]
     scratch_slot: int  # behind all lanes
@@ -155,6 +156,7 @@ def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int
         rotary.reserve(LANE)
     return LanePasses(
         model=model,
+        draft=draft,
         cache=cache,
         steps=lane_steps(model, cache, LANE, draft),
         scratch_slot=cache.scratch_slot,

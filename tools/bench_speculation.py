@@ -8,6 +8,8 @@
 (d) the selectors against the best strategy of each batch size, live and on a recorded trace
 (e) bytes of captured graphs
 
+and what `rollout.batch_invariant` costs.
+
 `--deepen N` puts N identity layers (attention output and MLP output zero) behind the policy's own: its tokens stay what they
 are, its cost becomes that of a model N layers deeper, as the drafter's one layer is meant to be small beside its target. The
 tables say so. `--quick` shows within two minutes that all works; its figures mean little. Writes
@@ -32,8 +34,9 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.measure import write_json
 from tools.speculation_bench.accept_length import bench_accept_lengths
 from tools.speculation_bench.batch_invariant import bench_batch_invariant
-from tools.speculation_bench.interleaved import PLAIN, Comparison, Variant
-from tools.speculation_bench.oracle import best_fixed, live_oracle
+from tools.speculation_bench.graph_bytes import bench_graph_bytes
+from tools.speculation_bench.interleaved import PLAIN, Comparison, Record, Variant
+from tools.speculation_bench.oracle import best_fixed, live_oracle, replayed_oracle
 from tools.speculation_bench.policies import Policy, make_policies
 from tools.speculation_bench.setting import (
     BEG_MAB,
@@ -48,6 +51,7 @@ from tools.speculation_bench.speed import (
     bench_long_tail,
 )
 
+_WIDTH = 140  # of tables in a file
 _QUICK = {
     "batch_sizes": [1, 8, 64],
     "num_tokens": 40,
@@ -66,12 +70,12 @@ def main() -> None:
     """Measure, print the tables, write JSON."""
     options = _parse()
     torch.set_num_threads(1)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     policies = make_policies(Path(options.policies), console)
     dtypes = ("bfloat16", "float32") if options.dtype == "both" else (options.dtype,)
     result: dict[str, object] = {}
     for dtype in dtypes:
-        measured = _bench_speed(options, dtype, policies, console)
+        measured = _bench_one_dtype(options, dtype, policies, console)
         result |= {dtype: measured} if result else measured
     own = Policy(
         model=Path(options.model),
@@ -83,36 +87,46 @@ def main() -> None:
     write_json(Path(options.out), result)
 
 
-def _bench_speed(
+def _bench_one_dtype(
     options: argparse.Namespace, dtype: str, policies: Sequence[Policy], console: Console
 ) -> dict[str, object]:
-    """Tables (a), (b) and (d) in one dtype."""
+    """All tables but (c) in one dtype."""
     setting = make_setting(options, dtype)
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
     drafts = make_drafts(setting, options.drafter, policies[1].drafter)
     variants = make_variants(drafts, strategies)
     by_batch = bench_batch_sizes(setting, variants, options, console)
     fixed = [str(strategy) for strategy in strategies]
-    result = {
+    minima = adaptive_minima(by_batch, list(drafts), console)
+    live = live_oracle(by_batch, fixed, console)
+    tail = bench_long_tail(setting, _for_long_tail(variants, by_batch, fixed), options, console)
+    replayed = replayed_oracle(by_batch, strategies, tail.plain.passes[-1], console)
+    return {
         "dtype": dtype,
         "num_layers": setting.num_layers,
         "rounds": options.rounds,
-        "speedup_by_batch": _ratios(by_batch),
-        **adaptive_minima(by_batch, list(drafts), console),
-        "selector_vs_oracle": {
-            "live": live_oracle(by_batch, fixed, console),
+        "speedup_by_batch": {
+            str(size): {name: record.ratio for name, record in each.records.items()}
+            for size, each in by_batch.items()
         },
+        **minima,
+        "selector_vs_oracle": {"live": live, "replayed": replayed},
+        "long_tail_speedup": {name: record.ratio for name, record in tail.records.items()},
+        "mismatch_per_token": _mismatch([*by_batch.values(), tail]),
+        "batch_invariant": bench_batch_invariant(setting, options, strategies, console),
+        "graph_pool_bytes": bench_graph_bytes(setting.engine.graph_plan(strategies), console),
     }
-    result |= bench_long_tail(setting, _for_long_tail(variants, by_batch, fixed), options, console)
-    if options.batch_invariant:
-        result["batch_invariant"] = bench_batch_invariant(setting, options, strategies[0], console)
-    return result
 
 
-def _ratios(by_batch: Mapping[int, Comparison]) -> dict[str, dict[str, dict[str, float]]]:
+def _mismatch(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """By variant, over all that it has decoded."""
+    records: dict[str, list[Record]] = {}
+    for comparison in comparisons:
+        for name, record in comparison.records.items():
+            records.setdefault(name, []).append(record)
     return {
-        str(size): {name: record.ratio for name, record in comparison.records.items()}
-        for size, comparison in by_batch.items()
+        name: sum(r.num_differing for r in of) / max(sum(r.num_compared for r in of), 1)
+        for name, of in records.items()
     }
 
 
@@ -156,9 +170,6 @@ def _parse() -> argparse.Namespace:
         "--fixed-rounds", type=int, default=2, help="in which fixed strategies run too"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="also what rollout.batch_invariant costs"
-    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="build/bench/speculation.json")
     options = parser.parse_args()

@@ -380,7 +380,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--exact-tokens", type=int, default=200, help="longest response")
     parser.add_argument("--mismatch-steps", type=int, help="default 4, quick 1")
     parser.add_argument("--drift-steps", type=int, help="default 20, quick 4")
-    parser.add_argument("--drift-lr", type=float, default=6e-4)
+    parser.add_argument("--drift-lr", type=float, default=4e-4)
     parser.add_argument("--drift-strategy", default="6_1_6")
     parser.add_argument("--extra-layers", type=int, default=20, help="of a policy made here")
     parser.add_argument("--tail-share", type=float, default=0.1, help="of prompts called long")

@@ -1,8 +1,8 @@
-"""How the packed tokens of a pass see each other through the KV cache: prefill, decoding over pages, decoding in lanes.
+"""How the packed tokens of a pass see each other through the KV cache: prefill, and decoding over pages.
 
-Each class satisfies `transformer.Attention`; the engine makes them and gives them to `Transformer.forward`. What to
-know: `PagedAttention` is for the bulk (many sequences of unequal length, shared prompts), `LaneAttention` for the tail
-(few sequences, each contiguous, one kernel call and no merging); both give the same numbers up to rounding.
+Each class satisfies `arithmetic.Attention`; the engine makes them and gives them to `Transformer.forward`. What to know:
+`PagedAttention` is for the bulk (many sequences of unequal length, shared prompts), `tree_attention.LaneTreeAttention` for
+the tail (few sequences, each contiguous, one kernel call and no merging); both give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 from tlt_megatron.models.layers import attend_with_lse, merge_attention
-
-_LANE_SLICE = 32  # lanes are read up to the longest sequence, rounded up to this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,43 +172,3 @@ class PagedAttention:
             torch.cat(lses).index_select(0, table).view(parts),
         )
         return merged.view(num_rows, num_heads * head_dim)
-
-
-class LaneAttention:
-    """One query per sequence, each sequence contiguous in its own lane of `lane_pages` pages: row b starts at page
-    b * lane_pages. The whole batch is one strided view of the pool, so there is nothing to gather or to merge."""
-
-    def __init__(self, cache: KvCache, lane_pages: int) -> None:
-        self._cache = cache
-        self.lane_pages = lane_pages
-        self._num_rows = 0
-        self._length = 0
-
-    def begin_step(self, slots_B: Tensor, longest: int) -> None:
-        """The slots that this pass writes; `longest` is the largest number of positions of any row after it."""
-        self._slots_B = slots_B
-        self._cache.mark_written(slots_B)
-        lane = self.lane_pages * self._cache.page_size
-        length = min(-(-longest // _LANE_SLICE) * _LANE_SLICE, lane)
-        num_rows = slots_B.shape[0]
-        if (num_rows, length) == (self._num_rows, self._length):
-            return
-        self._num_rows, self._length = num_rows, length
-        num_kv_heads = self._cache.num_kv_heads
-        self._kv = []
-        for layer in self._cache.layers:
-            lanes = layer[:, : num_rows * lane].view(2 * num_kv_heads, num_rows, lane, -1)
-            lanes = lanes.transpose(0, 1)[:, :, :length]
-            self._kv.append((lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]))
-        bias = self._cache.bias_T[: num_rows * lane].view(num_rows, 1, 1, lane)
-        self._bias = bias[..., :length]
-
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
-        cache = self._cache
-        cache.write(layer, self._slots_B, kv_PKH)
-        num_rows, num_heads, head_dim = query_PNH.shape
-        key, value = self._kv[layer]
-        query = query_PNH.view(num_rows, cache.num_kv_heads, -1, head_dim)
-        out, _ = attend_with_lse(query, key, value, self._bias)
-        return out.reshape(num_rows, num_heads * head_dim)

@@ -35,9 +35,13 @@ _NEW_BATCH = 1.25  # times the batch size before
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
 _REFRESH_S = 0.08  # between two looks at the models, which take about 0.2 ms
 _REFRESH_STEPS = (8, 512)
-_REST = 20  # steps between two trials of an arm: machines are slow for several steps on end
-_STALE = 6  # times `probe_every`: an arm that has not run for so long is tried whatever is believed,
-_LONG_TRIAL = 3  # for so many steps
+# An arm rests between two trials, because machines are slow for several steps on end. One that was slow out of reason is
+# tried again after so many steps, twice as many after every trial; one that has not run for `_STALE` * `probe_every` is
+# tried whatever is believed.
+_REST = 20
+_RETRY = 10
+_STALE = 6
+_LONG_TRIAL = 3  # steps
 _PLAIN_PATIENCE = 4  # plain decoding is looked at as many times less often than drafting
 _PLAIN, _LEARNED, _RETRIEVED = range(3)
 
@@ -87,6 +91,7 @@ class CostModelSelector:
         self._ran_at = [0] * len(self._strategies)  # the last step of each arm,
         self._checked_at = [0, 0, 0]  # and of each kind of arms
         self._rested_at = [0] * len(self._strategies)  # when an arm may be tried again
+        self._num_tried = [0] * len(self._strategies)
         self._jumped_at = 0  # the last step that showed another drafter than the one known
         self._fitted_at = 0
         self._refresh_at = 0
@@ -108,7 +113,7 @@ class CostModelSelector:
         if plan is None:
             plan = self._plan = self._plan_of(batch_size)
         if self._trial_left == 0:
-            self._start_trial(plan)
+            self._trial, self._trial_left = self._pick_trial(plan)
         if self._trial_left > 0:
             chosen = self._strategies[self._trial]
             self._trace.chosen(batch_size, chosen, "explore")
@@ -145,7 +150,8 @@ class CostModelSelector:
             self._catch_up.wrote(batch_size + sum(accepted_by_depth))
         if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
             self._jumped_at = self._refresh_at = self._num_observed
-        if self._num_observed >= self._refresh_at:
+            self._trial_left = 0
+        if self._num_observed >= self._refresh_at and self._trial_left == 0:
             self._refresh(seconds)
 
     def decisions(self) -> list[Decision]:
@@ -162,15 +168,21 @@ class CostModelSelector:
             if arm > 0:
                 self._budget_s += self._gain_share * (rate / plan.rates[0] - 1.0) * seconds
             if self._trial_left > 0 and arm == self._trial:
-                # A lucky trial pays back, else the noise alone would use up the budget.
-                expected_s = plan.seconds[arm]
-                paid_s = seconds if seconds < _HICCUP * expected_s else expected_s
-                self._budget_s -= paid_s - rate * seconds / plan.rates[plan.best]
-                self._trial_left -= 1
-                if self._trial_left == 0:
-                    self._refresh_at = self._num_observed
-                    self._rested_at[arm] = self._num_observed + _REST
+                self._pay(plan, rate, seconds)
+            else:
+                self._trial_left = 0
         self._budget_s = min(self._budget_s, _MAX_BUDGET * seconds)
+
+    def _pay(self, plan: Plan, rate: float, seconds: float) -> None:
+        """For a step of the running trial. A lucky one pays back, else the noise alone would use up the budget."""
+        expected_s = plan.seconds[self._trial]
+        paid_s = seconds if seconds < _HICCUP * expected_s else expected_s
+        self._budget_s -= paid_s - rate * seconds / plan.rates[plan.best]
+        self._trial_left -= 1
+        if self._trial_left == 0:
+            self._refresh_at = self._num_observed
+            self._rested_at[self._trial] = self._num_observed + _REST
+            self._num_tried[self._trial] += 1
 
     def _resize(self, batch_size: int) -> None:
         """Requests have left or joined; more than a few new ones are another batch."""
@@ -216,27 +228,27 @@ class CostModelSelector:
             )
         return plan
 
-    def _start_trial(self, plan: Plan) -> None:
-        """Look at a kind of arms that was not seen for long, or try what may be worth it."""
+    def _pick_trial(self, plan: Plan) -> tuple[int, int]:
+        """Arm and steps: of a kind that was not seen for long, worth it, or given up by mistake perhaps. 0 steps: none."""
+        now = self._num_observed
         patience = self._probe_every * (_PLAIN_PATIENCE if plan.best > 0 else 1)
         for kind, checked_at in enumerate(self._checked_at):
-            if self._num_observed - checked_at >= patience:
+            if now - checked_at >= patience:
                 arm = next((arm for arm in plan.others if kind in self._kinds[arm]), None)
                 if arm is not None and self._can_pay(plan, arm, 1):
-                    self._trial, self._trial_left = arm, 1
-                    return
+                    return arm, 1
         if self._budget_s > 0.0:
             for arm, num_steps in plan.trials:
-                is_rested = self._num_observed >= self._rested_at[arm]
-                if is_rested and self._can_pay(plan, arm, num_steps):
-                    self._trial, self._trial_left = arm, num_steps
-                    return
-        if self._budget_s > 0.5 * _MAX_BUDGET * plan.seconds[plan.best]:
-            # What there is no better use for goes to arms that may have been given up by mistake.
-            arm = min(plan.others, key=self._ran_at.__getitem__, default=0)
-            if self._num_observed - self._ran_at[arm] >= _STALE * self._probe_every:
-                if self._can_pay(plan, arm, _LONG_TRIAL):
-                    self._trial, self._trial_left = arm, _LONG_TRIAL
+                if now >= self._rested_at[arm] and self._can_pay(plan, arm, num_steps):
+                    return arm, num_steps
+        is_rich = self._budget_s > 0.5 * _MAX_BUDGET * plan.seconds[plan.best]
+        for arm in plan.others:
+            patience = self._probe_every * _STALE if is_rich else math.inf
+            if arm in self._cost.suspects:
+                patience = min(_RETRY << min(self._num_tried[arm], 5), patience)
+            if now - self._ran_at[arm] >= patience and self._can_pay(plan, arm, _LONG_TRIAL):
+                return arm, _LONG_TRIAL
+        return 0, 0
 
     def _can_pay(self, plan: Plan, arm: int, num_steps: int) -> bool:
         if arm == 0:
@@ -252,6 +264,7 @@ class CostModelSelector:
         if self._num_observed > 0:
             self._refresh(0.0)
         self._batch_size, self._trial_left = 0, 0
+        self._catch_up.forget()
         return {
             "kind": "cost_model",
             "strategies": [str(s) for s in self._strategies],
@@ -263,6 +276,7 @@ class CostModelSelector:
             "num_observed": self._num_observed,
             "ran_at": list(self._ran_at),
             "rested_at": list(self._rested_at),
+            "num_tried": list(self._num_tried),
             "checked_at": list(self._checked_at),
             "jumped_at": self._jumped_at,
         }
@@ -277,6 +291,7 @@ class CostModelSelector:
         self._num_observed = self._fitted_at = state["num_observed"]
         self._ran_at, self._checked_at = list(state["ran_at"]), list(state["checked_at"])
         self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
+        self._num_tried = list(state["num_tried"])
         self._batch_size, self._trial_left = 0, 0
         self._refresh(0.0)
 

@@ -49,7 +49,7 @@ _KNOT_REACH = 1.5  # doublings over which corrections are alike
 _LEVEL = 0.03  # variance of the level
 _LEVEL_STEPS = 150.0  # after which it is another
 STEP_NOISE = 0.08**2  # variance of the log of one measured step
-_MOMENT_NOISE = 0.04**2  # of what steps of the same moment share, however many there are
+_MOMENT_NOISE = 0.05**2  # of what steps of the same moment share, however many there are
 _MEDIAN_NOISE = 1.5  # variance of a median over that of a mean
 _SURPRISING = (
     2.0  # standard deviations behind which a single step may have been a hiccup of the machine
@@ -77,6 +77,9 @@ class StepCostModel:
         self._forget = math.log(2.0) / half_life
         self._unit_s = 0.0  # the constant part of a plain step at first sight; 0 before it
         self._belief = _prior(len(self._strategies))
+        self.suspects: set[int] = (
+            set()
+        )  # indices of strategies that were slow out of reason when they ran last
         self._terms: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by batch size
         self._noted: dict[tuple[SpeculationStrategy, int], list[float]] = {}
 
@@ -129,8 +132,13 @@ class StepCostModel:
         innovation = math.log(median_s) - expected
         noise = STEP_NOISE / len(noted) * (_MEDIAN_NOISE if len(noted) > 2 else 1.0) + _MOMENT_NOISE
         doubt = noise + float(row_N @ self._belief.covariance_NN @ row_N)
-        excess = max(innovation * innovation - _SURPRISING**2 * doubt, 0.0)
-        noise += excess if len(noted) <= 3 else excess / len(noted)
+        # Nothing holds a step up by less than no time: a fast one is believed.
+        excess = innovation * innovation - _SURPRISING**2 * doubt if innovation > 0.0 else 0.0
+        if excess > 0.0:
+            noise += excess if len(noted) <= 3 else excess / len(noted)
+            self.suspects.add(strategy)
+        else:
+            self.suspects.discard(strategy)
         self._belief.learn(row_N[None], np.array([innovation]), np.array([noise]))
         self._keep_positive()
 
@@ -167,12 +175,16 @@ class StepCostModel:
 
     def state_dict(self) -> dict[str, object]:
         """JSON-able. What was noted since the last `fit` is not in it."""
-        return {"unit_s": self._unit_s, "belief": self._belief.state_dict()}
+        return {
+            "unit_s": self._unit_s,
+            "belief": self._belief.state_dict(),
+            "suspects": sorted(self.suspects),
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict` of the same strategies."""
         self._noted.clear()
-        self._unit_s = state["unit_s"]
+        self._unit_s, self.suspects = state["unit_s"], set(state["suspects"])
         self._belief.load_state_dict(state["belief"])
 
 
@@ -206,6 +218,10 @@ class CatchUpCost:
             self._num_unread *= now / before
             self._num_new = min(self._num_new, now)
 
+    def forget(self) -> None:
+        """No request runs any more."""
+        self._num_unread, self._num_new = 0.0, 0
+
     def wrote(self, num_tokens: int) -> None:
         """Running requests got tokens without the learned drafter."""
         self._num_unread += num_tokens
@@ -217,7 +233,7 @@ class CatchUpCost:
                 self._request_s.learn(self._num_new, extra_s)
             else:
                 self._token_s.learn(self._num_unread, extra_s)
-        self._num_unread, self._num_new = 0.0, 0
+        self.forget()
 
     def state_dict(self) -> dict[str, object]:
         """JSON-able; what is unread is not in it."""
@@ -226,7 +242,7 @@ class CatchUpCost:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore `state_dict`."""
         self._token_s.sums, self._request_s.sums = list(state["token_s"]), list(state["request_s"])
-        self._num_unread, self._num_new = 0.0, 0
+        self.forget()
 
 
 class _Slope:

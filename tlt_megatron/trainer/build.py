@@ -29,9 +29,11 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import attach_drafter, drafter_tap_layers
 from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
 from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.graph_log import graph_lines, mebibytes
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
@@ -214,20 +216,21 @@ def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
     plan, free = engine.memory_plan(), device.free_bytes()
     log.info(
         "rollout engine of each rank: weights %s, KV %s (%d tokens), activations %s; free %s",
-        *(_mebibytes(plan.weights_bytes), _mebibytes(plan.kv_bytes), plan.kv_tokens),
-        *(_mebibytes(plan.activations_bytes), _mebibytes(free)),
+        *(mebibytes(plan.weights_bytes), mebibytes(plan.kv_bytes), plan.kv_tokens),
+        *(mebibytes(plan.activations_bytes), mebibytes(free)),
     )
-    if plan.total_bytes > free:
+    strategies = config.speculation.strategies if config.speculation.enabled else []
+    graphs = engine.graph_plan([SpeculationStrategy.parse(text) for text in strategies])
+    for line in graph_lines(graphs, is_used=engine.has_graphs):
+        log.info("%s", line)
+    needed = plan.total_bytes + (graphs.bytes_pool() if engine.has_graphs else 0)
+    if needed > free:
         raise ValueError(
-            f"the rollout engine needs {_mebibytes(plan.total_bytes)}, {_mebibytes(free)} are free: "
+            f"the rollout engine needs {mebibytes(needed)}, {mebibytes(free)} are free: "
             f"lower rollout.max_batch_size={config.rollout.max_batch_size} or set rollout.kv_cache_tokens "
             f"(now {config.rollout.kv_cache_tokens}, planned {plan.kv_tokens})"
         )
     return engine
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _train_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:

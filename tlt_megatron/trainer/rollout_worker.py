@@ -127,6 +127,8 @@ class RolloutWorker:
         metrics["rollout/unspeculated_passes"] = float(
             sum(s.num_unspeculated_passes for s in engines)
         )
+        metrics["rollout/graph_replays"] = float(sum(s.num_graph_replays for s in engines))
+        metrics["rollout/eager_passes"] = float(sum(s.num_eager_passes for s in engines))
         for name in ("num_errors", "num_timeouts"):
             metrics[f"reward/{name}"] = float(sum(getattr(share.rewards, name) for share in shares))
         return Collected(groups=tuple(everyone), metrics=metrics)

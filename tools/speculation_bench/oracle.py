@@ -1,21 +1,29 @@
 """The selectors against an oracle that knows the best strategy of each batch size, because all of them were run.
 
-Called by tools/bench_speculation.py with what the speed table measured.
+Called by tools/bench_speculation.py with what the speed tables measured. Live, noise counts against the selectors: the best
+of several strategies is partly the luckiest, and a pass is measured once. On the recorded trace it does not.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from tlt_megatron.engines.base import PassRecord
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.replay import PassTrace, TraceTable, replay
+from tlt_megatron.speculation.selector import StrategySelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.measure import spread
 from tools.speculation_bench.interleaved import PLAIN, Comparison
 from tools.speculation_bench.setting import BEG_MAB, COST_MODEL
 
 Spread = dict[str, float]
+_NUM_EPOCHS = 5  # of the rollout whose batch sizes are replayed
 
 
 def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> str:
@@ -48,3 +56,53 @@ def live_oracle(
     table.add_row("all", "", "", *(f"{overall[name]:.3f}" for name in live))
     console.print(table)
     return {"by_batch": live, "overall": overall}
+
+
+def replayed_oracle(
+    measured: Mapping[int, Comparison],
+    strategies: Sequence[SpeculationStrategy],
+    rollout: Sequence[PassRecord],
+    console: Console,
+) -> dict[str, object]:
+    """Fresh selectors over the passes that the fixed strategies and plain decoding made, along the batch sizes that the
+    `rollout` went through, again and again. Judged in the first epoch, and in all after it."""
+    passes = [
+        _trace_of(record)
+        for comparison in measured.values()
+        for records in (comparison.plain, *(comparison.records[str(s)] for s in strategies))
+        for each in records.passes
+        for record in each
+    ]
+    table = TraceTable(passes, measured)
+    batch_sizes = [record.batch_size for record in rollout]
+    makers: dict[str, Callable[[], StrategySelector]] = {
+        COST_MODEL: lambda: CostModelSelector(strategies),
+        BEG_MAB: lambda: BegMabSelector([*strategies, OFF]),
+    }
+    shown = Table(title="(d) selectors over the best strategy of each batch size, replayed")
+    for column in ("selector", "first epoch", "later epochs", "later, over plain"):
+        shown.add_column(column, justify="left" if column == "selector" else "right")
+    result: dict[str, object] = {}
+    for name, make in makers.items():
+        first = replay(make(), table, batch_sizes)
+        later = replay(make(), table, batch_sizes * _NUM_EPOCHS, num_first=len(batch_sizes))
+        cells = (f"{first.of_oracle:.3f}", f"{later.of_oracle:.3f}", f"{later.of_plain:.2f}")
+        shown.add_row(name, *cells)
+        result[name] = {
+            "first_epoch": first.of_oracle,
+            "later_epochs": later.of_oracle,
+            "later_over_plain": later.of_plain,
+            "later_by_batch": later.of_oracle_by_batch,
+            "num_chosen": later.num_chosen,
+        }
+    console.print(shown)
+    return result
+
+
+def _trace_of(record: PassRecord) -> PassTrace:
+    return PassTrace(
+        batch_size=record.batch_size,
+        strategy=SpeculationStrategy.parse(record.strategy),
+        accepted_by_depth=record.accepted_by_depth,
+        seconds=record.seconds,
+    )

@@ -90,7 +90,7 @@ def make_variants(
     variants = {
         str(s): Variant(speculation=Speculation(good, FixedSelector(s), [s])) for s in strategies
     }
-    selector = BegMabSelector([*strategies, OFF], beg_thresholds(strategies))
+    selector = BegMabSelector([*strategies, OFF])
     variants[BEG_MAB] = Variant(speculation=Speculation(good, selector, strategies), is_close=True)
     for name, draft in drafts.items():
         speculation = Speculation(draft, CostModelSelector(strategies), strategies)
@@ -101,14 +101,6 @@ def make_variants(
 def adaptive_name(drafter: str) -> str:
     """Of the variant in which the cost model chooses for this drafter."""
     return COST_MODEL if drafter == GOOD else f"{COST_MODEL}/{drafter}"
-
-
-def beg_thresholds(strategies: Sequence[SpeculationStrategy]) -> list[int]:
-    """As the paper sets them: buckets of doubling batch sizes, off from 33 on."""
-    num_budgets = len({s.num_draft_tokens for s in strategies} - {0})
-    if num_budgets > 6:
-        raise ValueError(f"strategies have {num_budgets} numbers of tokens to verify: at most 6")
-    return [*(1, 2, 4, 8, 16, 32)[:num_budgets], 33]
 
 
 def long_prompts(setting: Setting, num_tokens: int) -> list[Prompt]:

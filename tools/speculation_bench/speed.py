@@ -65,8 +65,8 @@ def bench_long_tail(
     variants: Mapping[str, Variant],
     options: argparse.Namespace,
     console: Console,
-) -> dict[str, object]:
-    """A rollout as training has it: each response as long as the policy makes it. The selectors are close variants."""
+) -> Comparison:
+    """A rollout as training has it: each response as long as the policy makes it."""
     prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
     comparison = Comparison(setting.engine, variants)
     for round_index in range(options.rounds + 1):
@@ -90,10 +90,7 @@ def bench_long_tail(
         length = f"{statistics.fmean(record.accept_lengths):.2f}"
         table.add_row(name, *cells, length, f"{record.mismatch_per_token:.1e}")
     console.print(table)
-    return {
-        "long_tail_speedup": {name: r.ratio for name, r in comparison.records.items()},
-        "mismatch_per_token": {n: r.mismatch_per_token for n, r in comparison.records.items()},
-    }
+    return comparison
 
 
 def adaptive_minima(

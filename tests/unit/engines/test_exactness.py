@@ -162,9 +162,7 @@ def make_selector(
     if name == "fixed":
         return FixedSelector(strategies[seed % len(strategies)])
     if name == "beg_mab":
-        arms = [*strategies, OFF]
-        thresholds = [1, 2, 3, 4, 6, 9][: len({arm.num_draft_tokens for arm in arms})]
-        return BegMabSelector(arms, thresholds, epsilon=0.3, seed=seed)
+        return BegMabSelector([*strategies, OFF], max_batch_size=16, epsilon=0.3, seed=seed)
     if name == "cost_model":
         # All but careless, so that it tries much in a few steps.
         return CostModelSelector(strategies, explore_share=0.9, first_budget=50.0, probe_every=3)

@@ -133,8 +133,8 @@ def test_lanes_as_planned_where_they_fit_so_that_graphs_stay(
     assert device.num_alive == len(device.graphs) > 0
     # A response longer than planned needs longer lanes.
     longer = SamplingParams(num_samples=1, max_new_tokens=150, seed=2)
-    tokens, stats = run(engine, 30, params=longer)
-    assert tokens == run(make_engine(tiny_path, None), 30, params=longer)[0]
+    tokens, stats = run(engine, 90, params=longer)
+    assert tokens == run(make_engine(tiny_path, None), 90, params=longer)[0]
     assert stats.eager_passes["target: sequences longer than planned"] > 0
     assert stats.num_graph_replays > 0
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
 import torch
 
 from tests.graph_passes import LANE, LanePasses, RecordedGraphs, make_lane_passes
+from tests.slow_draft import make_draft_model
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import (
     EagerPass,
@@ -18,6 +19,7 @@ from tlt_megatron.engines.embedded.graph_pool import (
     GraphPool,
     addresses_read,
 )
+from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
@@ -53,7 +55,8 @@ def pool(passes: LanePasses) -> GraphPool:
 
 
 def bind(pool: GraphPool, passes: LanePasses, *, num_lanes: int = MAX_BATCH_SIZE) -> None:
-    addresses, slot = addresses_read(passes.model, passes.cache), passes.scratch_slot
+    addresses = addresses_read(passes.model, passes.cache, passes.draft)
+    slot = passes.scratch_slot
     pool.bind(passes.steps, addresses, lane=LANE, num_lanes=num_lanes, scratch_slot=slot)
 
 
@@ -171,6 +174,30 @@ def test_another_layout_drops_the_captures_and_the_same_keeps_them(
     bind(pool, elsewhere)
     pool.run(Role.TARGET, inputs)
     assert pool.take_counts().num_captures == 1
+
+
+def test_whatever_moves_changes_the_addresses_and_new_weights_do_not(passes: LanePasses) -> None:
+    def addresses() -> Hashable:
+        return addresses_read(passes.model, passes.cache, passes.draft)
+
+    before = addresses()
+    for name, tensor in list(passes.model.named_hf_tensors()):
+        passes.model.load_hf(name, tensor.clone())
+    passes.draft.load({name: t * 2.0 for name, t in passes.draft.weights().items()})
+    passes.model.rotary.reserve(LANE)
+    assert addresses() == before
+    seen = {before}
+    passes.model.rotary.reserve(4 * LANE + 1)
+    seen.add(addresses())
+    passes.draft.rotary.reserve(4 * LANE + 1)
+    seen.add(addresses())
+    passes.cache.kv_LKTH = passes.cache.kv_LKTH.clone()
+    seen.add(addresses())
+    passes.model.embedding.set_(passes.model.embedding.clone())
+    seen.add(addresses())
+    other = DraftInference(make_draft_model("eagle"), torch.float64)
+    seen.add(addresses_read(passes.model, passes.cache, other))
+    assert len(seen) == 6
 
 
 def test_lanes_shorter_than_planned_are_read_to_their_end(passes: LanePasses) -> None:

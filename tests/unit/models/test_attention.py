@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention import (
-    LaneAttention,
-    PagedAttention,
-    PrefillAttention,
-    PrefillSegment,
-)
+from tlt_megatron.models.attention import PagedAttention, PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
 from tlt_megatron.models.layers import attend_with_lse, merge_attention
 from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -173,15 +169,15 @@ def test_decoding_in_lanes_equals_a_plain_pass(model: Transformer, cache: KvCach
     for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
         pages = list(range(row * lane_pages, (row + 1) * lane_pages))
         prefill(model, cache, pages, sequence[:start])
-    attention = LaneAttention(cache, lane_pages)
+    view = LaneView(cache, num_rows=3, lane=lane_pages * PAGE)
     outputs = []
     for step in range(11):
         positions = torch.tensor([start + step for start in starts])
-        attention.begin_step(
-            positions + torch.arange(3) * lane_pages * PAGE, int(positions.max()) + 1
-        )
+        slots = view.slots(positions.unsqueeze(1))
+        cache.mark_written(slots)
+        bias = view.committed_bias(view.read_length(int(positions.max()) + 1))
         current = torch.stack([s[start + step] for s, start in zip(sequences, starts, strict=True)])
-        outputs.append(model.forward(current, positions, attention))
+        outputs.append(model.forward(current, positions, LaneTreeAttention(view, slots, bias)))
     for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
         expected = plain(model, sequence)[start:]
         torch.testing.assert_close(torch.stack(outputs)[:, row], expected, **CLOSE)

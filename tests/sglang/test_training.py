@@ -1,0 +1,103 @@
+"""The program as users start it, with SGLang: the same run as with the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny_hf
+from tests.tiny_task import REPO, make_tiny_task, torchrun
+
+STAND_INS = REPO / "tests" / "sglang" / "stand_ins"
+SGLANG = ("rollout.engine=sglang",)
+DRAFTING = (
+    "speculation.enabled=true",
+    'speculation.strategies=["2_1_2", "4_1_4"]',
+    "spot.enabled=true",
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_tiny_task(tmp_path_factory.mktemp("task"))
+    # The same model, of a width that SGLang can halve on a CPU.
+    sizes = {"vocab_size": 48, "num_layers": 2, "intermediate_size": 192}
+    make_tiny_hf(config.parent / "model", "qwen2", eos_token_id=1, pad_token_id=0, **sizes)
+    return config
+
+
+@pytest.fixture(scope="module")
+def embedded(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the others are to repeat."""
+    run_dir = tmp_path_factory.mktemp("embedded")
+    finish(run(config, run_dir))
+    return run_dir
+
+
+def run(config: Path, run_dir: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Two steps on two ranks, in float32."""
+    settings = ("run.num_steps=2", "rollout.dtype=float32", "eval.num_prompts=2")
+    return subprocess.run(
+        torchrun(2, "--config", config, f"run.dir={run_dir}", *settings, *arguments),
+        cwd=REPO,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{STAND_INS}"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def finish(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+def answers(run_dir: Path) -> list[tuple]:
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [(r["prompt_id"], r["sample_index"], r["token_ids"], r["reward"]) for r in rows]
+
+
+def steps(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "actor/pg_loss" in row]
+
+
+def check_same(run_dir: Path, embedded: Path) -> list[dict]:
+    """Every token and reward, and what followed from them."""
+    assert answers(run_dir) == answers(embedded)
+    ours, theirs = steps(run_dir), steps(embedded)
+    assert len(ours) == len(theirs) == 2
+    for row, expected in zip(ours, theirs, strict=True):
+        for name in ("critic/rewards/mean", "actor/grad_norm", "response_length/mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-4)
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
+    return ours
+
+
+def test_a_run_with_a_drafter_in_training_is_the_embedded_engines_plain_run(
+    config: Path, embedded: Path, tmp_path: Path
+) -> None:
+    finish(run(config, tmp_path, *SGLANG, *DRAFTING))
+    for row in check_same(tmp_path, embedded):
+        assert row["rollout/spec_accept_length"] >= 1.0
+        assert "drafter/num_updates" in row
+
+
+def test_one_engine_over_two_ranks_gives_the_same_run(
+    config: Path, embedded: Path, tmp_path: Path
+) -> None:
+    finish(run(config, tmp_path, *SGLANG, 'sglang.engine_args={"tp_size": 2}'))
+    check_same(tmp_path, embedded)
+
+
+def test_an_engine_that_does_not_start_is_an_error_of_every_rank(
+    config: Path, tmp_path: Path
+) -> None:
+    done = run(config, tmp_path, *SGLANG, "sglang.start_timeout_s=2")
+    assert done.returncode != 0
+    assert "rollout engines of ranks [0, 1] failed" in done.stderr
+    assert "not up within sglang.start_timeout_s=2" in done.stderr

@@ -1,0 +1,128 @@
+"""Bytes of captured graphs: every strategy captured for itself, one strategy alone, and the pool of the embedded engine.
+
+    python tools/bench_graph_bytes.py
+
+Counted from the capture plan (engines/embedded/graph_plan.py), for a 7B policy, without a GPU; tools/bench_speculation.py
+prints the same table as its (e). The paper's figures (arXiv 2511.16665, table 5): naive 30.39 GB, single 7.81, pool 10.69, so
+2.84x. What a driver keeps for each kernel of a graph differs between versions, so two values are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.engines.embedded.graph_plan import GraphPlan
+from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tools.measure import write_json
+
+QWEN_2_5_7B = ModelConfig(
+    model_type="qwen2",
+    vocab_size=152064,
+    hidden_size=3584,
+    ffn_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6),
+    max_position_embeddings=32768,
+    tie_word_embeddings=False,
+    has_qkv_bias=True,
+    has_qk_norm=False,
+)
+MAX_BATCH_SIZE = 64
+_SETS = {
+    "default": tuple(SpeculationSection().strategies),
+    # What the paper's code ships with; it counts the root among the tokens to verify, we do not.
+    "paper": ("8_4_47", "8_4_31", "8_4_15", "8_4_8"),
+}
+_RESPONSES = {"2k": 2048, "32k": 32768}  # longest response, behind 1024 tokens of prompt
+_MAX_PROMPT_TOKENS = 1024
+_KERNEL_KIB = (64, 16)
+_KINDS = ("naive", "single", "ours")
+
+
+def bench_graph_bytes(console: Console) -> dict[str, object]:
+    """Print the table; {set: {longest response: {KiB a kernel: bytes by kind and their ratios}}} and the smallest ratio."""
+    table = Table(
+        title=f"(e) bytes of captured graphs, 7B in bfloat16, batches of 1-{MAX_BATCH_SIZE} (GiB, from the plan)"
+    )
+    for column in ("strategies", "longest response", "KiB a kernel", "captures"):
+        table.add_column(column, justify="left" if column == "strategies" else "right")
+    for column in ("naive", "single", "ours", "naive / ours", "single / ours"):
+        table.add_column(column, justify="right")
+    result: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for name, strategies in _SETS.items():
+        for response, num_tokens in _RESPONSES.items():
+            for kernel_kib in _KERNEL_KIB:
+                plan = _make_plan(strategies, num_tokens, kernel_kib)
+                figures = _figures(plan)
+                by_kernel = result.setdefault(name, {}).setdefault(response, {})
+                by_kernel[str(kernel_kib)] = figures
+                sizes = (f"{figures[f'{kind}_bytes'] / 2**30:.2f}" for kind in _KINDS)
+                table.add_row(
+                    f"{name}: {' '.join(strategies)}",
+                    response,
+                    str(kernel_kib),
+                    str(len(plan.keys)),
+                    *sizes,
+                    f"{figures['naive_over_ours']:.2f}x",
+                    f"{figures['single_over_ours']:.2f}x",
+                )
+    console.print(table)
+    smallest = min(
+        figures["naive_over_ours"]
+        for by_response in result.values()
+        for by_kernel in by_response.values()
+        for figures in by_kernel.values()
+    )
+    console.print(f"naive / ours is at least {smallest:.2f}x")
+    return {"model": "qwen2.5-7b", **result, "min_naive_over_ours": smallest}
+
+
+def _make_plan(strategies: tuple[str, ...], num_tokens: int, kernel_kib: int) -> GraphPlan:
+    longest = _MAX_PROMPT_TOKENS + num_tokens + PAGE_TOKENS  # a page for what is drafted
+    return GraphPlan(
+        QWEN_2_5_7B,
+        [SpeculationStrategy.parse(text) for text in strategies],
+        max_batch_size=MAX_BATCH_SIZE,
+        max_length=longest,
+        item_bytes=2,
+        bytes_per_kernel=kernel_kib << 10,
+    )
+
+
+def _figures(plan: GraphPlan) -> dict[str, float]:
+    sizes = {
+        "naive_bytes": plan.bytes_naive(),
+        "single_bytes": plan.bytes_single(),
+        "ours_bytes": plan.bytes_pool(),
+    }
+    return sizes | {
+        "num_captures": len(plan.keys),
+        "naive_over_ours": sizes["naive_bytes"] / sizes["ours_bytes"],
+        "single_over_ours": sizes["single_bytes"] / sizes["ours_bytes"],
+    }
+
+
+def main() -> None:
+    """Print the table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/bench/graph_bytes.json"))
+    options = parser.parse_args()
+    write_json(options.out, {"graph_pool_bytes": bench_graph_bytes(Console())})
+
+
+if __name__ == "__main__":
+    main()
