@@ -1,4 +1,4 @@
-"""A machine and a drafter on paper, for selectors: known seconds and acceptance for every strategy and batch size."""
+"""A machine and drafters on paper, for selectors: known seconds and acceptance for every strategy and batch size."""
 
 from __future__ import annotations
 
@@ -13,52 +13,95 @@ ARMS = tuple(
     SpeculationStrategy.parse(text)
     for text in ("2_1_2", "4_1_4", "6_1_6", "3_4_8", "4_4_16", "6_4_16")
 )
+RETRIEVING_ARMS = tuple(
+    SpeculationStrategy.parse(text) for text in ("4_1_4", "ngram_4", "ngram_8", "4_1_4+ngram_4")
+)
 
 
 class SyntheticDecoding:
     """Steps of a plain batch cost 10 ms + 0.1 ms a row, with jumps where tiles fill; neither law is the selector's own."""
 
-    def __init__(self, *, seed: int, quality: float = 0.8) -> None:
-        self.quality = quality  # chance that a chain's next token is accepted
+    def __init__(
+        self,
+        *,
+        seed: int,
+        quality: float = 0.8,
+        retrieval: float = 0.0,
+        catch_up_s: float = 0.0,
+        hiccup: float = 3.0,
+        hiccup_share: float = 0.01,
+        arms: Sequence[SpeculationStrategy] = ARMS,
+    ) -> None:
+        """`quality`, `retrieval`: chances that a chain's, or retrieval's, next token is accepted. `catch_up_s`: for each
+        token that the learned drafter has not read. `hiccup`: how many times longer steps take that are held up."""
+        self.quality = quality
+        self.retrieval = retrieval
+        self.arms = (OFF, *arms)
+        self._catch_up_s = catch_up_s
+        self._hiccup = hiccup
+        self._hiccup_share = hiccup_share
         self._rng = random.Random(seed)
 
-    def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
-        """Expected, without noise."""
+    def seconds(self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0) -> float:
+        """Expected, without noise. `num_unread`: tokens of the batch that the learned drafter has not read."""
         rows = batch_size * strategy.num_rows
         verify = 0.010 + 1.0e-4 * 32 * math.ceil(rows / 32) ** 0.95
         draft = strategy.num_steps * (6e-4 + 1.5e-5 * batch_size * strategy.topk)
-        return verify + draft
+        retrieve = 2e-4 + 2e-6 * batch_size if strategy.num_retrieved else 0.0
+        catch_up = self._catch_up_s * num_unread if strategy.is_learned else 0.0
+        return verify + draft + retrieve + catch_up
 
-    def rates(self, strategy: SpeculationStrategy) -> list[float]:
-        """Chance of each depth once the one above was accepted."""
-        spare = 0.0 if strategy.is_chain else 0.55 * (1 - self.quality) * min(1.0, self.quality * 2)
-        wiggle = 0.03 * math.sin(7 * strategy.num_draft_tokens + 3 * strategy.topk)
-        return [
-            max(self.quality + spare + min(wiggle, self.quality / 2) - 0.015 * depth, 0.0)
-            for depth in range(strategy.num_steps)
-        ]
+    def rates(self, strategy: SpeculationStrategy, *, text: float = 0.0) -> list[float]:
+        """Chance of each depth once the one above was accepted; `text` makes it easier or harder for one request."""
+        is_chain = strategy.topk <= 1
+        spare = 0.0 if is_chain else 0.55 * (1 - self.quality) * min(1.0, self.quality * 2)
+        wiggle = 0.0 if is_chain else 0.03 * math.sin(7 * strategy.num_draft_tokens)
+        learned = self.quality + spare + min(wiggle, self.quality / 2)
+        rates = []
+        for depth in range(strategy.depth):
+            miss = 1.0
+            if depth < strategy.num_steps:
+                miss *= 1.0 - max(learned - 0.01 * depth, 0.0)
+            if depth < strategy.num_retrieved:
+                miss *= 1.0 - self.retrieval
+            rates.append(1.0 - miss ** math.exp(text))
+        return rates
+
+    def tokens(self, strategy: SpeculationStrategy, texts: Sequence[float] = (0.0,)) -> float:
+        """Expected of a step, for each request."""
+        total = 0.0
+        for text in texts:
+            survival = 1.0
+            for rate in self.rates(strategy, text=text):
+                survival *= rate
+                total += survival
+        return 1.0 + total / len(texts)
 
     def tokens_per_s(self, strategy: SpeculationStrategy, batch_size: int) -> float:
         """Expected throughput."""
-        survival, tokens = 1.0, 1.0
-        for rate in self.rates(strategy):
-            survival *= rate
-            tokens += survival
-        return batch_size * tokens / self.seconds(strategy, batch_size)
+        return batch_size * self.tokens(strategy) / self.seconds(strategy, batch_size)
 
     def best(self, batch_size: int) -> SpeculationStrategy:
         """What an oracle would choose."""
-        return max((OFF, *ARMS), key=lambda s: self.tokens_per_s(s, batch_size))
+        return max(self.arms, key=lambda s: self.tokens_per_s(s, batch_size))
 
-    def step(self, strategy: SpeculationStrategy, batch_size: int) -> tuple[list[int], float]:
-        """Accepted counts by depth and noisy seconds: 5 %, and 1 step in 100 takes three times as long."""
-        counts, reached = [], batch_size
-        for rate in self.rates(strategy):
-            reached = sum(self._rng.random() < rate for _ in range(reached))
-            counts.append(reached)
-        hiccup = 3.0 if self._rng.random() < 0.01 else 1.0
+    def step(
+        self,
+        strategy: SpeculationStrategy,
+        batch_size: int,
+        texts: Sequence[float] = (),
+        num_unread: int = 0,
+    ) -> tuple[list[int], float]:
+        """Accepted tokens of each request, and noisy seconds: 5 %, and now and then a hiccup."""
+        accepted = []
+        for index in range(batch_size):
+            rates, count = self.rates(strategy, text=texts[index] if texts else 0.0), 0
+            while count < len(rates) and self._rng.random() < rates[count]:
+                count += 1
+            accepted.append(count)
+        hiccup = self._hiccup if self._rng.random() < self._hiccup_share else 1.0
         noise = math.exp(self._rng.gauss(0.0, 0.05))
-        return counts, self.seconds(strategy, batch_size) * noise * hiccup
+        return accepted, self.seconds(strategy, batch_size, num_unread) * noise * hiccup
 
 
 class Score:
@@ -68,13 +111,19 @@ class Score:
         self.chosen: list[SpeculationStrategy] = []
         self._seconds = self._oracle_s = self._plain_s = 0.0
 
-    def add(self, world: SyntheticDecoding, chosen: SpeculationStrategy, batch_size: int) -> None:
+    def add(
+        self,
+        world: SyntheticDecoding,
+        chosen: SpeculationStrategy,
+        batch_size: int,
+        texts: Sequence[float] = (0.0,),
+        num_unread: int = 0,
+    ) -> None:
         self.chosen.append(chosen)
-        seconds = world.seconds(chosen, batch_size)
-        tokens = seconds * world.tokens_per_s(chosen, batch_size)
-        self._seconds += seconds
-        self._oracle_s += tokens / world.tokens_per_s(world.best(batch_size), batch_size)
-        self._plain_s += tokens / world.tokens_per_s(OFF, batch_size)
+        best, tokens = world.best(batch_size), world.tokens(chosen, texts)
+        self._seconds += world.seconds(chosen, batch_size, num_unread)
+        self._oracle_s += tokens / world.tokens(best, texts) * world.seconds(best, batch_size)
+        self._plain_s += tokens * world.seconds(OFF, batch_size)
 
     @property
     def of_oracle(self) -> float:
@@ -99,10 +148,44 @@ def run_selector(
         if on_step is not None:
             on_step(step)
         strategy = selector.choose(batch_size)
-        counts, seconds = world.step(strategy, batch_size)
-        selector.observe(strategy, batch_size, counts, seconds)
+        accepted, seconds = world.step(strategy, batch_size)
+        selector.observe(strategy, batch_size, counts_by_depth(accepted, strategy), seconds)
         score.add(world, strategy, batch_size)
     return score
+
+
+def run_rollout(
+    selector: StrategySelector,
+    world: SyntheticDecoding,
+    lengths: Sequence[int],
+    *,
+    max_batch_size: int = 64,
+    text_spread: float = 0.3,
+    seed: int = 0,
+) -> Score:
+    """Requests of `lengths` tokens until all have ended; each writes a text of its own. Waiting ones take free places."""
+    rng, score = random.Random(seed), Score()
+    waiting = [[length, rng.gauss(0.0, text_spread), 10] for length in lengths]  # 10 unread tokens
+    running: list[list[float]] = []
+    while waiting or running:
+        while waiting and len(running) < max_batch_size:
+            running.append(waiting.pop())
+        batch_size, texts = len(running), [text for _, text, _ in running]
+        num_unread = sum(unread for _, _, unread in running)
+        strategy = selector.choose(batch_size)
+        accepted, seconds = world.step(strategy, batch_size, texts, num_unread)
+        selector.observe(strategy, batch_size, counts_by_depth(accepted, strategy), seconds)
+        score.add(world, strategy, batch_size, texts, num_unread)
+        for request, count in zip(running, accepted, strict=True):
+            request[0] -= count + 1
+            request[2] = 0 if strategy.is_learned else request[2] + count + 1
+        running = [request for request in running if request[0] > 0]
+    return score
+
+
+def counts_by_depth(accepted: Sequence[int], strategy: SpeculationStrategy) -> list[int]:
+    """Requests that accepted at least 1, 2, .. drafted tokens."""
+    return [sum(count >= depth for count in accepted) for depth in range(1, strategy.depth + 1)]
 
 
 def long_tail(num_requests: int, scale: int) -> list[int]:
@@ -112,3 +195,11 @@ def long_tail(num_requests: int, scale: int) -> list[int]:
         sizes.append(int(left))
         left *= 0.5 ** (1.0 / scale)
     return sizes
+
+
+def long_tailed_lengths(num_requests: int, *, seed: int = 0) -> list[int]:
+    """Tokens of responses: median 90, one in twenty above 470, none above 515."""
+    rng = random.Random(seed)
+    return [
+        min(max(round(90 * math.exp(rng.gauss(0.0, 1.0))), 5), 515) for _ in range(num_requests)
+    ]

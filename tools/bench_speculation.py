@@ -167,7 +167,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--accept-max-new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=4, help="after one that warms up")
     parser.add_argument(
-        "--fixed-rounds", type=int, default=2, help="in which fixed strategies run too"
+        "--fixed-rounds", type=int, default=1, help="in which fixed strategies run too"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
     parser.add_argument("--quick", action="store_true")

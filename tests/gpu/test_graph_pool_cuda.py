@@ -7,7 +7,7 @@ import torch
 
 from tests.graph_passes import LANE, LanePasses, make_lane_passes
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
-from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, addresses_read
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
@@ -34,7 +34,7 @@ def make_pool(device: Device, passes: LanePasses) -> GraphPool:
     pool = GraphPool(plan, device.graph_memory)
     pool.bind(
         passes.steps,
-        passes.cache.kv_LKTH.data_ptr(),
+        addresses_read(passes.model, passes.cache, passes.draft),
         lane=LANE,
         num_lanes=MAX_BATCH_SIZE,
         scratch_slot=passes.scratch_slot,

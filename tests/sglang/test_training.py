@@ -16,7 +16,8 @@ STAND_INS = REPO / "tests" / "sglang" / "stand_ins"
 SGLANG = ("rollout.engine=sglang",)
 DRAFTING = (
     "speculation.enabled=true",
-    'speculation.strategies=["2_1_2", "4_1_4"]',
+    'speculation.strategies=["3_1_3"]',
+    "speculation.selector=fixed",
     "spot.enabled=true",
 )
 

@@ -79,13 +79,16 @@ def measure_holdout(
 
     The more batches, the better the noise is known: give small ones.
     """
-    model = trainer.model
-    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(dict(weights))
+    parameters = dict(trainer.model.named_parameters())
+    assert parameters.keys() == weights.keys()
+    own = {name: parameter.data for name, parameter in parameters.items()}
     try:
+        for name, parameter in parameters.items():
+            parameter.data = weights[name].to(parameter)
         results = [trainer.evaluate(batch) for batch in batches]
     finally:
-        model.load_state_dict(own)
+        for name, parameter in parameters.items():
+            parameter.data = own[name]
     return HoldoutResult(
         counts=tuple(tuple(result.counts_K.tolist()) for result in results if result.count),
         accepted=tuple(tuple(result.accepted_K.tolist()) for result in results if result.count),

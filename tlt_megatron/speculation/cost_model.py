@@ -29,7 +29,6 @@ from tlt_megatron.speculation.selector import (
 from tlt_megatron.speculation.step_cost import CatchUpCost, StepCostModel
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-_FIRST_STEPS = 1  # plain, because all is measured against them
 _MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
 _NEW_BATCH = 1.25  # times the batch size before
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
@@ -106,7 +105,7 @@ class CostModelSelector:
         """The best arm, or a trial that the budget pays for."""
         if batch_size != self._batch_size:
             self._resize(batch_size)
-        if self._num_observed < _FIRST_STEPS:
+        if self._cost.is_empty:  # all is measured against a plain step
             self._trace.chosen(batch_size, OFF, "first")
             return OFF
         plan = self._plan

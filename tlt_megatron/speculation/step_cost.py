@@ -39,9 +39,7 @@ _LAW = (
 )
 _NUM_LAW = len(_LAW)
 _SMALLEST = 0.02  # multiple of the mean of a coefficient
-_SCALE = (
-    0.5  # variance of the log of all coefficients together: the first step may have been a hiccup
-)
+_SCALE = 0.5  # variance of the log of all coefficients together: the first step may be a hiccup
 _STRATEGY = 0.006  # variance of the correction of a strategy at all batch sizes,
 _CELL = 0.006  # and around one batch size
 _KNOTS = 9  # batch sizes 1, 2, 4, .. 256 have a correction, those between them a mixture
@@ -51,9 +49,7 @@ _LEVEL_STEPS = 150.0  # after which it is another
 STEP_NOISE = 0.08**2  # variance of the log of one measured step
 _MOMENT_NOISE = 0.05**2  # of what steps of the same moment share, however many there are
 _MEDIAN_NOISE = 1.5  # variance of a median over that of a mean
-_SURPRISING = (
-    2.0  # standard deviations behind which a single step may have been a hiccup of the machine
-)
+_SURPRISING = 2.0  # standard deviations from which on steps may have been held up by something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +126,10 @@ class StepCostModel:
         row_N[:_NUM_LAW] = features_F / law
         expected = math.log(self._unit_s * law) + float(row_N[_NUM_LAW:] @ mean_N[_NUM_LAW:])
         innovation = math.log(median_s) - expected
-        noise = STEP_NOISE / len(noted) * (_MEDIAN_NOISE if len(noted) > 2 else 1.0) + _MOMENT_NOISE
+        noise = STEP_NOISE * (_MEDIAN_NOISE if len(noted) > 2 else 1.0) / len(noted)
+        noise += _MOMENT_NOISE
         doubt = noise + float(row_N @ self._belief.covariance_NN @ row_N)
-        # Nothing holds a step up by less than no time: a fast one is believed.
+        # A machine is slow by accident, but never fast: a fast step is believed.
         excess = innovation * innovation - _SURPRISING**2 * doubt if innovation > 0.0 else 0.0
         if excess > 0.0:
             noise += excess if len(noted) <= 3 else excess / len(noted)

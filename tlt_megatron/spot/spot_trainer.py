@@ -124,15 +124,18 @@ class SpotTrainer:
         timeline: SpanRecorder,
         phase_timeout_s: float,
         member_timeout_s: float = 20.0,
+        on_idle: Callable[[], None] | None = None,
         after_update: Callable[[], None] | None = None,
     ) -> None:
         """`store` comes from runtime/process_groups.py's `open_store`; `rank` is this one's in the world.
 
+        `on_idle` is called once in a phase by each rank that is not the last to finish, before it trains.
         `after_update` is called by the leader of a session after each update of the drafter.
         `member_timeout_s` must exceed the longest training step: a member that is silent for so long is lost.
         """
         self.trainer = trainer
         self.source = source
+        self.on_idle = on_idle
         self.after_update = after_update
         self.section = section
         self.layout = layout
@@ -178,6 +181,9 @@ class SpotTrainer:
             settle_s=_SETTLE_S,
             member_timeout_s=self.limits.member_timeout_s,
         )
+        if self.on_idle is not None and not board.read().is_over:
+            with self.timeline.span("IDLE", step=step):
+                self.on_idle()
         records: list[SessionRecord] = []
         while (plan := self._await_plan(board, coordinator, records)) is not None:
             session = SpotSession(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +105,10 @@ class DrafterUpkeep:
         self._tap_layers = tap_layers
         self._tap_bytes = tap_bytes
         self._num_considered = trainer.num_updates
-        self.publisher.start(trainer.model.state_dict())
+        # The drafter as it stood at the last phase boundary: the same on every rank.
+        self._candidate: Mapping[str, Tensor] = publisher.start(trainer.model.state_dict()).weights
+        self._measured: dict[str, HoldoutResult] | None = None
+        spot.on_idle = self._measure_idle
         self._live = live
         self._live_weights: dict[str, Tensor] | None = None  # given to engines in this step
         if live is not None:
@@ -154,7 +157,7 @@ class DrafterUpkeep:
         known = self._live_weights or self.publisher.published.weights
         new, old = (measure_holdout(self.trainer, w, batches) for w in (candidate, known))
         if new.accept_length > old.accept_length:
-            self._live_weights = {n: t.detach().cpu().clone() for n, t in candidate.items()}
+            self._live_weights = self._own_weights()
             self._live.offer(self._live_weights)
 
     def take_live(self) -> None:
@@ -169,50 +172,81 @@ class DrafterUpkeep:
         version = self.publisher.published.version + 1
         self.engine.load_drafter_weights(weights, version=version, checksum=checksum)
 
-    def _settle_live(self) -> None:
-        """All ranks take the newest offer of the step as published: whoever trained, whoever decoded."""
+    def _settle_live(self) -> bool:
+        """All ranks take the newest offer of the step as published: whoever trained, whoever decoded. False without any."""
         if self._live is None:
-            return
+            return False
         weights = self._live.take()
         if weights is not None:
             self._load_live(weights)
-        if self._live_weights is not None:
-            self.publisher.adopt(self._live_weights)
-            self._live_weights = None
+        if self._live_weights is None:
+            return False
+        self.publisher.adopt(self._live_weights)
+        self._live_weights = None
+        return True
 
     def _holdout(self) -> list[DraftBatch]:
         batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS)[:_HOLDOUT_BATCHES]
         return [batch.to(self.device) for batch in batches]
 
     def publish(self, metrics: dict[str, float]) -> None:
-        """All ranks level with the newest drafter; the engines get it if it accepts no less than theirs.
+        """All ranks level with the newest drafter; the engines get the one before it, if it accepts no less than theirs.
 
+        The newest is judged in the idle time of the next step and published at its end: a step behind, but nobody waits.
         Reads how the rollouts went from the step's `metrics` and adds its own. A collective of all ranks, while the
         engines hold the policy of the rollouts.
         """
         started = time.perf_counter()
         self.publisher.observe_live(metrics.get("drafter/live_accept_length"))
         self.spot.sync_newest(self.world)
-        self._settle_live()
+        was_offered = self._settle_live()  # then that comparison stands
         metrics |= self.publisher.metrics()
-        if self.trainer.num_updates != self._num_considered:
-            self._num_considered = self.trainer.num_updates
-            batches = self._holdout()
+        measured = [part for part in gather_objects(self._measured, self.world) if part]
+        if measured and not was_offered:
             decision = self.publisher.consider(
-                self.trainer.model.state_dict(), lambda weights: self._measure(weights, batches)
+                self._candidate, lambda weights: self._merge(weights, measured)
             )
             metrics |= decision.metrics
             if decision.action != PublishAction.KEEP:
                 self._hand_over()
             if self.checkpointer is not None:
                 self._save(is_best=decision.action == PublishAction.PUBLISH)
+        self._measured = None
+        if self.trainer.num_updates != self._num_considered:
+            self._num_considered = self.trainer.num_updates
+            self._candidate = self._own_weights()
         self.engine.suspend_drafter(bool(self.publisher.alarm))
         metrics["drafter/num_updates"] = float(self.trainer.num_updates)
         metrics["bubble/stall_s"] += time.perf_counter() - started
 
-    def _measure(self, weights: Mapping[str, Tensor], batches: list[DraftBatch]) -> HoldoutResult:
-        own = measure_holdout(self.trainer, weights, batches)
-        return HoldoutResult.merge(gather_objects(own, self.world))
+    def _contenders(self) -> dict[str, Mapping[str, Tensor]]:
+        """Whom the publisher will ask about."""
+        return {
+            "candidate": self._candidate,
+            "published": self.publisher.published.weights,
+            "best": self.publisher.best.weights,
+        }
+
+    def _measure_idle(self) -> None:
+        """Before this rank trains: what the candidate of the last step accepts, so that the decision costs no step a wait."""
+        if self.publisher.published.weights is self._candidate:
+            return
+        batches, by_weights = self._holdout(), {}
+        for weights in self._contenders().values():
+            if id(weights) not in by_weights:
+                by_weights[id(weights)] = measure_holdout(self.trainer, weights, batches)
+        self._measured = {name: by_weights[id(w)] for name, w in self._contenders().items()}
+
+    def _merge(
+        self, weights: Mapping[str, Tensor], parts: Sequence[Mapping[str, HoldoutResult]]
+    ) -> HoldoutResult:
+        """What all ranks that were idle measured of `weights`."""
+        name = next(name for name, w in self._contenders().items() if w is weights)
+        return HoldoutResult.merge(part[name] for part in parts)
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        state = self.trainer.model.state_dict()
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
     def _hand_over(self) -> None:
         drafter = self.publisher.published
@@ -250,6 +284,7 @@ class DrafterUpkeep:
         self.trainer.load_state_dict(saved.state)
         self.publisher.load_state_dict(saved.extra["publisher"], saved.record["publisher"])
         self._num_considered = int(saved.record["num_considered"])
+        self._candidate = self._own_weights()
         files = sorted((folder / _DATA_FOLDER).glob("rank_*.safetensors"))
         if len(files) == self.world.size:
             with safe_open(files[self.world.rank], framework="pt") as file:

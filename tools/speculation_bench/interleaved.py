@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlt_megatron.engines.base import PassRecord
@@ -63,11 +63,11 @@ class Comparison:
         self.plain = Record()
 
     def run_round(
-        self, prompts: Sequence[Prompt], params: SamplingParams, names: Sequence[str]
+        self, batches: Sequence[Sequence[Prompt]], params: SamplingParams, names: Sequence[str]
     ) -> None:
-        """One round over the variants `names`; prompts and params are the same for all of them."""
-        order = list(_with_plain(names, self._variants))
-        ran = [self._run(name, prompts, params) for name in order]
+        """One round over the variants `names`: each answers every batch, one after the other."""
+        order = with_plain(names, {name for name in names if self._variants[name].is_close})
+        ran = [self._run(name, batches, params) for name in order]
         plain_at = [index for index, name in enumerate(order) if name == PLAIN]
         plain_tokens = ran[0][1]
         for index, (name, (seconds, tokens, passes, length)) in enumerate(
@@ -87,19 +87,22 @@ class Comparison:
             record.num_compared += num_compared
 
     def _run(
-        self, name: str, prompts: Sequence[Prompt], params: SamplingParams
+        self, name: str, batches: Sequence[Sequence[Prompt]], params: SamplingParams
     ) -> tuple[float, list[list[int]], list[PassRecord], float]:
         engine = self._engine
         engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
-        engine.generate(prompts[:1], warm_up, policy_version=VERSION)  # allocates the KV
+        engine.generate(batches[0][:1], warm_up, policy_version=VERSION)  # allocates the KV
         groups: list[RolloutGroup] = []
-        seconds = cpu_seconds(
-            lambda: groups.extend(engine.generate(prompts, params, policy_version=VERSION))
-        )
+        passes: list[PassRecord] = []
+        seconds = 0.0
+        for prompts in batches:
+            seconds += cpu_seconds(
+                lambda p=prompts: groups.extend(engine.generate(p, params, policy_version=VERSION))
+            )
+            passes += engine.take_passes()
         tokens = [r.token_ids.tolist() for g in groups for r in g.rollouts]
-        num_tokens = engine.stats().num_generated_tokens
-        return seconds / num_tokens, tokens, engine.take_passes(), accept_length(groups)
+        return seconds / sum(map(len, tokens)), tokens, passes, accept_length(groups)
 
     @property
     def plain_tokens_per_s(self) -> float:
@@ -107,22 +110,17 @@ class Comparison:
         return 1.0 / statistics.median(self.plain.seconds_per_token)
 
 
-def _with_plain(names: Sequence[str], variants: Mapping[str, Variant]) -> Iterator[str]:
-    """Plain decoding first, last, on both sides of every close variant, and after every second of the others."""
-    yield PLAIN
-    is_plain_latest, num_since = True, 0
+def with_plain(names: Sequence[str], close: Collection[str]) -> list[str]:
+    """`names` with plain decoding first, last, on both sides of every one in `close`, and after every second other."""
+    order = [PLAIN]
     for name in names:
-        if variants[name].is_close and not is_plain_latest:
-            yield PLAIN
-            num_since = 0
-        yield name
-        num_since += 1
-        is_plain_latest = variants[name].is_close or num_since == 2
-        if is_plain_latest:
-            yield PLAIN
-            num_since = 0
-    if not is_plain_latest:
-        yield PLAIN
+        has_two = order[-1] != PLAIN and order[-2] != PLAIN
+        if has_two or (name in close and order[-1] != PLAIN):
+            order.append(PLAIN)
+        order.append(name)
+        if name in close:
+            order.append(PLAIN)
+    return order if order[-1] == PLAIN else [*order, PLAIN]
 
 
 def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tlt_megatron.types import SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams
 from tools.speculation_bench.interleaved import PLAIN, Comparison, Record, Variant
 from tools.speculation_bench.setting import Setting, adaptive_name, long_prompts
+
+_LEAST_REQUESTS = 4  # of a run
+_LONG_TAIL_ROUNDS = 3  # at most, after one that warms up
 
 
 def bench_batch_sizes(
@@ -37,22 +40,33 @@ def bench_batch_sizes(
         table.add_column(column, justify="right")
     for batch_size in options.batch_sizes:
         comparison = measured[batch_size] = Comparison(setting.engine, variants)
-        chosen = [
-            dataclasses.replace(prompts[i % len(prompts)], draw_index=i) for i in range(batch_size)
-        ]
         for round_index in range(options.rounds + 1):
+            batches = _batches(prompts, batch_size, round_index)
             params = SamplingParams(
                 max_new_tokens=num_tokens_at(batch_size, options.num_tokens),
                 temperature=options.temperature,
                 seed=100 + round_index,
             )
             names = fixed + close if round_index <= options.fixed_rounds else close
-            comparison.run_round(chosen, params, names)
+            comparison.run_round(batches, params, names)
         cells = [_cell(record) for record in comparison.records.values()]
         table.add_row(str(batch_size), f"{comparison.plain_tokens_per_s:,.0f}", *cells)
     console.print(table)
     console.print("in brackets: tokens out per verify pass")
     return measured
+
+
+def _batches(prompts: Sequence[Prompt], batch_size: int, round_index: int) -> list[list[Prompt]]:
+    """Other prompts in every round; several small batches one after the other, as one prompt says little."""
+    num_batches = max(_LEAST_REQUESTS // batch_size, 1)
+    first = round_index * num_batches * batch_size
+    numbers = [
+        range(first + i * batch_size, first + (i + 1) * batch_size) for i in range(num_batches)
+    ]
+    return [
+        [dataclasses.replace(prompts[n % len(prompts)], draw_index=n) for n in batch]
+        for batch in numbers
+    ]
 
 
 def num_tokens_at(batch_size: int, num_tokens: int) -> int:
@@ -69,7 +83,7 @@ def bench_long_tail(
     """A rollout as training has it: each response as long as the policy makes it."""
     prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
     comparison = Comparison(setting.engine, variants)
-    for round_index in range(options.rounds + 1):
+    for round_index in range(min(options.rounds, _LONG_TAIL_ROUNDS) + 1):
         params = SamplingParams(
             num_samples=options.num_samples,
             max_new_tokens=options.max_new_tokens,
@@ -77,7 +91,7 @@ def bench_long_tail(
             stop_token_ids=setting.tokenizer.stop_token_ids,
             seed=200 + round_index,
         )
-        comparison.run_round(prompts, params, list(variants))
+        comparison.run_round([prompts], params, list(variants))
     rate = f"plain {comparison.plain_tokens_per_s:,.0f} tok/s"
     table = Table(
         title=f"(b) {options.num_requests} long-tailed requests, {rate}, {_describe(setting)}"

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.synthetic_decoding import SyntheticDecoding, run_selector
-from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tests.synthetic_decoding import SyntheticDecoding, counts_by_depth, run_selector
+from tlt_megatron.speculation.beg_mab import BegMabSelector, automatic_thresholds
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 WIDE, LONG, SHORT = (SpeculationStrategy.parse(text) for text in ("8_4_48", "8_4_16", "4_4_16"))
@@ -19,6 +19,26 @@ def test_the_largest_budget_goes_to_the_smallest_batches() -> None:
     chosen = [selector.choose(size) for size in (1, 4, 5, 32, 33, 500)]
     assert chosen == [WIDE, WIDE, LONG, LONG, OFF, OFF]
     assert {decision.reason for decision in selector.decisions()} == {"only"}
+
+
+def test_automatic_thresholds_grow_by_one_factor_up_to_half_of_the_largest_batch() -> None:
+    """32^(i/4): 1, 2.4, 5.7, 13.5; plain decoding above 32. Without OFF, 64^(i/2): 1, 8."""
+    four = [SpeculationStrategy.parse(text) for text in ("8_4_48", "8_4_32", "8_4_16", "8_4_8")]
+    assert automatic_thresholds([*four, OFF], 64) == (1, 2, 6, 13, 33)
+    assert automatic_thresholds(four[:2], 64) == (1, 8)
+    assert automatic_thresholds([OFF], 64) == (1,)
+    assert automatic_thresholds([*four, OFF], 4) == (1, 2, 3, 4, 5)
+    selector = BegMabSelector([WIDE, LONG, SHORT, OFF], max_batch_size=64, epsilon=0.0)
+    chosen = [selector.choose(size) for size in (1, 5, 6, 32, 33)]
+    assert chosen == [WIDE, WIDE, LONG, LONG, OFF]
+
+
+def test_retrieved_tokens_are_tokens_to_verify() -> None:
+    """4 + 8 tokens are more than 8: the hybrid gets the smaller batches."""
+    texts = ("4_1_4+ngram_8", "ngram_8")
+    hybrid, retrieval = (SpeculationStrategy.parse(text) for text in texts)
+    selector = BegMabSelector([retrieval, hybrid], (1, 4), epsilon=0.0)
+    assert [selector.choose(size) for size in (3, 4)] == [hybrid, retrieval]
 
 
 def test_greedy_choice_is_the_median_of_the_window() -> None:
@@ -78,9 +98,9 @@ def test_state_round_trip_repeats_every_choice() -> None:
     for size in [6, 8, 2, 50, 30] * 40:
         strategy = selector.choose(size)
         assert restored.choose(size) == strategy
-        counts, seconds = world.step(strategy, size)
+        accepted, seconds = world.step(strategy, size)
         for each in (selector, restored):
-            each.observe(strategy, size, counts, seconds)
+            each.observe(strategy, size, counts_by_depth(accepted, strategy), seconds)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +124,5 @@ def test_settings_out_of_range_are_refused() -> None:
         BegMabSelector([LONG], (1,), epsilon=1.5)
     with pytest.raises(ValueError, match="window=0"):
         BegMabSelector([LONG], (1,), window=0)
+    with pytest.raises(ValueError, match="max_batch_size=0"):
+        BegMabSelector([LONG], max_batch_size=0)

@@ -1,4 +1,4 @@
-"""The cost-model selector on synthetic machines, drafters that change, and the two models it is made of.
+"""The cost-model selector on synthetic machines and drafters that change.
 
 All scores are sums of expected values, and the noise is seeded, so nothing here depends on the speed of the machine.
 """
@@ -10,43 +10,78 @@ import math
 
 import pytest
 
-from tests.synthetic_decoding import ARMS, SyntheticDecoding, long_tail, run_selector
-from tlt_megatron.speculation.acceptance_model import AcceptanceModel
+from tests.synthetic_decoding import (
+    ARMS,
+    RETRIEVING_ARMS,
+    SyntheticDecoding,
+    long_tail,
+    long_tailed_lengths,
+    run_rollout,
+    run_selector,
+)
+from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.step_cost import StepCostModel
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 ROLLOUT = long_tail(64, scale=60)  # 64 requests, some 420 steps
+LENGTHS = long_tailed_lengths(128)
+
+
+@pytest.mark.parametrize("quality", [0.7, 0.9])
+def test_long_tailed_rollouts_reach_97_percent_of_the_oracle(quality: float) -> None:
+    """128 requests, 64 at once, each with a text of its own; the drafter has to catch up after every pause."""
+    world = SyntheticDecoding(seed=0, quality=quality, catch_up_s=2e-5, hiccup=6.0)
+    selector = CostModelSelector(ARMS)
+    assert run_rollout(selector, world, LENGTHS, seed=0).of_oracle > 0.95
+    assert run_rollout(selector, world, LENGTHS, seed=1).of_oracle > 0.965
+    assert run_rollout(selector, world, LENGTHS, seed=2).of_oracle > 0.97
+
+
+def test_it_is_ahead_of_beg_mab() -> None:
+    scores = []
+    for selector in (CostModelSelector(ARMS), BegMabSelector([*ARMS, OFF])):
+        world = SyntheticDecoding(seed=0, quality=0.85, catch_up_s=2e-5)
+        run_rollout(selector, world, LENGTHS, seed=0)
+        scores.append(run_rollout(selector, world, LENGTHS, seed=1).of_plain)
+    assert scores[0] > 1.1 * scores[1]
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.03])
 def test_useless_drafter_costs_at_most_two_percent(quality: float) -> None:
-    """Three percent while everything is new."""
-    for seed in range(3):
-        world, selector = SyntheticDecoding(seed=seed, quality=quality), CostModelSelector(ARMS)
-        assert run_selector(selector, world, ROLLOUT).of_plain > 0.97
-        assert run_selector(selector, world, ROLLOUT).of_plain > 0.98
-
-
-@pytest.mark.parametrize("quality", [0.35, 0.6, 0.85])
-def test_throughput_is_close_to_the_oracle(quality: float) -> None:
-    """0.93 over the first rollout, when everything is new, and 0.96 from then on; six arms and OFF."""
-    first, later = [], []
-    for seed in range(4):
-        world, selector = SyntheticDecoding(seed=seed, quality=quality), CostModelSelector(ARMS)
-        first.append(run_selector(selector, world, ROLLOUT).of_oracle)
-        later.append(run_selector(selector, world, ROLLOUT * 2).of_oracle)
-    assert sum(first) / 4 > 0.93
-    assert sum(later) / 4 > 0.96
+    """Three percent while everything is new. Looking at the drafter means that it catches up: that is paid for too."""
+    for seed in range(2):
+        world = SyntheticDecoding(seed=seed, quality=quality, catch_up_s=2e-5)
+        selector = CostModelSelector(ARMS)
+        assert run_rollout(selector, world, LENGTHS, seed=0).of_plain > 0.97
+        assert run_rollout(selector, world, LENGTHS, seed=1).of_plain > 0.98
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("quality", [0.02, 0.4, 0.85])
 def test_every_batch_size_is_as_fast_as_plain_or_faster(batch_size: int, quality: float) -> None:
-    world = SyntheticDecoding(seed=1, quality=quality)
-    score = run_selector(CostModelSelector(ARMS), world, [batch_size] * 600)
+    """Of the oracle: where plain decoding and a short chain are equals, a wrong choice between them is cheap."""
+    world, selector = SyntheticDecoding(seed=1, quality=quality), CostModelSelector(ARMS)
+    run_selector(selector, world, [batch_size] * 150)
+    score = run_selector(selector, world, [batch_size] * 500)
     assert score.of_plain > 0.98
-    assert score.of_oracle > 0.92
+    assert score.of_oracle > (0.97 if quality == 0.85 else 0.94)
+
+
+def test_retrieval_is_used_where_the_learned_drafter_fails() -> None:
+    world = SyntheticDecoding(seed=0, quality=0.03, retrieval=0.6, arms=RETRIEVING_ARMS)
+    selector = CostModelSelector(RETRIEVING_ARMS)
+    run_selector(selector, world, [4] * 300)
+    score = run_selector(selector, world, [4] * 300)
+    assert sum(s.num_retrieved > 0 and not s.is_learned for s in score.chosen) > 270
+    assert score.of_oracle > 0.97
+
+
+def test_hybrids_are_used_where_both_drafters_are_good() -> None:
+    world = SyntheticDecoding(seed=0, quality=0.7, retrieval=0.6, arms=RETRIEVING_ARMS)
+    assert str(world.best(2)) == "4_1_4+ngram_4"
+    selector = CostModelSelector(RETRIEVING_ARMS)
+    run_selector(selector, world, [2] * 200)
+    assert run_selector(selector, world, [2] * 300).chosen.count(world.best(2)) > 250
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -70,7 +105,7 @@ def test_speculation_is_turned_on_when_the_drafter_gets_good(batch_size: int) ->
         world.quality = 0.85
         score = run_selector(selector, world, [batch_size] * 600)
         assert score.chosen[200:].count(OFF) < 0.15 * 400
-        assert run_selector(selector, world, [batch_size] * 300).of_oracle > 0.85
+        assert run_selector(selector, world, [batch_size] * 300).of_oracle > 0.9
 
 
 def test_the_best_arm_follows_the_quality_of_the_drafter() -> None:
@@ -79,11 +114,26 @@ def test_the_best_arm_follows_the_quality_of_the_drafter() -> None:
     def change(step: int) -> None:
         world.quality = (0.85, 0.45)[step // 300 % 2]
 
-    assert run_selector(selector, world, [6] * 1800, change).of_oracle > 0.92
+    assert run_selector(selector, world, [6] * 1800, change).of_oracle > 0.94
+
+
+def test_arm_that_met_a_slow_moment_gets_another_chance() -> None:
+    """Five times as slow whenever 6_1_6 runs within the first 60 steps, and the best arm by far from then on."""
+    arms = ARMS[:3]
+    world = SyntheticDecoding(seed=0, quality=0.95, arms=arms)
+    assert world.best(1) == arms[2]
+    selector = CostModelSelector(arms)
+    for step in range(600):
+        strategy = selector.choose(1)
+        accepted, seconds = world.step(strategy, 1)
+        slow = 5.0 if step < 60 and strategy == arms[2] else 1.0
+        counts = [int(accepted[0] >= depth) for depth in range(1, strategy.depth + 1)]
+        selector.observe(strategy, 1, counts, seconds * slow)
+    assert run_selector(selector, world, [1] * 100).chosen.count(arms[2]) > 85
 
 
 def test_speculation_goes_on_and_off_with_the_batch_size() -> None:
-    world, selector = SyntheticDecoding(seed=0, quality=0.5), CostModelSelector(ARMS)
+    world, selector = SyntheticDecoding(seed=0, quality=0.45), CostModelSelector(ARMS)
     assert world.best(64).is_off
     assert not world.best(4).is_off
     run_selector(selector, world, ROLLOUT)
@@ -115,7 +165,7 @@ def test_hysteresis_holds_both_ways() -> None:
 
 
 def test_trials_lose_no_more_than_their_share_of_the_time() -> None:
-    """0.008 of the time, 2 plain steps to begin with, the looks in any case, and what overdraws the budget: below 2 %."""
+    """0.006 of the time, 2 plain steps to begin with, and what overdraws the budget: below 1.2 %."""
     world, selector = SyntheticDecoding(seed=0, quality=0.0), CostModelSelector(ARMS)
     run_selector(selector, world, [32] * 2000)
     total_s = lost_s = 0.0
@@ -124,7 +174,17 @@ def test_trials_lose_no_more_than_their_share_of_the_time() -> None:
         total_s += seconds
         if decision.reason == "explore":
             lost_s += seconds - world.seconds(OFF, 32)
-    assert 0.0 < lost_s < 0.02 * total_s
+    assert 0.0 < lost_s < 0.012 * total_s
+
+
+def test_choice_that_the_engine_overrules_does_no_harm() -> None:
+    """An engine that has no drafter for now decodes plainly whatever is chosen, and learning goes on."""
+    world, selector = SyntheticDecoding(seed=0, quality=0.85), CostModelSelector(ARMS)
+    run_selector(selector, world, [4] * 100)
+    for _ in range(200):
+        selector.choose(4)
+        selector.observe(OFF, 4, [], world.step(OFF, 4)[1])
+    assert run_selector(selector, world, [4] * 100).of_oracle > 0.95
 
 
 def test_state_round_trip_repeats_every_choice() -> None:
@@ -136,7 +196,8 @@ def test_state_round_trip_repeats_every_choice() -> None:
         world.quality = 0.8 if step < 200 else 0.3
         strategy = selector.choose(size)
         assert restored.choose(size) == strategy
-        counts, seconds = world.step(strategy, size)
+        accepted, seconds = world.step(strategy, size)
+        counts = [sum(a >= d for a in accepted) for d in range(1, strategy.depth + 1)]
         for each in (selector, restored):
             each.observe(strategy, size, counts, seconds)
 
@@ -158,62 +219,3 @@ def test_bad_settings_are_refused() -> None:
         CostModelSelector([ARMS[0], ARMS[0]])
     with pytest.raises(ValueError, match="explore_share=0"):
         CostModelSelector(ARMS, explore_share=0.0)
-
-
-def test_one_strategy_informs_the_acceptance_of_all() -> None:
-    """Only a chain of 4 runs; a deeper chain and a tree are then estimated from it, with more doubt about the tree."""
-    model, chain, deeper, tree = AcceptanceModel(ARMS), 1, 2, 4
-    before = model.estimates()
-    for _ in range(50):
-        model.observe(ARMS[chain], 100, [30, 9, 3, 1])
-        model.fit(1)
-    after = model.estimates()
-    assert after.means[chain] == pytest.approx(0.43, abs=0.03)
-    assert after.means[deeper] == pytest.approx(0.43, abs=0.04)
-    assert 0.5 < after.means[tree] < 1.3
-    doubts = [after.covariance[arm][arm] for arm in (chain, deeper, tree)]
-    assert doubts[0] < doubts[1] < doubts[2] < 0.5 * before.covariance[tree][tree]
-
-
-def test_acceptance_jump_is_seen_and_followed() -> None:
-    model, chain = AcceptanceModel(ARMS), 1
-    jumps = []
-    for step in range(60):
-        counts = [80, 64, 51, 41] if step < 50 else [10, 1, 0, 0]
-        jumps.append(model.observe(ARMS[chain], 100, counts))
-        model.fit(1)
-    assert not any(jumps[20:50])
-    assert any(jumps[50:53])
-    assert model.estimates().means[chain] < 0.2
-
-
-def test_cost_law_predicts_strategies_and_batch_sizes_never_run() -> None:
-    """Seconds that follow the law: five (strategy, batch size) pairs tell the rest."""
-
-    def seconds(strategy: SpeculationStrategy, batch_size: int) -> float:
-        rows, drafted = (
-            batch_size * strategy.num_rows,
-            strategy.num_steps * batch_size * strategy.topk,
-        )
-        return 0.02 + 2e-4 * rows + 1e-3 * strategy.num_steps + 5e-5 * drafted
-
-    model = StepCostModel((OFF, *ARMS), half_life=400)
-    seen = [(OFF, 60), (OFF, 8), (ARMS[0], 20), (ARMS[4], 10), (ARMS[2], 4)]
-    for _ in range(10):
-        for strategy, batch_size in seen:
-            model.observe(strategy, batch_size, seconds(strategy, batch_size))
-    model.fit()
-    for strategy in (OFF, *ARMS):
-        for batch_size in (1, 5, 30):
-            expected = seconds(strategy, batch_size)
-            assert model.estimate(strategy, batch_size).seconds == pytest.approx(expected, rel=0.12)
-    known, unknown = model.estimate(ARMS[0], 20), model.estimate(ARMS[3], 20)
-    assert known.log_error < 0.05 < unknown.log_error
-
-
-def test_hiccup_of_the_machine_hardly_moves_a_known_cost() -> None:
-    model = StepCostModel((OFF, *ARMS), half_life=400)
-    for step in range(60):
-        model.observe(OFF, 4, 0.010 if step != 40 else 1.0)
-        model.fit()
-    assert model.estimate(OFF, 4).seconds == pytest.approx(0.010, rel=0.03)

@@ -69,7 +69,13 @@ class EmbeddedEngine:
         self._model: Transformer | None = None
         self._cache: KvCache | None = None
         self._version: int | None = None
-        self._stats = EngineStats(
+        self._stats = self._no_stats()
+        self._passes: list[PassRecord] = []
+        self._num_unspeculated = 0
+        self._is_asleep = self._is_closed = False
+
+    def _no_stats(self) -> EngineStats:
+        return EngineStats(
             num_prompt_tokens=0,
             num_generated_tokens=0,
             num_decode_passes=0,
@@ -78,9 +84,6 @@ class EmbeddedEngine:
             peak_kv_tokens=0,
             kv_capacity_tokens=self._plan.kv_tokens,
         )
-        self._passes: list[PassRecord] = []
-        self._num_unspeculated = 0
-        self._is_asleep = self._is_closed = False
 
     def _make_plan(self) -> MemoryPlan:
         return plan_memory(
@@ -246,6 +249,12 @@ class EmbeddedEngine:
         if self._is_closed:
             raise RuntimeError("the engine is closed")
 
+    def _require_version(self, policy_version: int) -> None:
+        if self._model is None or self._version != policy_version:
+            raise RuntimeError(
+                f"policy_version={policy_version} is asked for, the engine holds {self._version}"
+            )
+
     def _require_awake(self) -> None:
         self._require_open()
         if self._is_asleep:
@@ -271,10 +280,7 @@ class EmbeddedEngine:
         [prompt + response - 1, D] that decoding computed anyway.
         """
         self._require_awake()
-        if self._model is None or self._version != policy_version:
-            raise RuntimeError(
-                f"policy_version={policy_version} is asked for, the engine holds {self._version}"
-            )
+        self._require_version(policy_version)
         started = time.perf_counter()
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
@@ -305,11 +311,9 @@ class EmbeddedEngine:
             for end in ended:
                 rollout = self._make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
-                if self._speculation is not None:
-                    self._speculation.finish(end.request, end.token_ids_T.tolist())
                 if on_features is not None:
                     on_features(rollout, features_of(end.request, rollout, cache))
-                scheduler.finish(end.request)
+                self._finish(end, scheduler)
                 if on_finish is not None:
                     on_finish(rollout)
             if between_passes is not None:
@@ -318,22 +322,33 @@ class EmbeddedEngine:
             batch.grow(scheduler)
             if batch.requests:
                 self._advance(batch, scheduler, sample_s)
-        counts = self._graphs.take_counts()
-        self._stats = EngineStats(
+        self._stats = dataclasses.replace(
+            self._sum_up(batch, scheduler, cache),
             num_prompt_tokens=num_new,
-            num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
-            num_decode_passes=batch.num_passes,
-            seconds=time.perf_counter() - started,
-            peak_kv_tokens=cache.peak_pages * PAGE_TOKENS,
-            kv_capacity_tokens=self._plan.kv_tokens,
-            num_preemptions=scheduler.num_preemptions,
             num_recomputed_tokens=num_again,
+            num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
+            seconds=time.perf_counter() - started,
+        )
+        self._note_reasons()
+        return _group(prompts, params.num_samples, rollouts)
+
+    def _finish(self, end: Ended, scheduler: Scheduler) -> None:
+        if self._speculation is not None:
+            self._speculation.finish(end.request, end.token_ids_T.tolist())
+        scheduler.finish(end.request)
+
+    def _sum_up(self, batch: DecodeBatch, scheduler: Scheduler, cache: KvCache) -> EngineStats:
+        """What they have counted."""
+        counts = self._graphs.take_counts()
+        return dataclasses.replace(
+            self._no_stats(),
+            num_decode_passes=batch.num_passes,
+            peak_kv_tokens=cache.peak_pages * PAGE_TOKENS,
+            num_preemptions=scheduler.num_preemptions,
             num_unspeculated_passes=self._num_unspeculated,
             num_graph_replays=sum(counts.num_replays.values()),
             eager_passes=counts.eager_by_reason(),
         )
-        self._note_reasons()
-        return _group(prompts, params.num_samples, rollouts)
 
     def _start_batch(
         self, cache: KvCache, params: SamplingParams, *, num_requests: int

@@ -35,6 +35,27 @@ def lane_tokens(section: RolloutSection, *, max_prompt_tokens: int, draft_slots:
     return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
+def _num_pages(
+    section: RolloutSection, *, max_prompt_tokens: int, draft_slots: int, has_graphs: bool
+) -> int:
+    if section.kv_cache_tokens:
+        num_pages = section.kv_cache_tokens // PAGE_TOKENS
+        if num_pages < 2:
+            raise ValueError(
+                f"rollout.kv_cache_tokens={section.kv_cache_tokens}: must be 0 or at least {2 * PAGE_TOKENS}"
+                f" (a page of {PAGE_TOKENS} for a prompt and one for its response)"
+            )
+        return num_pages
+    pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + (draft_slots > 0)
+    pages_each += section.batch_invariant  # responses begin with a copy of their prompt's last page
+    if has_graphs:
+        lane = lane_tokens(section, max_prompt_tokens=max_prompt_tokens, draft_slots=draft_slots)
+        pages_each = lane // PAGE_TOKENS
+    prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
+    num_groups = -(-section.max_batch_size // section.num_samples) + 1
+    return section.max_batch_size * pages_each + num_groups * prompt_pages
+
+
 def plan_memory(
     model: ModelConfig,
     section: RolloutSection,
@@ -65,22 +86,12 @@ def plan_memory(
     if has_packed_weights:
         weights += matrices * model.num_layers + v * d
 
-    pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + has_drafter
-    pages_each += section.batch_invariant  # responses begin with a copy of their prompt's last page
-    if has_graphs:
-        lane = lane_tokens(section, max_prompt_tokens=max_prompt_tokens, draft_slots=draft_slots)
-        pages_each = lane // PAGE_TOKENS
-    prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
-    num_groups = -(-section.max_batch_size // section.num_samples) + 1
-    num_pages = section.max_batch_size * pages_each + num_groups * prompt_pages
-    if section.kv_cache_tokens:
-        num_pages = section.kv_cache_tokens // PAGE_TOKENS
-        if num_pages < 2:
-            raise ValueError(
-                f"rollout.kv_cache_tokens={section.kv_cache_tokens}: must be 0 or at least {2 * PAGE_TOKENS}"
-                f" (a page of {PAGE_TOKENS} for a prompt and one for its response)"
-            )
-    kv_tokens = num_pages * PAGE_TOKENS
+    kv_tokens = PAGE_TOKENS * _num_pages(
+        section,
+        max_prompt_tokens=max_prompt_tokens,
+        draft_slots=draft_slots,
+        has_graphs=has_graphs,
+    )
     num_kv_layers = model.num_layers + has_drafter
     num_slots = kv_tokens + has_graphs * PAGE_TOKENS
     kv = num_slots * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item

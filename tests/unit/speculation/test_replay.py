@@ -1,0 +1,109 @@
+"""Off-line evaluation on tables small enough to work out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.synthetic_decoding import ARMS, SyntheticDecoding, run_selector
+from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.replay import PassTrace, RecordingSelector, TraceTable, replay
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+
+CHAIN = SpeculationStrategy.parse("2_1_2")
+
+
+def one_pass(
+    strategy: SpeculationStrategy, batch_size: int, counts: tuple[int, ...], seconds: float
+) -> PassTrace:
+    return PassTrace(
+        batch_size=batch_size, strategy=strategy, accepted_by_depth=counts, seconds=seconds
+    )
+
+
+def small_table() -> TraceTable:
+    """Batch 1: plain 1 token in 1 s, the chain 2 in 1 s. Batch 8: plain 8 in 1 s, the chain 16 in 4 s."""
+    return TraceTable(
+        [
+            one_pass(OFF, 1, (), 1.0),
+            one_pass(CHAIN, 1, (1, 1), 1.5),
+            one_pass(CHAIN, 1, (0, 0), 0.5),
+            one_pass(OFF, 8, (), 1.0),
+            one_pass(CHAIN, 8, (4, 4), 4.0),
+            one_pass(CHAIN, 5, (4, 4), 4.0),  # on the way to the end: left out
+        ],
+        [1, 8],
+    )
+
+
+def test_fixed_strategy_against_the_oracle_by_hand() -> None:
+    """Two passes at batch 1 and one at batch 8 with the chain: 4 + 16 tokens in 2 + 4 s. The oracle takes 2 + 2 s, plain
+    decoding 4 + 2 s."""
+    result = replay(FixedSelector(CHAIN), small_table(), [1, 1, 8])
+    assert result.of_oracle == pytest.approx(4.0 / 6.0)
+    assert result.of_plain == pytest.approx(6.0 / 6.0)
+    assert result.of_oracle_by_batch == pytest.approx({1: 1.0, 8: 0.5})
+    assert result.num_chosen == {"2_1_2": 3}
+
+
+def test_batch_sizes_are_taken_as_the_nearest_recorded_one() -> None:
+    """Ratios: 2 is 2 times 1 and a fourth of 8; 3 is 3 times 1 and 1 / 2.67 of 8."""
+    result = replay(FixedSelector(OFF), small_table(), [1, 2, 3, 8, 100])
+    assert result.num_chosen == {"off": 5}
+    assert small_table().nearest(2) == 1
+    assert small_table().nearest(3) == 8
+
+
+def test_first_passes_are_not_judged() -> None:
+    result = replay(FixedSelector(CHAIN), small_table(), [8, 8, 1], num_first=2)
+    assert result.of_oracle == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="num_first=3"):
+        replay(FixedSelector(CHAIN), small_table(), [8, 8, 1], num_first=3)
+
+
+def test_passes_are_drawn_in_recorded_order() -> None:
+    recorder = RecordingSelector(FixedSelector(CHAIN))
+    replay(recorder, small_table(), [1, 1, 1])
+    assert [each.num_committed for each in recorder.passes] == [3, 1, 3]
+    assert [each.seconds for each in recorder.passes] == [1.5, 0.5, 1.5]
+
+
+def test_hiccups_do_not_make_a_strategy_slow() -> None:
+    """Seconds 1, 1, 1, 100: the last one counts as 3 times the median."""
+    passes = [one_pass(OFF, 1, (), seconds) for seconds in (1.0, 1.0, 1.0, 100.0)]
+    assert TraceTable(passes, [1]).tokens_per_s(OFF, 1) == pytest.approx(4.0 / 6.0)
+
+
+def test_tables_with_holes_are_refused() -> None:
+    passes = [one_pass(OFF, 1, (), 1.0), one_pass(CHAIN, 1, (1, 0), 1.0), one_pass(OFF, 2, (), 1.0)]
+    with pytest.raises(ValueError, match="strategy=2_1_2 was not recorded at batch_size=2"):
+        TraceTable(passes, [1, 2])
+    with pytest.raises(ValueError, match="no plain pass"):
+        TraceTable(passes[1:2], [1])
+    with pytest.raises(ValueError, match="strategy=off was chosen|strategy=3_4_8 was chosen"):
+        other = FixedSelector(SpeculationStrategy.parse("3_4_8"))
+        replay(other, TraceTable(passes, [1]), [1])
+
+
+def test_records_survive_json() -> None:
+    strategy = SpeculationStrategy.parse("4_2_8+ngram_4")
+    record = one_pass(strategy, 3, (3, 2, 1, 0), 0.25)
+    assert PassTrace.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_selector_is_judged_on_a_recorded_table_as_on_the_machine_itself() -> None:
+    """100 passes in each cell of a synthetic machine; the cost model then replays 400 passes at each of two batch sizes."""
+    world, passes = SyntheticDecoding(seed=0, quality=0.8), []
+    for strategy in (OFF, *ARMS):
+        for batch_size in (2, 16):
+            recorder = RecordingSelector(FixedSelector(strategy))
+            run_selector(recorder, world, [batch_size] * 100)
+            passes += recorder.passes
+    table = TraceTable(passes, [2, 16])
+    result = replay(
+        CostModelSelector(ARMS), table, [16, 2] * 100 + [16] * 300 + [2] * 300, num_first=200
+    )
+    assert result.of_oracle > 0.95
+    assert result.of_plain > 1.5

@@ -1,0 +1,26 @@
+"""What the benchmark of speculation compares with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.speculation_bench.interleaved import PLAIN, Record, differences, with_plain
+
+
+def test_plain_decoding_runs_on_both_sides_of_what_is_judged_closely() -> None:
+    order = with_plain(["a", "b", "c", "x", "y"], close={"x", "y"})
+    assert order == [PLAIN, "a", "b", PLAIN, "c", PLAIN, "x", PLAIN, "y", PLAIN]
+    assert with_plain(["x", "a"], close={"x"}) == [PLAIN, "x", PLAIN, "a", PLAIN]
+    assert with_plain([], close=()) == [PLAIN]
+
+
+def test_only_first_differences_count_and_what_follows_them_is_not_compared() -> None:
+    plain = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    assert differences(plain, plain) == (0, 9)
+    assert differences(plain, [[1, 0, 0, 0], [5, 6], [7, 8, 0]]) == (2, 2 + 2 + 3)
+
+
+def test_the_first_round_stands_apart_from_the_others() -> None:
+    record = Record(ratios=[0.5, 2.0, 1.0, 3.0])
+    assert record.ratio == {"median": 2.0, "min": 1.0, "max": 3.0, "first_round": 0.5}
+    assert Record(ratios=[0.5]).ratio["median"] == pytest.approx(0.5)
