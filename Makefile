@@ -15,13 +15,18 @@ export HF_HUB_OFFLINE := 1
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 
+# Sets the shell variable `python`, which the rest of the recipe's line uses.
+define find_python
+python=""; for candidate in $(PYTHON) python3.11 python3.12 python3; do \
+  if $$candidate -c 'import sys; raise SystemExit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+  then python=$$candidate; break; fi; done; \
+test -n "$$python" || { echo "set-up: needs Python 3.11 or 3.12 (or make PYTHON=/path/to/it)" >&2; exit 1; }
+endef
+
 setup: $(VENV)/.done  ## virtual environment with everything that the run and the tests need
 
 $(VENV)/.done: setup.py
-	@python=""; for candidate in $(PYTHON) python3.11 python3.12 python3; do \
-	  if $$candidate -c 'import sys; raise SystemExit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
-	  then python=$$candidate; break; fi; done; \
-	test -n "$$python" || { echo "set-up: needs Python 3.11 or 3.12 (or make PYTHON=/path/to/it)" >&2; exit 1; }; \
+	@$(find_python); \
 	echo "set-up: $(VENV) with $$($$python --version)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
 	@if command -v nvidia-smi >/dev/null 2>&1; then echo "set-up: torch (CUDA)"; $(PY) -m pip install -q "torch>=2.11,<2.15"; \
@@ -30,9 +35,10 @@ $(VENV)/.done: setup.py
 	@$(PY) -m pip install -q -e ".[dev,report]"
 	@touch $@; echo "set-up: done"
 
-quickstart: setup  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with everything a run leaves behind
+quickstart: setup  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with speculation and spot training
 	@echo "quickstart 1/2: the tiny policy and its task (made once, cached in build/tiny_policy)"
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
+	@$(PY) -m tools.expand_layers --model build/tiny_policy --extra 8 --out build/quickstart_policy
 	@echo "quickstart 2/2: GRPO on 2 ranks -> $(RUN_DIR)"
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
@@ -52,10 +58,7 @@ lint: setup  ## ruff check and format
 setup-sglang: $(SGLANG_VENV)/.done  ## environment of its own with SGLang on CPU torch, for test-sglang
 
 $(SGLANG_VENV)/.done: tests/sglang/requirements.txt setup.py
-	@python=""; for candidate in $(PYTHON) python3.11 python3.12 python3; do \
-	  if $$candidate -c 'import sys; raise SystemExit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
-	  then python=$$candidate; break; fi; done; \
-	test -n "$$python" || { echo "set-up: needs Python 3.11 or 3.12 (or make PYTHON=/path/to/it)" >&2; exit 1; }; \
+	@$(find_python); \
 	test -x $(SGLANG_PY) || $$python -m venv $(SGLANG_VENV)
 	@echo "set-up: $(CPU_TORCH) (CPU) and SGLang without its CUDA-only packages"
 	@$(SGLANG_PY) -m pip install -q "$(CPU_TORCH)"

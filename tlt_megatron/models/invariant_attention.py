@@ -232,37 +232,39 @@ class _TreeAttention:
         """`roots_B` are positions. The slots that a query sees come in order of their positions: parents before children."""
         self._view = view
         self._slots_P = slots_P
-        cache = view.cache
-        self._block = block = cache.page_size
-        self._dtype = cache.bias_T.dtype
+        block = view.cache.page_size
         first_B1 = (roots_B // block).unsqueeze(1)  # the block of the root
-        blocks_BR = positions_BR // block
-        self._num_before = num_before = int(first_B1.max())
-        self._num_copied = num_copied = int((blocks_BR - first_B1).max()) + 1
-        self._find_paths(first_B1, positions_BR, is_seen_BRS)
-        # Block m of row b: in front of the root's, or copied; both stand in one list of parts.
-        blocks_M = torch.arange(num_before + num_copied, device=cache.device)
-        copied_BM = num_before + (blocks_M - first_B1).clamp(max=num_copied - 1)
-        self._parts_BM = torch.where(blocks_M < first_B1, blocks_M, copied_BM)
-        self._is_hidden_BRM = blocks_M > blocks_BR.unsqueeze(2)
+        last_BR = positions_BR // block
+        self._num_before = int(first_B1.max())
+        self._num_blocks = num_blocks = int(last_BR.max()) + 1
+        blocks_M = torch.arange(num_blocks, device=roots_B.device)
+        is_hidden_BRM = blocks_M > last_BR.unsqueeze(2)
+        is_copied_BRM = (blocks_M >= first_B1).unsqueeze(1) & ~is_hidden_BRM
+        self._is_hidden_PM = is_hidden_BRM.flatten(0, 1)[..., None, None]
+        # X: all pairs of a query and a block that is copied for it; where they stand among the parts of all queries.
+        self._parts_X = is_copied_BRM.view(-1).nonzero().squeeze(1)
+        self._queries_X = self._parts_X // num_blocks
+        self._find_paths(positions_BR, is_seen_BRS)
+        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _find_paths(self, first_B1: Tensor, positions_BR: Tensor, is_seen_BRS: Tensor) -> None:
-        """Where the keys of every query's copied blocks lie, and which of them it sees."""
-        device, block, length = first_B1.device, self._block, is_seen_BRS.shape[2]
-        ranks_BRS = is_seen_BRS.cumsum(dim=2) - 1
-        ranks_BRS = ranks_BRS.masked_fill_(~is_seen_BRS, length)
-        places_BRS = torch.arange(length, device=device).expand_as(ranks_BRS)
-        place_of = places_BRS.new_zeros(*ranks_BRS.shape[:2], length + 1)
-        place_of.scatter_(2, ranks_BRS, places_BRS)
-        offsets_W = torch.arange(self._num_copied * block, device=device)
-        positions_B1W = (first_B1 * block + offsets_W).unsqueeze(1)
-        wanted = positions_B1W.clamp(max=length - 1).expand(-1, positions_BR.shape[1], -1)
-        slots_BRW = place_of.gather(2, wanted) + self._view.starts_B[:, None, None]
-        self._copied_slots = slots_BRW.view(-1)
-        is_masked = (positions_B1W > positions_BR.unsqueeze(2)).view(-1, block)
-        is_masked = is_masked & ~is_masked[:, :1]  # see `block_bias`
-        bias = torch.zeros(is_masked.shape, dtype=self._dtype, device=device)
-        self._copied_bias = bias.masked_fill_(is_masked, -torch.inf)[:, None, None]
+    def _find_paths(self, positions_BR: Tensor, is_seen_BRS: Tensor) -> None:
+        """Where the keys of the copied blocks lie, and which of them their queries see."""
+        view, block, length = self._view, self._view.cache.page_size, is_seen_BRS.shape[2]
+        num_queries = positions_BR.shape[1]
+        ranks_PS = (is_seen_BRS.cumsum(dim=2) - 1).masked_fill_(~is_seen_BRS, length).flatten(0, 1)
+        places_PS = torch.arange(length, device=ranks_PS.device).expand_as(ranks_PS)
+        place_of = places_PS.new_zeros(ranks_PS.shape[0], length + 1)
+        place_of.scatter_(1, ranks_PS, places_PS)
+        starts_X1 = (self._parts_X % self._num_blocks * block).unsqueeze(1)
+        positions_XS = starts_X1 + torch.arange(block, device=ranks_PS.device)
+        queries_X1 = self._queries_X.unsqueeze(1)
+        places_XS = place_of[queries_X1, positions_XS.clamp(max=length - 1)]
+        self._copied_slots = (places_XS + view.starts_B[queries_X1 // num_queries]).view(-1)
+        is_masked_XS = positions_XS > positions_BR.view(-1)[queries_X1]
+        bias = torch.zeros(
+            is_masked_XS.shape, dtype=view.cache.bias_T.dtype, device=places_XS.device
+        )
+        self._bias = bias.masked_fill_(is_masked_XS, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """See `transformer.Attention`."""
@@ -270,35 +272,47 @@ class _TreeAttention:
         cache.write(layer, self._slots_P, kv_PKH)
         num_tokens, num_heads, head_dim = query_PNH.shape
         num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
-        num_queries, repeat = num_tokens // num_rows, num_heads // num_kv_heads
-        kv = cache.layers[layer].index_select(1, self._copied_slots)
-        kv = kv.view(2 * num_kv_heads, -1, self._block, head_dim).transpose(0, 1)
+        repeat = num_heads // num_kv_heads
+        copied, out_PM, lse_PM = self._ready_buffers(layer, query_PNH)
+        if num_before:
+            num_queries = num_tokens // num_rows
+            bias = self._bias.new_zeros(()).expand(
+                num_rows, num_before, num_queries * repeat, cache.page_size
+            )
+            query = _by_kv_head(query_PNH, num_rows, num_kv_heads)
+            parts = attend_rows(query, view.blocks(layer, num_before), bias)
+            for target, part in zip((out_PM, lse_PM), parts, strict=True):
+                split = part.unflatten(3, (num_queries, repeat)).movedim(3, 1)
+                target.unflatten(0, (num_rows, -1))[:, :, :num_before].copy_(split)
+        torch.index_select(cache.layers[layer], 1, self._copied_slots, out=copied)
+        kv = copied.unflatten(1, (-1, cache.page_size)).transpose(0, 1)
         query = query_PNH.view(num_tokens, num_kv_heads, repeat, head_dim)
-        out, lse = attend_block(
-            query.repeat_interleave(self._num_copied, dim=0),
+        parts = attend_block(
+            query.index_select(0, self._queries_X),
             kv[:, :num_kv_heads],
             kv[:, num_kv_heads:],
-            self._copied_bias,
+            self._bias,
         )
-        heads = (num_kv_heads, repeat)
-        outs = [out.view(num_rows, num_queries, self._num_copied, *heads, head_dim)]
-        lses = [lse.reshape(num_rows, num_queries, self._num_copied, *heads)]
-        if num_before:
-            bias = self._copied_bias.new_zeros(()).expand(
-                num_rows, num_before, num_queries * repeat, self._block
+        for target, part in zip((out_PM, lse_PM), parts, strict=True):
+            target.flatten(0, 1).index_copy_(0, self._parts_X, part)
+        lse_PM.masked_fill_(self._is_hidden_PM, -torch.inf)
+        return merge_blocks(out_PM, lse_PM).reshape(num_tokens, num_heads * head_dim)
+
+    def _ready_buffers(self, layer: int, query_PNH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The copied keys and values [2K, X * S, H], and out and lse of all parts; fresh memory for each layer would cost
+        more than what is done in it."""
+        if self._buffers is None:
+            num_tokens, num_heads, head_dim = query_PNH.shape
+            kv = self._view.cache.layers[layer]
+            num_kv_heads = self._view.cache.num_kv_heads
+            parts = (num_tokens, self._num_blocks, num_kv_heads, num_heads // num_kv_heads)
+            wide = torch.float64 if kv.dtype == torch.float64 else torch.float32
+            self._buffers = (
+                kv.new_empty(kv.shape[0], self._copied_slots.numel(), head_dim),
+                kv.new_zeros(*parts, head_dim),  # finite where nothing is written
+                kv.new_zeros(parts, dtype=wide),
             )
-            out, lse = attend_rows(
-                _by_kv_head(query_PNH, num_rows, num_kv_heads), view.blocks(layer, num_before), bias
-            )
-            before = (num_rows, num_before, num_kv_heads, num_queries, repeat)
-            outs.insert(0, out.reshape(*before, head_dim).permute(0, 3, 1, 2, 4, 5))
-            lses.insert(0, lse.reshape(before).permute(0, 3, 1, 2, 4))
-        table = self._parts_BM.unsqueeze(1).expand(-1, num_queries, -1)[..., None, None]
-        lse = torch.cat(lses, dim=2).take_along_dim(table, dim=2)
-        lse = lse.masked_fill_(self._is_hidden_BRM[..., None, None], -torch.inf)
-        out = torch.cat(outs, dim=2).take_along_dim(table.unsqueeze(-1), dim=2)
-        merged = merge_blocks(out.flatten(0, 1), lse.flatten(0, 1))
-        return merged.reshape(num_tokens, num_heads * head_dim)
+        return self._buffers
 
 
 def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:

@@ -35,11 +35,12 @@ _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of t
 _REFRESH_S = 0.08  # between two looks at the models, which take about 0.2 ms
 _REFRESH_STEPS = (8, 512)
 # An arm rests between two trials, because machines are slow for several steps on end. One that was slow out of reason is
-# tried again after so many steps, twice as many after every trial; one that has not run for `_STALE` * `probe_every` is
-# tried whatever is believed.
+# tried again after so many steps, twice as many after every trial. One of at least `_NEAR` the rate of the best that has
+# not run for `_STALE` * `probe_every` steps is tried although it is not worth it.
 _REST = 20
 _RETRY = 10
-_STALE = 6
+_STALE = 3
+_NEAR = 0.6
 _LONG_TRIAL = 3  # steps
 _PLAIN_PATIENCE = 4  # plain decoding is looked at as many times less often than drafting
 _PLAIN, _LEARNED, _RETRIEVED = range(3)
@@ -58,7 +59,7 @@ class CostModelSelector:
         first_budget: float = 2.0,
         hysteresis: float = 0.02,
         caution: float = 0.35,
-        horizon: float = 80.0,
+        horizon: float = 120.0,
         probe_every: int = 100,
     ) -> None:
         """`half_life`: steps after which half of what was learned of times is forgotten. `explore_share`: share of the
@@ -142,7 +143,7 @@ class CostModelSelector:
         self._account(arm, rate / batch_size, seconds)
         if strategy.is_learned and self._catch_up.is_due:
             plan = self._plan if batch_size == self._batch_size else None
-            self._catch_up.caught_up(max(seconds - plan.seconds[arm], 0.0) if plan else None)
+            self._catch_up.caught_up(seconds - plan.seconds[arm] if plan else None)
         else:
             self._cost.observe(strategy, batch_size, seconds)
         if not strategy.is_learned:
@@ -242,7 +243,8 @@ class CostModelSelector:
                     return arm, num_steps
         is_rich = self._budget_s > 0.5 * _MAX_BUDGET * plan.seconds[plan.best]
         for arm in plan.others:
-            patience = self._probe_every * _STALE if is_rich else math.inf
+            is_near = plan.rates[arm] > _NEAR * plan.rates[plan.best]
+            patience = self._probe_every * _STALE if is_rich and is_near else math.inf
             if arm in self._cost.suspects:
                 patience = min(_RETRY << min(self._num_tried[arm], 5), patience)
             if now - self._ran_at[arm] >= patience and self._can_pay(plan, arm, _LONG_TRIAL):

@@ -192,8 +192,8 @@ class CatchUpCost:
     """
 
     def __init__(self) -> None:
-        self._token_s = _Slope(32.0)  # seconds for each token that it has not read
-        self._request_s = _Slope(4.0)  # and for each request of which it has read nothing
+        self._token_s = _Slope(512.0)  # seconds for each token that it has not read
+        self._request_s = _Slope(16.0)  # and for each request of which it has read nothing
         self._num_unread = 0.0
         self._num_new = 0  # how long these are is not known
 

@@ -246,32 +246,43 @@ def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     assert measure("always_wrong", TREE, 0.0) < 1.05
 
 
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"dtype": "float32"}, 1e-3),
+        ({"dtype": "bfloat16"}, 5e-2),
+        ({"dtype": "bfloat16", "batch_invariant": True}, 0.0),
+    ],
+    ids=str,
+)
 def test_float32_keeps_logprobs_and_few_tokens_differ(
-    tiny_path: Path, drafters: dict[str, Weights], capsys: pytest.CaptureFixture[str]
+    tiny_path: Path,
+    drafters: dict[str, Weights],
+    capsys: pytest.CaptureFixture[str],
+    settings: dict,
+    most: float,
 ) -> None:
-    prompts = draw_prompts(32, 20, random.Random(3))
+    prompts = draw_prompts(24, 20, random.Random(3))
     params = SamplingParams(num_samples=4, max_new_tokens=32, seed=5)
-    rates = {}
-    for dtype in ("float32", "bfloat16"):
-        engine = engine_over(tiny_path, dtype=dtype, max_batch_size=64)
-        plain = engine.generate(prompts, params, policy_version=1)
-        selector = RestlessSelector(STRATEGIES, seed=6)
-        engine.set_speculation(speculation_over(engine, tiny_path, drafters, "trained", selector))
-        speculative = engine.generate(prompts, params, policy_version=1)
-        num_differing = num_compared = 0
-        for mine, theirs in zip(speculative, plain, strict=True):
-            for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
-                is_same_T = a.token_ids == b.token_ids  # what follows a difference is another text
-                num_same = int(is_same_T.long().cumprod(0).sum())
-                num_differing += num_same < is_same_T.numel()
-                num_compared += min(num_same + 1, is_same_T.numel())
-                if dtype == "float32":
-                    for name in ("logprobs", "policy_logprobs"):
-                        ours, others = getattr(a, name)[:num_same], getattr(b, name)[:num_same]
-                        torch.testing.assert_close(ours, others, atol=1e-4, rtol=0)
-        rates[dtype] = num_differing / num_compared
+    engine = engine_over(tiny_path, max_batch_size=64, **settings)
+    plain = engine.generate(prompts, params, policy_version=1)
+    selector = RestlessSelector(STRATEGIES, seed=6)
+    engine.set_speculation(speculation_over(engine, tiny_path, drafters, "trained", selector))
+    speculative = engine.generate(prompts, params, policy_version=1)
+    num_differing = num_compared = 0
+    for mine, theirs in zip(speculative, plain, strict=True):
+        for a, b in zip(mine.rollouts, theirs.rollouts, strict=True):
+            is_same_T = a.token_ids == b.token_ids  # what follows a difference is another text
+            num_same = int(is_same_T.long().cumprod(0).sum())
+            num_differing += num_same < is_same_T.numel()
+            num_compared += min(num_same + 1, is_same_T.numel())
+            if settings["dtype"] == "float32":
+                for name in ("logprobs", "policy_logprobs"):
+                    ours, others = getattr(a, name)[:num_same], getattr(b, name)[:num_same]
+                    torch.testing.assert_close(ours, others, atol=1e-4, rtol=0)
     with capsys.disabled():
-        told = ", ".join(f"{dtype} {rate:.1e}" for dtype, rate in rates.items())
-        print(f"\nspeculative tokens that differ from plain ones, per token: {told}")
-    assert rates["float32"] < 1e-3
-    assert rates["bfloat16"] < 5e-2
+        told = " ".join(f"{key}={value}" for key, value in settings.items())
+        print(
+            f"\n{told}: {num_differing} of {num_compared:,} tokens are not those of plain decoding"
+        )
+    assert num_differing <= most * num_compared

@@ -43,8 +43,8 @@ def test_arm_that_is_surely_worse_is_not_tried() -> None:
 
 
 def test_what_the_running_arm_teaches_anyway_is_not_worth_a_trial() -> None:
-    """All doubt is about what both arms share."""
-    apart = plan_of([2.0, 1.8], [0.04, 0.04])
+    """The same doubt about the second arm: its own, or what both arms share."""
+    apart = plan_of([2.0, 1.8], [1e-6, 0.04])
     together = plan_of([2.0, 1.8], [0.04, 0.04], shared=0.04)
     assert [arm for arm, _ in apart.trials] == [2, 2]
     assert together.trials == []

@@ -31,7 +31,7 @@ def test_strategies_and_batch_sizes_never_run_are_predicted() -> None:
             model.observe(strategy, batch_size, seconds_of(strategy, batch_size))
         model.fit(5)
     for strategy in ALL:
-        for batch_size in (1, 5, 30):
+        for batch_size in (4, 10, 30):
             expected = seconds_of(strategy, batch_size)
             assert estimate(model, strategy, batch_size) == pytest.approx(expected, rel=0.15)
 
@@ -97,27 +97,29 @@ def test_retrieval_has_no_price_of_draft_steps() -> None:
 
 
 def test_catching_up_is_priced_by_what_was_written() -> None:
-    """2 us a token: 4 requests write 50 tokens each, then one of them ends."""
+    """2 us a token: 4 requests write 5000 tokens, then one of them ends."""
     price = CatchUpCost()
     price.resize(0, 4)
     price.caught_up(None)
     assert not price.is_due
     for _ in range(2):
-        price.wrote(200)
+        price.wrote(5000)
         assert price.is_due
-        price.caught_up(200 * 2e-6)
-    price.wrote(200)
+        price.caught_up(5000 * 2e-6)
+    price.wrote(5000)
     price.resize(4, 3)
-    assert price.seconds == pytest.approx(150 * 2e-6, rel=0.05)
+    assert price.seconds == pytest.approx(3750 * 2e-6, rel=0.05)
     restored = CatchUpCost()
     restored.load_state_dict(json.loads(json.dumps(price.state_dict())))
-    restored.wrote(150)
+    assert not restored.is_due
+    restored.wrote(3750)
     assert restored.seconds == pytest.approx(price.seconds)
 
 
 def test_noise_of_short_pauses_is_not_taken_for_the_price_of_long_ones() -> None:
+    """2 ms too long after 40 tokens; 8000 tokens at that price would take 400 ms."""
     price = CatchUpCost()
-    price.wrote(1)
-    price.caught_up(1e-3)
-    price.wrote(600)
-    assert price.seconds < 2e-3
+    price.wrote(40)
+    price.caught_up(2e-3)
+    price.wrote(8000)
+    assert price.seconds < 4e-3
