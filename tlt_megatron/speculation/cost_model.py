@@ -55,7 +55,7 @@ class CostModelSelector:
         *,
         half_life: float = 50_000.0,
         explore_share: float = 0.006,
-        gain_share: float = 0.03,
+        gain_share: float = 0.02,
         first_budget: float = 2.0,
         hysteresis: float = 0.02,
         caution: float = 0.35,
