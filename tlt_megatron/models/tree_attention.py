@@ -28,6 +28,7 @@ class LaneView:
         self._first_row = first_row
         self._slots = slice(first_row * lane, (first_row + num_rows) * lane)
         self.starts_B = torch.arange(first_row, first_row + num_rows, device=cache.device) * lane
+        self._bias_B1T = cache.bias_T[self._slots].view(num_rows, 1, lane)
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._blocks: dict[tuple[int, int], Tensor] = {}
 
@@ -67,8 +68,7 @@ class LaneView:
 
     def committed_bias(self, length: int) -> Tensor:
         """[B, 1, S]: 0 where a position is committed, -inf behind; a view."""
-        bias = self.cache.bias_T[self._slots].view(self.num_rows, 1, self.lane)
-        return bias[..., :length]
+        return self._bias_B1T[..., :length]
 
 
 class LaneTreeAttention:
@@ -81,28 +81,28 @@ class LaneTreeAttention:
         self._view = view
         self._slots_P = slots_P
         self._first_layer = first_layer
-        self._bias_BRS = bias_BRS
-        self._bias: Tensor | None = None  # [B, 1, R * query heads per kv head, S]
+        num_queries, self._length = bias_BRS.shape[1:]
+        self._is_one = num_queries == 1
+        self._bias = bias_BRS.unsqueeze(1)  # [B, 1, R, S], or once for each query head of a kv head
+        self._is_spread = self._is_one  # one row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """See `transformer.Attention`."""
         view = self._view
         cache, layer = view.cache, layer + self._first_layer
         cache.write(layer, self._slots_P, kv_PKH)
+        key, value = view.kv(layer, self._length)
         num_tokens, num_heads, head_dim = query_PNH.shape
         num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
+        if self._is_one:  # plain decoding: heads stand in order already
+            query = query_PNH.view(num_rows, num_kv_heads, -1, head_dim)
+            out, _ = attend_with_lse(query, key, value, self._bias)
+            return out.reshape(num_rows, num_heads * head_dim)
         num_queries = num_tokens // num_rows
         repeat = num_heads // num_kv_heads
-        is_one = num_queries == 1  # plain decoding: its heads stand in order already
-        if self._bias is None:
-            bias = self._bias_BRS.unsqueeze(1)
-            is_spread = repeat > 1 and not is_one
-            self._bias = bias.repeat_interleave(repeat, dim=2) if is_spread else bias
-        key, value = view.kv(layer, self._bias_BRS.shape[-1])
-        if is_one:
-            query = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
-            out, _ = attend_with_lse(query, key, value, self._bias)
-            return out.reshape(num_tokens, num_heads * head_dim)
+        if not self._is_spread:
+            self._bias = self._bias.repeat_interleave(repeat, dim=2)
+            self._is_spread = True
         query = query_PNH.view(num_rows, num_queries, num_kv_heads, repeat, head_dim)
         query = query.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
         out, _ = attend_with_lse(query, key, value, self._bias)

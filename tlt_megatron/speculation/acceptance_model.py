@@ -41,6 +41,8 @@ _OVERDISPERSION = 1.3  # steps of one request are alike
 
 _JUMP_MEMORY = 0.93  # share of the accumulated surprise that stays for the next step
 _JUMP_SIGMAS = 4.0
+_SUDDEN_SIGMAS = 5.0  # of a single step,
+_SUDDEN_VARIANCE = 1.5  # where a few tokens are no news in any case
 _JUMP = 4.0  # variance of a jump; from good to useless x falls by 4
 _JUMP_REQUESTS = (
     4.0  # so many that jump together are as likely of another text as before another drafter
@@ -165,15 +167,19 @@ class AcceptanceModel:
         )
 
     def _note_surprise(self, strategy: SpeculationStrategy, batch_size: int, accepted: int) -> bool:
-        """A leaky sum of residuals against its own standard deviation, in the manner of Page (1954), on both sides."""
+        """A leaky sum of residuals against its own standard deviation, in the manner of Page (1954), on both sides; and
+        single steps that leave no doubt."""
         self.estimates()
         mean, variance, doubt, text = self._expected[self._index[strategy]]
         if batch_size < self._text_size:
             doubt += text * TEXT_VARIANCE * (1.0 / batch_size - 1.0 / self._text_size)
         variance = batch_size * variance + (batch_size * (1.0 + mean)) ** 2 * doubt
-        self._surprise = _JUMP_MEMORY * self._surprise + accepted - batch_size * mean
+        residual = accepted - batch_size * mean
+        self._surprise = _JUMP_MEMORY * self._surprise + residual
         self._surprise_variance = _JUMP_MEMORY**2 * self._surprise_variance + variance
-        if abs(self._surprise) <= _JUMP_SIGMAS * math.sqrt(self._surprise_variance):
+        is_slow = abs(self._surprise) > _JUMP_SIGMAS * math.sqrt(self._surprise_variance)
+        is_sudden = abs(residual) > _SUDDEN_SIGMAS * math.sqrt(variance + _SUDDEN_VARIANCE)
+        if not (is_slow or is_sudden):
             return False
         # Trees gain over chains differently at another quality, so the shapes are in doubt again too.
         self._belief.doubt(0.1)

@@ -58,7 +58,7 @@ class CostModelSelector:
         gain_share: float = 0.02,
         first_budget: float = 2.0,
         hysteresis: float = 0.02,
-        caution: float = 0.35,
+        caution: float = 0.5,
         horizon: float = 120.0,
         probe_every: int = 100,
     ) -> None:
@@ -214,7 +214,7 @@ class CostModelSelector:
         key = batch_size if batch_size <= 16 else round(16 * math.log2(batch_size))
         plan = self._plans.get(key)
         if plan is None:
-            once_s = self._catch_up.seconds
+            once_s = self._catch_up.expected_s(self._cost.row_s)
             plan = self._plans[key] = make_plan(
                 batch_size,
                 self._cost.estimates(batch_size),
@@ -256,7 +256,7 @@ class CostModelSelector:
             return True  # plain decoding is never put off
         lost_s = num_steps * plan.seconds[arm] * (1.0 - plan.rates[arm] / plan.rates[plan.best])
         if self._strategies[arm].is_learned:
-            lost_s += self._catch_up.seconds
+            lost_s += self._catch_up.expected_s(self._cost.row_s)
         # A full budget buys anything once: the price itself may be a mistake.
         return self._budget_s > min(max(lost_s, 0.0), 0.9 * _MAX_BUDGET * plan.seconds[plan.best])
 

@@ -46,6 +46,8 @@ _KNOTS = 9  # batch sizes 1, 2, 4, .. 256 have a correction, those between them 
 _KNOT_REACH = 1.5  # doublings over which corrections are alike
 _LEVEL = 0.03  # variance of the level
 _LEVEL_STEPS = 150.0  # after which it is another
+_DRAFTER_SHARE = 0.2  # of a row of the target, what the learned drafter takes to read a token
+_PROMPT_TOKENS = 20  # that new requests are held to have
 STEP_NOISE = 0.08**2  # variance of the log of one measured step
 _MOMENT_NOISE = 0.05**2  # of what steps of the same moment share, however many there are
 _MEDIAN_NOISE = 1.5  # variance of a median over that of a mean
@@ -83,6 +85,11 @@ class StepCostModel:
     def is_empty(self) -> bool:
         """Nothing was learned."""
         return self._unit_s == 0.0
+
+    @property
+    def row_s(self) -> float:
+        """Seconds that one more row takes where many are verified."""
+        return self._unit_s * float(self._belief.mean_N[1])
 
     def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
         """One step took `seconds`."""
@@ -202,10 +209,14 @@ class CatchUpCost:
         """The next step of the learned drafter will catch up."""
         return self._num_unread > 0.0 or self._num_new > 0
 
-    @property
-    def seconds(self) -> float:
-        """How long that is expected to take."""
-        return self._token_s.value * self._num_unread + self._request_s.value * self._num_new
+    def expected_s(self, row_s: float) -> float:
+        """How long that will take. `row_s`: seconds of a row of the target, by which one goes before anything is known."""
+        token_s = _DRAFTER_SHARE * row_s
+        request_s = _PROMPT_TOKENS * token_s
+        return (
+            self._token_s.value(token_s) * self._num_unread
+            + self._request_s.value(request_s) * self._num_new
+        )
 
     def resize(self, before: int, now: int) -> None:
         """The batch had `before` requests."""
@@ -243,16 +254,17 @@ class CatchUpCost:
 
 
 class _Slope:
-    """Seconds over a count by least squares through 0, the latest ten or so measurements; 0 before the first."""
+    """Seconds over a count by least squares through 0, the latest ten or so measurements."""
 
     def __init__(self, ridge: float) -> None:
         """`ridge`: counts below it tell little beside the noise."""
         self._ridge = ridge
         self.sums = [0.0, 0.0]  # of count * seconds, of count squared
 
-    @property
-    def value(self) -> float:
-        return max(self.sums[0], 0.0) / (self.sums[1] + self._ridge**2)
+    def value(self, prior: float) -> float:
+        """With `prior` as what was believed at first."""
+        weight = self._ridge**2
+        return max(self.sums[0] + weight * prior, 0.0) / (self.sums[1] + weight)
 
     def learn(self, count: float, seconds: float) -> None:
         self.sums = [0.9 * self.sums[0] + count * seconds, 0.9 * self.sums[1] + count * count]

@@ -108,12 +108,12 @@ def test_catching_up_is_priced_by_what_was_written() -> None:
         price.caught_up(5000 * 2e-6)
     price.wrote(5000)
     price.resize(4, 3)
-    assert price.seconds == pytest.approx(3750 * 2e-6, rel=0.05)
+    assert price.expected_s(0.0) == pytest.approx(3750 * 2e-6, rel=0.05)
     restored = CatchUpCost()
     restored.load_state_dict(json.loads(json.dumps(price.state_dict())))
     assert not restored.is_due
     restored.wrote(3750)
-    assert restored.seconds == pytest.approx(price.seconds)
+    assert restored.expected_s(0.0) == pytest.approx(price.expected_s(0.0))
 
 
 def test_noise_of_short_pauses_is_not_taken_for_the_price_of_long_ones() -> None:
@@ -122,4 +122,11 @@ def test_noise_of_short_pauses_is_not_taken_for_the_price_of_long_ones() -> None
     price.wrote(40)
     price.caught_up(2e-3)
     price.wrote(8000)
-    assert price.seconds < 4e-3
+    assert price.expected_s(0.0) < 4e-3
+
+
+def test_price_never_paid_is_a_share_of_the_rows_of_the_target() -> None:
+    """A fifth of 10 us for each of 100 tokens."""
+    price = CatchUpCost()
+    price.wrote(100)
+    assert price.expected_s(1e-5) == pytest.approx(100 * 0.2 * 1e-5)

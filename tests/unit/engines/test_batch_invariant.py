@@ -1,0 +1,250 @@
+"""With `rollout.batch_invariant` a rollout is the same bit for bit, whatever shares its passes and whatever drafts it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_models import make_tiny_hf
+from tests.unit.engines.conftest import engine_over
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.types import Prompt, SamplingParams
+
+VOCAB_SIZE, NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 48, 16, 4, 24
+MODELS = (
+    "qwen3",
+    "llama",
+)  # with two query heads for a kv head; with sizes that no vector length divides
+DTYPES = ("float32", "bfloat16")
+STRATEGIES = [
+    SpeculationStrategy.parse(text)
+    for text in ("5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6", "3_2_6+ngram_5")
+]
+Key = tuple[str, int]  # prompt, sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Everything of a response that could differ."""
+
+    token_ids: list[int]
+    logprobs_T: Tensor
+    policy_logprobs_T: Tensor
+    features_TF: Tensor
+
+    def equals(self, other: Written) -> bool:
+        """Bit for bit."""
+        return self.token_ids == other.token_ids and all(
+            torch.equal(getattr(self, name), getattr(other, name))
+            for name in ("logprobs_T", "policy_logprobs_T", "features_TF")
+        )
+
+
+class AnySelector(FixedSelector):
+    """Any strategy at any step, or none."""
+
+    def __init__(self) -> None:
+        super().__init__(OFF)
+        self._draw = random.Random(0)
+
+    def choose(self, batch_size: int) -> SpeculationStrategy:
+        return self._draw.choice([OFF, *STRATEGIES])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {}
+    if request.param == "llama":
+        options = {"hidden_size": 72, "intermediate_size": 100, "num_key_value_heads": 4}
+    folder = tmp_path_factory.mktemp("model")
+    return make_tiny_hf(folder, request.param, num_layers=2, vocab_size=VOCAB_SIZE, **options)
+
+
+def all_prompts() -> list[Prompt]:
+    """Shorter than a page, longer, and pages to the brim."""
+    draw = random.Random(1)
+    lengths = [1, 40, 45, 60, 63, 64, 65, 128, *(draw.randint(2, 150) for _ in range(8))]
+    return [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(draw.randrange(VOCAB_SIZE) for _ in range(length)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def speculate(engine: EmbeddedEngine, path: Path, selector: StrategySelector) -> None:
+    embedding, head = engine.target_tensors()
+    config = make_draft_config(load_model_config(path), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    draft = DraftInference(model, embedding.dtype)
+    engine.set_speculation(Speculation(draft, selector, STRATEGIES))
+
+
+def write(
+    path: Path,
+    dtype: str,
+    prompts: Sequence[Prompt],
+    *,
+    selector: StrategySelector | None = None,
+    num_samples: int = NUM_SAMPLES,
+    top_p: float = 1.0,
+    batch_invariant: bool = True,
+    **settings: int,
+) -> tuple[dict[Key, Written], EngineStats]:
+    engine = engine_over(path, dtype=dtype, batch_invariant=batch_invariant, **settings)
+    if selector is not None:
+        speculate(engine, path, selector)
+    features: dict[Key, Tensor] = {}
+    params = SamplingParams(num_samples=num_samples, max_new_tokens=NUM_TOKENS, seed=3, top_p=top_p)
+    groups = engine.generate(
+        prompts,
+        params,
+        policy_version=1,
+        on_features=lambda r, f: features.setdefault((r.prompt_id, r.sample_index), f.clone()),
+    )
+    written = {
+        (r.prompt_id, r.sample_index): Written(
+            token_ids=r.token_ids.tolist(),
+            logprobs_T=r.logprobs,
+            policy_logprobs_T=r.policy_logprobs,
+            features_TF=features[r.prompt_id, r.sample_index],
+        )
+        for group in groups
+        for r in group.rollouts
+    }
+    if selector is not None:
+        accepted = [n for group in groups for r in group.rollouts for n in r.accept_lengths]
+        assert max(accepted) > 1, "nothing that was drafted was accepted"
+    return written, engine.stats()
+
+
+def differing(written: dict[Key, Written], expected: dict[Key, Written]) -> list[Key]:
+    return [key for key, response in written.items() if not response.equals(expected[key])]
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> dict[str, dict[Key, Written]]:
+    """By dtype: 64 requests in one batch."""
+    return {dtype: write(path, dtype, all_prompts(), max_batch_size=64)[0] for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 13, 33, 64])
+def test_batches_of_any_size_and_composition_give_the_same_bits(
+    path: Path, expected: dict[str, dict[Key, Written]], batch_size: int, dtype: str
+) -> None:
+    draw = random.Random(batch_size)
+    prompts = draw.sample(all_prompts(), {1: 2, 2: 3, 5: 4, 13: 8}.get(batch_size, NUM_PROMPTS))
+    written, _ = write(
+        path,
+        dtype,
+        prompts,
+        num_samples=draw.randint(1, NUM_SAMPLES),
+        max_batch_size=batch_size,
+        prefill_chunk_tokens=draw.choice((17, 64, 2048)),
+    )
+    assert differing(written, expected[dtype]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES], ids=str)
+def test_speculation_gives_the_bits_of_plain_decoding(
+    path: Path,
+    expected: dict[str, dict[Key, Written]],
+    strategy: SpeculationStrategy | None,
+    dtype: str,
+) -> None:
+    """`None` is another one at every step, plain decoding among them."""
+    selector = AnySelector() if strategy is None else FixedSelector(strategy)
+    prompts = all_prompts()[:: 1 if strategy is None else 2]
+    written, stats = write(path, dtype, prompts, selector=selector, max_batch_size=7)
+    assert stats.num_unspeculated_passes == 0
+    assert differing(written, expected[dtype]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_response_computed_again_after_preemption_has_the_same_bits(
+    path: Path, expected: dict[str, dict[Key, Written]], dtype: str
+) -> None:
+    written, stats = write(path, dtype, all_prompts(), max_batch_size=16, kv_cache_tokens=13 * 64)
+    assert stats.num_preemptions > 0
+    assert stats.num_recomputed_tokens > 0
+    assert differing(written, expected[dtype]) == []
+
+
+def test_cut_distributions_give_the_same_bits(path: Path) -> None:
+    prompts = all_prompts()[:6]
+    together, _ = write(path, "bfloat16", prompts, top_p=0.8)
+    apart, _ = write(path, "bfloat16", prompts, top_p=0.8, max_batch_size=3)
+    assert differing(apart, together) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_the_mode_bits_differ(path: Path, dtype: str) -> None:
+    """Else the tests above show nothing."""
+    off = {"batch_invariant": False}
+    together, _ = write(path, dtype, all_prompts(), max_batch_size=64, **off)
+    apart, _ = write(path, dtype, all_prompts()[:8], max_batch_size=1, **off)
+    assert differing(apart, together)
+    trees = FixedSelector(STRATEGIES[2])
+    speculative, _ = write(path, dtype, all_prompts()[:8], selector=trees, max_batch_size=7, **off)
+    assert differing(speculative, together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mode_changes_results_by_rounding_alone(
+    path: Path, expected: dict[str, dict[Key, Written]], dtype: str
+) -> None:
+    plain, _ = write(path, dtype, all_prompts()[:4], batch_invariant=False)
+    tolerance = {"float32": 1e-3, "bfloat16": 0.3}[dtype]
+    for key, response in plain.items():
+        num_prompt = len(all_prompts()[int(key[0])].token_ids)
+        ours, theirs = (w.features_TF[:num_prompt] for w in (expected[dtype][key], response))
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_a_request_that_fits_by_its_copy_of_the_prompt_alone_is_refused(path: Path) -> None:
+    prompts = [Prompt(prompt_id="p", draw_index=0, token_ids=(1,) * 60)]
+    settings = {"kv_cache_tokens": 128, "num_samples": 1}
+    write(path, "float32", prompts, batch_invariant=False, **settings)
+    with pytest.raises(
+        ValueError, match="'p' of 60 tokens with max_new_tokens=24 needs 3 KV pages"
+    ):
+        write(path, "float32", prompts, **settings)
+
+
+def test_the_memory_plan_has_room_for_copies_of_prompts(path: Path) -> None:
+    config, device = load_model_config(path), select_device("cpu")
+    plans = [
+        EmbeddedEngine(
+            config, RolloutSection(max_batch_size=4, batch_invariant=on), device
+        ).memory_plan()
+        for on in (False, True)
+    ]
+    assert plans[1].kv_tokens == plans[0].kv_tokens + 4 * 64
+    cache = KvCache(
+        config,
+        num_pages=plans[1].kv_tokens // 64,
+        page_size=64,
+        dtype=torch.float32,
+        device=device.torch_device,
+    )
+    assert plans[1].kv_bytes == cache.num_bytes()
