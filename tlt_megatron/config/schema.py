@@ -146,7 +146,7 @@ class SpeculationSection:
     beg_thresholds: list[int] = field(
         default_factory=list
     )  # beg_mab: smallest batch of each bucket, from 1
-    measure_gain: bool = False  # at the end: the last step's rollouts with and without, timed
+    measure_gain: bool = False  # at the end: the last steps' rollouts with and without, timed
     ranking: str = (
         "noise"  # of drafted tokens: noise (those the policy will draw) | probability (EAGLE-2)
     )

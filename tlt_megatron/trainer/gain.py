@@ -1,4 +1,4 @@
-"""What speculation gained, measured and not estimated: the last step's rollouts once more, with it and without it.
+"""What speculation gained, measured and not estimated: the last steps' rollouts once more, with it and without it.
 
 Called after the last step where `speculation.measure_gain` is set. The one thing to know: noise is keyed by request and
 position, so both ways draw the same tokens, and the ratio compares the same work.
@@ -16,12 +16,12 @@ from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import Prompt, SamplingParams
 
-_ROUNDS = 3
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationGain:
-    """Wall seconds until the last rank is done, medians of interleaved rounds."""
+    """Wall seconds until the last rank is done, summed over steps; medians of interleaved rounds."""
 
     rollout_s_on: float
     rollout_s_off: float
@@ -42,26 +42,30 @@ class SpeculationGain:
 
 def measure_gain(
     engine: RolloutEngine,
-    prompts: Sequence[Prompt],
+    batches: Sequence[Sequence[Prompt]],
     params: SamplingParams,
     *,
     policy_version: int,
     replicas: Group,
 ) -> SpeculationGain | None:
-    """None where the engine cannot decode without. A collective of all replicas."""
-    mine = prompts[replicas.rank :: replicas.size]
+    """Over the prompts of several steps: one is dominated by its longest response. None where the engine cannot decode
+    without. A collective of all replicas."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     tokens: dict[bool, list[list[int]]] = {}
     for _ in range(_ROUNDS):
         for is_on in (True, False):
             if not engine.pause_speculation(not is_on):
                 return None
-            barrier(replicas)
-            started = time.perf_counter()
-            groups = engine.generate(mine, params, policy_version=policy_version)
-            spent = time.perf_counter() - started
-            seconds[is_on].append(max(gather_objects(spent, replicas)))
-            tokens[is_on] = [r.token_ids.tolist() for g in groups for r in g.rollouts]
+            spent, tokens[is_on] = 0.0, []
+            for prompts in batches:
+                barrier(replicas)
+                started = time.perf_counter()
+                groups = engine.generate(
+                    prompts[replicas.rank :: replicas.size], params, policy_version=policy_version
+                )
+                spent += max(gather_objects(time.perf_counter() - started, replicas))
+                tokens[is_on] += [r.token_ids.tolist() for g in groups for r in g.rollouts]
+            seconds[is_on].append(spent)
     engine.pause_speculation(False)
     engine.take_passes()
     differing = sum(on != off for on, off in zip(tokens[True], tokens[False], strict=True))

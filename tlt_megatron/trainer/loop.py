@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.weight_sync import WeightSync
 from tlt_megatron.types import Prompt, SamplingParams
+
+_GAIN_STEPS = 4  # whose prompts are drawn once more to measure what speculation gained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class RLTrainer:
         self.stop = stop
         self.world = world
         self.step = 0  # RL steps done; also the version of the policy
-        self.last_prompts: list[Prompt] = []  # of the latest step of this process
+        self.last_prompts: deque[list[Prompt]] = deque(maxlen=_GAIN_STEPS)  # of the latest steps
         self.history = RunHistory()
 
     def train(self) -> None:
@@ -98,7 +101,8 @@ class RLTrainer:
     def train_step(self) -> None:
         """prompts -> rollouts -> rewards -> experiences -> update -> weights."""
         started = time.perf_counter()
-        prompts = self.last_prompts = self.sampler.next_batch(self.settings.num_prompts)
+        prompts = self.sampler.next_batch(self.settings.num_prompts)
+        self.last_prompts.append(prompts)
         upkeep = self.upkeep
         if upkeep is not None:
             upkeep.start_step(self.step + 1)
@@ -174,11 +178,11 @@ class RLTrainer:
         return state is not None
 
     def measure_gain(self) -> None:
-        """Time the latest step's prompts with speculation and without, for the summary."""
+        """Time the latest steps' prompts with speculation and without, for the summary."""
         if self.last_prompts:
             gain = measure_gain(
                 self.engine,
-                self.last_prompts,
+                tuple(self.last_prompts),
                 self.sampling,
                 policy_version=self.step,
                 replicas=self.rollout_worker.replicas,

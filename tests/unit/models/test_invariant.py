@@ -44,7 +44,7 @@ def differing_batches(run: Callable[[Tensor], Tensor], x: Tensor, expected: Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_out, num_in", [(128, 64), (64, 1536), (24, 100), (7, 33)])
+@pytest.mark.parametrize("num_out, num_in", [(128, 64), (64, 1536), (24, 100), (7, 40)])
 def test_a_row_of_a_product_is_the_same_in_every_batch(
     num_out: int, num_in: int, dtype: torch.dtype
 ) -> None:

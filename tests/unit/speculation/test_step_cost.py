@@ -126,7 +126,7 @@ def test_noise_of_short_pauses_is_not_taken_for_the_price_of_long_ones() -> None
 
 
 def test_price_never_paid_is_a_share_of_the_rows_of_the_target() -> None:
-    """A fifth of 10 us for each of 100 tokens."""
+    """A twentieth of 10 us for each of 100 tokens."""
     price = CatchUpCost()
     price.wrote(100)
-    assert price.expected_s(1e-5) == pytest.approx(100 * 0.2 * 1e-5)
+    assert price.expected_s(1e-5) == pytest.approx(100 * 0.05 * 1e-5)
