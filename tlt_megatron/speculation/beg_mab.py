@@ -109,6 +109,9 @@ class BegMabSelector:
         if strategy in self._rewards:
             self._rewards[strategy].append(reward)
 
+    def drafter_changed(self) -> None:
+        """The window slides over it in time, as in the paper."""
+
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
         return self._trace.take()

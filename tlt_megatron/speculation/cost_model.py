@@ -98,6 +98,7 @@ class CostModelSelector:
         self._batch_size = 0
         self._plans: dict[int, Plan] = {}
         self._plan: Plan | None = None  # for the present batch size
+        self._is_drafter_new = False
         self._trial = 0  # the arm on trial, while steps are left
         self._trial_left = 0
         self._trace = DecisionTrace()
@@ -153,6 +154,10 @@ class CostModelSelector:
             self._trial_left = 0
         if self._num_observed >= self._refresh_at and self._trial_left == 0:
             self._refresh(seconds)
+
+    def drafter_changed(self) -> None:
+        """Look at the new one once, whatever it costs: what is known is of its predecessor."""
+        self._is_drafter_new = True
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
@@ -231,6 +236,11 @@ class CostModelSelector:
     def _pick_trial(self, plan: Plan) -> tuple[int, int]:
         """Arm and steps: of a kind that was not seen for long, worth it, or given up by mistake perhaps. 0 steps: none."""
         now = self._num_observed
+        if self._is_drafter_new:
+            self._is_drafter_new = False
+            learned = [arm for arm in plan.others if self._strategies[arm].is_learned]
+            if learned and not self._strategies[plan.best].is_learned:
+                return learned[0], 1
         patience = self._probe_every * (_PLAIN_PATIENCE if plan.best > 0 else 1)
         for kind, checked_at in enumerate(self._checked_at):
             if now - checked_at >= patience:

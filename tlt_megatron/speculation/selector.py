@@ -42,6 +42,9 @@ class StrategySelector(Protocol):
         drafted tokens (`verify.accepted_by_depth`; empty for OFF). `seconds` is all that the step took, a rebuild of
         the drafter's cache included: it is a part of the price of turning speculation on."""
 
+    def drafter_changed(self) -> None:
+        """The learned drafter has been replaced: what was learned about it may be wrong by now."""
+
     def decisions(self) -> list[Decision]:
         """The decisions since the last call, oldest first; only the latest few thousand are kept."""
 
@@ -105,6 +108,9 @@ class FixedSelector:
         self._trace.observed(
             strategy, batch_size, committed_per_s(batch_size, accepted_by_depth, seconds)
         )
+
+    def drafter_changed(self) -> None:
+        """Nothing was learned."""
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""

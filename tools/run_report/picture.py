@@ -79,10 +79,12 @@ def _wide_height(panel: Panel) -> float:
 
 
 def _head(run: RunData, figure: Figure, total: float) -> None:
-    figure.text(0.02, 1 - 0.3 / total, run.name, fontsize=15, fontweight="bold", va="center")
-    figure.text(0.02, 1 - 0.57 / total, facts(run), fontsize=10, color="#4A5159", va="center")
-    line = "   |   ".join(f"{item.name} {item.text}" for item in headline(run.summary))
-    figure.text(0.02, 1 - 0.82 / total, line, fontsize=10, va="center")
+    figure.text(0.02, 1 - 0.25 / total, run.name, fontsize=15, fontweight="bold", va="center")
+    figure.text(0.02, 1 - 0.5 / total, facts(run), fontsize=10, color="#4A5159", va="center")
+    items = [f"{item.name} {item.text}" for item in headline(run.summary)]
+    half = -(-len(items) // 2)
+    for top, line in zip((0.72, 0.92), (items[:half], items[half:]), strict=True):
+        figure.text(0.02, 1 - top / total, "   |   ".join(line), fontsize=10, va="center")
 
 
 def _draw(panel: Panel, axes: Axes) -> None:

@@ -106,6 +106,7 @@ class Speculation:
             raise RuntimeError("there is no learned drafter whose weights could be replaced")
         self.draft.load(weights)
         self.drafter_version += 1
+        self.selector.drafter_changed()
 
     def state_dict(self) -> dict[str, object]:
         """What was learned about acceptance and speed, JSON-able."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import json
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ class Connection:
     ) -> None:
         """RuntimeError if it is not up within `timeout_s`, or if the plugin is not in place."""
         self._processes = EngineProcesses()
+        self._contexts_before = {id(context) for context in _message_contexts()}
         self._signals = Signals(self._processes.complain)
         self.engine = self._start(arguments, timeout_s, _environment(is_cpu, num_ranks))
         self._is_closed = False
@@ -55,6 +58,7 @@ class Connection:
                 engine = sglang.Engine(custom_sigquit_handler=_ignore, **arguments)
         except Exception as error:
             self._processes.end()
+            self._drop_messages()
             self._signals.restore()
             reason = f"not up within sglang.start_timeout_s={timeout_s}" if watch.is_late else error
             raise RuntimeError(f"the sglang engine did not start: {reason}") from error
@@ -125,7 +129,22 @@ class Connection:
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
+        self._drop_messages()
         self._signals.restore()
+
+    def _drop_messages(self) -> None:
+        """Messages to processes that are gone would keep their sockets, and with them this process, alive for ever."""
+        for context in _message_contexts():
+            if id(context) not in self._contexts_before and not context.closed:
+                context.destroy(linger=0)
+
+
+def _message_contexts() -> list[object]:
+    """All ZeroMQ contexts of this process. SGLang keeps no reference to some of its own, and none is left to a failed start."""
+    zmq = sys.modules.get("zmq")
+    if zmq is None:
+        return []
+    return [found for found in gc.get_objects() if issubclass(type(found), zmq.Context)]
 
 
 def _environment(is_cpu: bool, num_ranks: int) -> dict[str, str | None]:
