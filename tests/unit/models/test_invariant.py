@@ -86,7 +86,7 @@ def test_what_lies_between_is_the_same_in_every_batch(size: int, dtype: torch.dt
     norm = InvariantNorm(1e-6, dtype, CPU)
 
     def gate(rows: Tensor) -> Tensor:
-        return gate_silu(*rows.chunk(2, dim=-1))
+        return gate_silu(rows[:, :size].contiguous(), rows[:, size:])
 
     def rotate(rows: Tensor) -> Tensor:
         heads = rows.view(-1, 2, size).clone()
@@ -131,15 +131,17 @@ def test_blocks_add_up_to_attention_over_all_keys(dtype: torch.dtype) -> None:
     torch.testing.assert_close(merged(num_blocks), expected, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("num_seen", [1, 2, 3, 5, 8, 13])
-def test_blocks_that_are_hidden_change_no_bit(num_seen: int) -> None:
-    generator = torch.Generator().manual_seed(num_seen)
-    out = torch.randn(3, 20, 2, 4, 8, generator=generator)
-    lse = 3 * torch.randn(3, 20, 2, 4, generator=generator)
-    lse[:, num_seen:] = -torch.inf
-    expected = merge_blocks(out[:, :num_seen], lse[:, :num_seen])
-    for num_read in range(num_seen, 21):
-        assert torch.equal(merge_blocks(out[:, :num_read], lse[:, :num_read]), expected)
+@pytest.mark.parametrize("num_kv_heads, repeat, size", [(2, 4, 8), (1, 3, 5), (1, 2, 18)])
+def test_blocks_that_are_hidden_change_no_bit(num_kv_heads: int, repeat: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    out_all = torch.randn(3, 80, num_kv_heads, repeat, size, generator=generator)
+    lse_all = 3 * torch.randn(3, 80, num_kv_heads, repeat, generator=generator)
+    for num_seen in (1, 2, 3, 5, 6, 7, 13, 30, 37, 70):
+        lse = lse_all.clone()
+        lse[:, num_seen:] = -torch.inf
+        expected = merge_blocks(out_all[:, :num_seen], lse[:, :num_seen])
+        for num_read in range(num_seen, 80):
+            assert torch.equal(merge_blocks(out_all[:, :num_read], lse[:, :num_read]), expected)
 
 
 def test_other_devices_are_refused(tmp_path) -> None:
