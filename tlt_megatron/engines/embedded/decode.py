@@ -152,6 +152,7 @@ class DecodeBatch:
         self._seed_B, self._last_B, self._position_B, self._count_B, self._out_B, self._slot_B = (
             rows
         )
+        self._position_B1, self._slot_B1 = self._position_B.unsqueeze(1), self._slot_B.unsqueeze(1)
         self._growing_CB = rows[_GROWING]
 
     def _outputs(self, row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,8 +248,8 @@ class DecodeBatch:
         view = self._lane_view()
         inputs = PassInputs(
             token_ids_BR=self._tokens_B.unsqueeze(1),
-            positions_BR=self._position_B.unsqueeze(1),
-            slots_BR=self._slot_B.unsqueeze(1),
+            positions_BR=self._position_B1,
+            slots_BR=self._slot_B1,
             bias_BRS=view.committed_bias(view.read_length(self._longest)),
         )
         return self._graphs.run(Role.TARGET, inputs)

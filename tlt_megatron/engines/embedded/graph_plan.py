@@ -35,6 +35,8 @@ class Role(StrEnum):
     TARGET = "target"  # plain decoding with one row for each request, verifying with more
     DRAFT = "draft"  # one depth of a tree, or the extension by what the last step committed
 
+    __hash__ = str.__hash__  # an Enum's own is Python, and this is looked up in every pass
+
 
 class EagerReason(StrEnum):
     """Why a pass runs without a graph."""
@@ -46,6 +48,8 @@ class EagerReason(StrEnum):
     LANES = "no lanes to pad the batch with"
     PAGES = "sequences lie in pages, not in lanes"
     LAGGING = "rows that the drafter brings up to date apart from the others"
+
+    __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
