@@ -66,7 +66,7 @@ def _check_memory(config: RunConfig, is_cuda: bool, free_bytes: int) -> None:
     estimate = estimate_memory(config, world_size, is_cuda=is_cuda)
     if os.environ.get("RANK", "0") == "0":
         print(f"{estimate.describe()}; free {free_bytes / 2**20:,.0f}", flush=True)
-    check_memory(estimate, free_bytes)
+    check_memory(estimate, config, free_bytes)
 
 
 def _run(config: RunConfig, name: str) -> int:

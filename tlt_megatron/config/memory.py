@@ -174,15 +174,19 @@ def _graphs(config: RunConfig) -> int:
     return _CUDA_CONTEXT_BYTES + num_strategies * _GRAPHS_BYTES
 
 
-def check_memory(estimate: MemoryEstimate, free_bytes: int) -> None:
+def check_memory(estimate: MemoryEstimate, config: RunConfig, free_bytes: int) -> None:
     """ValueError if a phase cannot fit into what a rank has free, with what would help."""
     usable = int(free_bytes * _USABLE_SHARE)
     if estimate.peak <= usable:
         return
     if estimate.rollout_phase > usable:
+        rollout = config.rollout
         advice = (
-            "rollout.kv_cache_tokens or rollout.max_batch_size, or raise sglang.engine_args.tp_size"
+            f"rollout.max_batch_size={rollout.max_batch_size} or set rollout.kv_cache_tokens"
+            f" (now {rollout.kv_cache_tokens})"
         )
+        if rollout.engine == "sglang":
+            advice += ", or raise sglang.engine_args.tp_size"
     else:
         advice = "mcore.micro_batch_tokens, set mcore.recompute=full, or raise parallel.tensor or parallel.pipeline"
     raise ValueError(f"{estimate.describe()}; {usable / _MIB:,.0f} usable: lower {advice}")

@@ -475,6 +475,12 @@ class RunConfig:
             self.rollout.num_samples,
             f"> 1 where algorithm.advantage={self.algorithm.advantage!r} (it compares siblings)",
         )
+        _require(
+            self.rollout.engine == "embedded" or not self.rollout.batch_invariant,
+            "rollout.batch_invariant",
+            self.rollout.batch_invariant,
+            f"false where rollout.engine={self.rollout.engine!r}",
+        )
         needs_drafter = self.speculation.enabled and self.speculation.is_learned
         _require(
             bool(self.speculation.drafter) or not needs_drafter or self.spot.enabled,

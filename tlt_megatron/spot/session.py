@@ -65,9 +65,9 @@ class StateVersion:
 
 
 def version_of(trainer: DrafterTrainer) -> StateVersion:
-    """Equal on two ranks if their drafters are. The moments are left out: they follow from the same updates."""
+    """Equal on two ranks exactly if their drafters are (63 bits)."""
     total = 0
-    for name, tensor in trainer.model.state_dict().items():
+    for name, tensor in trainer.state_dict().items():
         # In order, not as a sum: two tensors of one shape that have changed places must show.
         total = (_CHECKSUM_BASE * total + checksum_tensor(name, tensor)) % CHECKSUM_MODULUS
     return StateVersion(num_updates=trainer.num_updates, checksum=total)

@@ -45,7 +45,7 @@ def test_a_cluster_example_fits(
     config = load_config(EXAMPLES / f"{name}.yaml", [*here, f"data.eval={tmp_path}/eval.parquet"])
     check_layout(config, world_size)
     estimate = estimate_memory(config, world_size, is_cuda=True)
-    check_memory(estimate, GPU_FREE_BYTES)
+    check_memory(estimate, config, GPU_FREE_BYTES)
     # Not by a wide margin: a third of it is not enough, so the estimate counts what there is.
     with pytest.raises(ValueError, match="usable"):
-        check_memory(estimate, GPU_FREE_BYTES // 3)
+        check_memory(estimate, config, GPU_FREE_BYTES // 3)

@@ -95,9 +95,9 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_help() -> None:
         ("policy", "gradients", "optimizer", "drafter", "graphs", "rollout_weights"), 100 * MIB
     )
     tight = MemoryEstimate(**parts, kv=400 * MIB, activations=10 * MIB)
-    check_memory(tight, 1060 * MIB)
-    with pytest.raises(ValueError, match=r"1,000.*lower rollout.kv_cache_tokens"):
-        check_memory(tight, 1040 * MIB)
+    check_memory(tight, RunConfig(), 1060 * MIB)
+    with pytest.raises(ValueError, match=r"1,000.*lower rollout.max_batch_size=64"):
+        check_memory(tight, RunConfig(), 1040 * MIB)
     busy = MemoryEstimate(**parts, kv=0, activations=600 * MIB)
     with pytest.raises(ValueError, match=r"lower mcore.micro_batch_tokens"):
-        check_memory(busy, 1040 * MIB)
+        check_memory(busy, RunConfig(), 1040 * MIB)
