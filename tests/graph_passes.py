@@ -116,14 +116,14 @@ class LanePasses:
         positions_BR = base_B.unsqueeze(1) + torch.arange(num_rows, device=device)
         visible_RR = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()
         length = view.read_length(PROMPT + num_rows)
-        shape = batch_size, num_rows
-        hidden_BRD = torch.randn(*shape, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+        size = batch_size * num_rows
+        hidden_PD = torch.randn(size, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
         return PassInputs(
-            token_ids_BR=torch.randint(VOCAB_SIZE, shape, generator=generator).to(device),
-            positions_BR=positions_BR,
-            slots_BR=view.slots(positions_BR).view(shape),
+            token_ids_P=torch.randint(VOCAB_SIZE, (size,), generator=generator).to(device),
+            positions_P=positions_BR.view(-1),
+            slots_P=view.slots(positions_BR),
             bias_BRS=drafted_bias(view, base_B, visible_RR.expand(batch_size, -1, -1), length),
-            hidden_BRD=hidden_BRD.to(device, dtype) if role is Role.DRAFT else None,
+            hidden_PD=hidden_PD.to(device, dtype) if role is Role.DRAFT else None,
         )
 
 

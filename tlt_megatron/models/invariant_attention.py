@@ -188,13 +188,14 @@ def invariant_paged(cache: KvCache) -> PagedAttention:
 
 
 def invariant_lanes(
-    view: LaneView, slots_BR: Tensor, positions_BR: Tensor, bias_BRS: Tensor
+    view: LaneView, slots_P: Tensor, positions_P: Tensor, bias_BRS: Tensor
 ) -> _ChainAttention | _TreeAttention:
     """See `tree_attention.lane_attention`. Reads back where the queries stand, which costs nothing on a CPU."""
-    places_BR = slots_BR - view.starts_B.unsqueeze(1)
+    positions_BR = positions_P.view(view.num_rows, -1)
+    places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
     if torch.equal(places_BR, positions_BR):
-        return _ChainAttention(view, slots_BR.reshape(-1), positions_BR)
-    return _TreeAttention(view, slots_BR.reshape(-1), places_BR[:, 0], positions_BR, bias_BRS == 0)
+        return _ChainAttention(view, slots_P, positions_BR)
+    return _TreeAttention(view, slots_P, places_BR[:, 0], positions_BR, bias_BRS == 0)
 
 
 class _ChainAttention:

@@ -135,8 +135,8 @@ def drafted_bias(
 
 
 def lane_attention(
-    view: LaneView, slots_BR: Tensor, positions_BR: Tensor, bias_BRS: Tensor
+    view: LaneView, slots_P: Tensor, positions_P: Tensor, bias_BRS: Tensor
 ) -> LaneTreeAttention:
     """For a pass of R queries per row; where they stand in their sequence, their bias says too."""
-    del positions_BR
-    return LaneTreeAttention(view, slots_BR.reshape(-1), bias_BRS)
+    del positions_P
+    return LaneTreeAttention(view, slots_P, bias_BRS)

@@ -34,13 +34,13 @@ _NEW_BATCH = 1.25  # times the batch size before
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
 _REFRESH_S = 0.08  # between two looks at the models, which take about 0.2 ms
 _REFRESH_STEPS = (8, 512)
-# An arm rests between two trials, because machines are slow for several steps on end. One that was slow out of reason is
-# tried again after so many steps, twice as many after every trial. One of at least `_NEAR` the rate of the best that has
-# not run for `_STALE` * `probe_every` steps is tried although it is not worth it.
+# An arm rests between two trials, because machines are slow for several steps on end. One of at least `_NEAR` the rate of
+# the best is tried although it does not seem worth it: after `_RETRY` steps, twice as many after every trial, if it was slow
+# out of reason, and after `_STALE` * `probe_every` steps in any case.
 _REST = 20
 _RETRY = 10
 _STALE = 3
-_NEAR = 0.6
+_NEAR = 0.75
 _LONG_TRIAL = 3  # steps
 _PLAIN_PATIENCE = 4  # plain decoding is looked at as many times less often than drafting
 _PLAIN, _LEARNED, _RETRIEVED = range(3)
@@ -253,8 +253,9 @@ class CostModelSelector:
                     return arm, num_steps
         is_rich = self._budget_s > 0.5 * _MAX_BUDGET * plan.seconds[plan.best]
         for arm in plan.others:
-            is_near = plan.rates[arm] > _NEAR * plan.rates[plan.best]
-            patience = self._probe_every * _STALE if is_rich and is_near else math.inf
+            if plan.rates[arm] < _NEAR * plan.rates[plan.best]:
+                break
+            patience = self._probe_every * _STALE if is_rich else math.inf
             if arm in self._cost.suspects:
                 patience = min(_RETRY << min(self._num_tried[arm], 5), patience)
             if now - self._ran_at[arm] >= patience and self._can_pay(plan, arm, _LONG_TRIAL):

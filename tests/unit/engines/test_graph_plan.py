@@ -263,14 +263,14 @@ def check_estimate(
         num_draft_layers=1,
     )
     shape = key.batch_size, key.num_rows
-    indices = torch.zeros(shape, dtype=torch.int64, device=meta)
-    hidden_BRD = torch.zeros(*shape, model_config.hidden_size, dtype=dtype, device=meta)
+    indices = torch.zeros(key.num_tokens, dtype=torch.int64, device=meta)
+    hidden_PD = torch.zeros(key.num_tokens, model_config.hidden_size, dtype=dtype, device=meta)
     inputs = PassInputs(
-        token_ids_BR=indices,
-        positions_BR=indices,
-        slots_BR=indices,
+        token_ids_P=indices,
+        positions_P=indices,
+        slots_P=indices,
         bias_BRS=torch.zeros(*shape, key.length, dtype=dtype, device=meta),
-        hidden_BRD=hidden_BRD if draft else None,
+        hidden_PD=hidden_PD if draft else None,
     )
     step = lane_steps(model, cache, key.length, draft)[key.role]
     with torch.no_grad():

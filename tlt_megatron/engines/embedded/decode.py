@@ -152,7 +152,6 @@ class DecodeBatch:
         self._seed_B, self._last_B, self._position_B, self._count_B, self._out_B, self._slot_B = (
             rows
         )
-        self._position_B1, self._slot_B1 = self._position_B.unsqueeze(1), self._slot_B.unsqueeze(1)
         self._growing_CB = rows[_GROWING]
 
     def _outputs(self, row: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,9 +246,9 @@ class DecodeBatch:
         self._cache.mark_written(self._slot_B)
         view = self._lane_view()
         inputs = PassInputs(
-            token_ids_BR=self._tokens_B.unsqueeze(1),
-            positions_BR=self._position_B1,
-            slots_BR=self._slot_B1,
+            token_ids_P=self._tokens_B,
+            positions_P=self._position_B,
+            slots_P=self._slot_B,
             bias_BRS=view.committed_bias(view.read_length(self._longest)),
         )
         return self._graphs.run(Role.TARGET, inputs)

@@ -25,19 +25,19 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: made in every pass, which that slows down
 class PassInputs:
-    """What a pass over B sequences in lanes reads, R queries each."""
+    """What a pass over B sequences in lanes reads, R queries each, packed row by row: P = B * R."""
 
-    token_ids_BR: Tensor  # int64
-    positions_BR: Tensor  # int64
-    slots_BR: Tensor  # int64, where keys and values go
+    token_ids_P: Tensor  # int64
+    positions_P: Tensor  # int64
+    slots_P: Tensor  # int64, where keys and values go
     bias_BRS: Tensor  # 0 where a query may look, -inf elsewhere; S positions are read
-    hidden_BRD: Tensor | None = None  # what the drafter reads besides tokens
+    hidden_PD: Tensor | None = None  # what the drafter reads besides tokens
 
 
 Step = Callable[[PassInputs], tuple[Tensor, ...]]
-"""A pass. Outputs begin with B * R. It is run again on the same inputs when it is captured, and must then do the same;
+"""A pass. Outputs begin with P. It is run again on the same inputs when it is captured, and must then do the same;
 shapes must follow from shapes alone, and nothing may be read back."""
 
 
@@ -50,7 +50,7 @@ class GraphMemory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerPass:
-    """Passes that ran without a graph."""
+    """Passes that ran without a graph. Where graphs are off, nobody counts by shape: both sizes are 0."""
 
     role: Role
     num_rows: int
@@ -106,6 +106,7 @@ class GraphPool:
         self._static: dict[tuple[Role, str], Tensor] = {}
         self._replays: Counter[GraphKey] = Counter()
         self._eager: Counter[tuple[Role, int, int, EagerReason]] = Counter()
+        self._num_off = dict.fromkeys(Role, 0)
         self._num_captures = 0
 
     @property
@@ -142,13 +143,12 @@ class GraphPool:
             self._memory = self._new_memory()
 
     def run(self, role: Role, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """The step's outputs, [B * R, ...] each. With a graph they are overwritten by the next pass of this role."""
-        batch_size, num_rows = inputs.token_ids_BR.shape
-        if self._memory is None:
-            found: GraphKey | EagerReason = EagerReason.OFF
-        else:
-            longest = inputs.bias_BRS.shape[-1]
-            found = self._find(role, batch_size, num_rows, longest)
+        """The step's outputs, [P, ...] each. With a graph they are overwritten by the next pass of this role."""
+        if self._memory is None:  # the way of every pass on a CPU: nothing here but a count
+            self._num_off[role] += 1
+            return self._steps[role](inputs)
+        batch_size, num_rows, longest = inputs.bias_BRS.shape
+        found = self._find(role, batch_size, num_rows, longest)
         if isinstance(found, GraphKey):
             return self._run_graph(found, inputs)
         self._eager[role, num_rows, batch_size, found] += 1
@@ -167,7 +167,7 @@ class GraphPool:
             self._fill(captured.inputs, inputs)
         captured.replay()
         self._replays[key] += 1
-        batch_size, num_rows = inputs.token_ids_BR.shape
+        batch_size, num_rows = inputs.bias_BRS.shape[:2]
         return tuple(_unpad(output, key, batch_size, num_rows) for output in captured.outputs)
 
     @torch.inference_mode()
@@ -182,11 +182,16 @@ class GraphPool:
         self, role: Role, *, batch_size: int, num_rows: int, reason: EagerReason
     ) -> None:
         """Note a pass that the caller runs itself, because it is none of rows in lanes from the first on."""
-        reason = reason if self.has_graphs else EagerReason.OFF
-        self._eager[role, num_rows, batch_size, reason] += 1
+        if self._memory is None:
+            self._num_off[role] += 1
+        else:
+            self._eager[role, num_rows, batch_size, reason] += 1
 
     def take_counts(self) -> GraphCounts:
         """The counters, which start again."""
+        for role, count in self._num_off.items():
+            if count:
+                self._eager[role, 0, 0, EagerReason.OFF] = count
         counts = GraphCounts(
             num_replays=dict(self._replays),
             num_eager={
@@ -197,6 +202,7 @@ class GraphPool:
         )
         self._replays.clear()
         self._eager.clear()
+        self._num_off = dict.fromkeys(Role, 0)
         self._num_captures = 0
         return counts
 
@@ -220,7 +226,7 @@ class GraphPool:
         """The largest of all comes first: what is captured after it fits into the memory that it took."""
         largest = self._largest_first()[0]
         if largest.role is Role.TARGET:
-            self._capture_blank(largest, dataclasses.replace(inputs, hidden_BRD=None))
+            self._capture_blank(largest, dataclasses.replace(inputs, hidden_PD=None))
 
     def _largest_first(self) -> list[GraphKey]:
         """All that can be captured here."""
@@ -231,7 +237,7 @@ class GraphPool:
         """Capture with queries that see everything and write where nobody reads."""
         static = self._static_inputs(key, like)
         for name, tensor in _tensors(static):
-            tensor.fill_(self._scratch_slot if name == "slots_BR" else 0)
+            tensor.fill_(self._scratch_slot if name == "slots_P" else 0)
         self._capture(key, static)
 
     def _capture(self, key: GraphKey, static: PassInputs) -> _Captured:
@@ -255,13 +261,14 @@ class GraphPool:
     def _static_inputs(self, key: GraphKey, like: PassInputs) -> PassInputs:
         fields = {}
         for name, tensor in _tensors(like):
-            rest = (key.length,) if name == "bias_BRS" else tensor.shape[2:]
-            packed = self._buffer(key.role, name, (key.num_tokens, *rest), tensor)
-            fields[name] = packed.view(key.batch_size, key.num_rows, *rest)
+            shape = (key.num_tokens, *tensor.shape[1:])
+            if name == "bias_BRS":
+                shape = (key.batch_size, key.num_rows, key.length)
+            fields[name] = self._buffer(key.role, name, shape, tensor)
         return PassInputs(**fields)
 
     def _buffer(self, role: Role, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """[P, ...], the start of one tensor that all captures of a role share, each with its own shape."""
+        """Of a shape that begins with P or B, R: the start of one tensor that all captures of a role share, each with its own shape."""
         buffer = self._static.get((role, name))
         if buffer is None:
             of_role = [key for key in self.plan.keys if key.role is role]
@@ -275,10 +282,13 @@ class GraphPool:
 
     def _fill(self, static: PassInputs, given: PassInputs) -> None:
         """Copy in. Padding repeats the first query of a row and the first row, so that it computes finite numbers."""
-        (batch_size, num_rows), length = given.token_ids_BR.shape, given.bias_BRS.shape[-1]
+        wide, narrow = static.bias_BRS.shape[:2], given.bias_BRS.shape[:2]
+        (batch_size, num_rows), length = narrow, given.bias_BRS.shape[2]
         for (name, target), (_, source) in zip(_tensors(static), _tensors(given), strict=True):
-            is_slots = name == "slots_BR"
-            if name == "bias_BRS" and length < target.shape[-1]:
+            is_slots, is_bias = name == "slots_P", name == "bias_BRS"
+            if not is_bias:
+                target, source = target.unflatten(0, wide), source.unflatten(0, narrow)
+            elif length < target.shape[-1]:
                 target[..., length:].fill_(-torch.inf)
                 target = target[..., :length]
             target[:batch_size, :num_rows].copy_(source)
@@ -300,31 +310,31 @@ def lane_steps(
 
     def view_of(inputs: PassInputs) -> LaneView:
         nonlocal view
-        num_rows = inputs.token_ids_BR.shape[0]
+        num_rows = inputs.bias_BRS.shape[0]
         if view is None or view.num_rows != num_rows:
             view = LaneView(cache, num_rows=num_rows, lane=lane)
         return view
 
     def run_target(inputs: PassInputs) -> tuple[Tensor, ...]:
         return model.forward_tapped(
-            inputs.token_ids_BR.reshape(-1),
-            inputs.positions_BR.reshape(-1),
+            inputs.token_ids_P,
+            inputs.positions_P,
             model.arithmetic.lanes(
-                view_of(inputs), inputs.slots_BR, inputs.positions_BR, inputs.bias_BRS
+                view_of(inputs), inputs.slots_P, inputs.positions_P, inputs.bias_BRS
             ),
             cache.tap_layers,
         )
 
     def run_draft(inputs: PassInputs) -> tuple[Tensor, ...]:
         assert draft is not None
-        assert inputs.hidden_BRD is not None
+        assert inputs.hidden_PD is not None
         return draft.forward(
-            inputs.token_ids_BR.reshape(-1),
-            inputs.hidden_BRD.flatten(0, 1),
-            inputs.positions_BR.reshape(-1),
+            inputs.token_ids_P,
+            inputs.hidden_PD,
+            inputs.positions_P,
             LaneTreeAttention(
                 view_of(inputs),
-                inputs.slots_BR.reshape(-1),
+                inputs.slots_P,
                 inputs.bias_BRS,
                 first_layer=model.config.num_layers,
             ),

@@ -128,13 +128,12 @@ class ModelDrafter:
             pairs_BM = (positions_B.unsqueeze(1) - back_M).clamp(min=0)
             slots_P = view.slots(pairs_BM)
             features_PF = cache.features_TD.index_select(0, slots_P)[:, -feature_size:]
-            shape = pairs_BM.shape
             inputs = PassInputs(
-                token_ids_BR=cache.token_ids_T.index_select(0, slots_P + 1).view(shape),
-                positions_BR=pairs_BM,
-                slots_BR=slots_P.view(shape),
+                token_ids_P=cache.token_ids_T.index_select(0, slots_P + 1),
+                positions_P=pairs_BM.view(-1),
+                slots_P=slots_P,
                 bias_BRS=causal_bias(view, pairs_BM, length),
-                hidden_BRD=model.fuse(features_PF).view(*shape, -1),
+                hidden_PD=model.fuse(features_PF),
             )
             hidden_PD, head_input_PD = run(inputs)
         num_rows, size = positions_B.shape[0], hidden_PD.shape[-1]
@@ -142,17 +141,16 @@ class ModelDrafter:
         return tuple(newest)
 
     def _run_apart(self, view: LaneView, inputs: PassInputs) -> tuple[Tensor, Tensor]:
-        assert inputs.hidden_BRD is not None
-        batch_size, num_rows = inputs.token_ids_BR.shape
+        assert inputs.hidden_PD is not None
+        batch_size, num_rows = inputs.bias_BRS.shape[:2]
         self._graphs.count_eager(
             Role.DRAFT, batch_size=batch_size, num_rows=num_rows, reason=EagerReason.LAGGING
         )
-        slots_P = inputs.slots_BR.view(-1)
+        attention = LaneTreeAttention(
+            view, inputs.slots_P, inputs.bias_BRS, first_layer=self._first_layer
+        )
         return self._model.forward(
-            inputs.token_ids_BR.view(-1),
-            inputs.hidden_BRD.flatten(0, 1),
-            inputs.positions_BR.view(-1),
-            LaneTreeAttention(view, slots_P, inputs.bias_BRS, first_layer=self._first_layer),
+            inputs.token_ids_P, inputs.hidden_PD, inputs.positions_P, attention
         )
 
 
@@ -195,11 +193,11 @@ class _Expansion:
         slots_P = self._view.slots(self._positions_B.unsqueeze(1) + offsets_K)
         position_B = self._positions_B + self._depth
         inputs = PassInputs(
-            token_ids_BR=token_ids_BK,
-            positions_BR=position_B.unsqueeze(1).expand(-1, topk),
-            slots_BR=slots_P.view(num_rows, topk),
+            token_ids_P=token_ids_BK.reshape(-1),
+            positions_P=position_B.unsqueeze(1).expand(-1, topk).reshape(-1),
+            slots_P=slots_P,
             bias_BRS=drafted_bias(self._view, self._positions_B, self._seen_BKX, self._length),
-            hidden_BRD=hidden_BKD,
+            hidden_PD=hidden_BKD.view(-1, size),
         )
         hidden_PD, head_input_PD = self._graphs.run(Role.DRAFT, inputs)
         self._hidden_BKD = hidden_PD.view(num_rows, topk, size)

@@ -296,9 +296,9 @@ class Verifier:
         slots_P = view.slots(roots.positions_B.unsqueeze(1) + rows_R)
         length = view.read_length(roots.longest + num_queries)
         inputs = PassInputs(
-            token_ids_BR=tree.row_token_ids_BR(roots.token_ids_B),
-            positions_BR=positions_BR,
-            slots_BR=slots_P.view(num_rows, num_queries),
+            token_ids_P=tree.row_token_ids_BR(roots.token_ids_B).view(-1),
+            positions_P=positions_BR.view(-1),
+            slots_P=slots_P,
             bias_BRS=drafted_bias(view, roots.positions_B, ancestors_BRR, length),
         )
         hidden_PD, features_PF = self._graphs.run(Role.TARGET, inputs)
