@@ -219,3 +219,11 @@ def test_capturing_ahead_leaves_nothing_to_capture(pool: GraphPool, passes: Lane
     for role in Role:
         pool.run(role, passes.inputs(role, batch_size=7, num_rows=2))
     assert pool.take_counts().num_captures == 0
+
+
+def test_seconds_of_captures_are_known_apart(pool: GraphPool, passes: LanePasses) -> None:
+    inputs = passes.inputs(Role.TARGET, batch_size=8, num_rows=7)
+    pool.run(Role.TARGET, inputs)
+    assert pool.take_capture_s() > 0.0
+    pool.run(Role.TARGET, inputs)
+    assert pool.take_capture_s() == 0.0

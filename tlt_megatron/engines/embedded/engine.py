@@ -385,7 +385,7 @@ class EmbeddedEngine:
             batch.forward(scheduler)
         else:
             accepted = batch.speculate(strategy)
-        seconds = time.perf_counter() - started + sample_s
+        seconds = time.perf_counter() - started + sample_s - self._graphs.take_capture_s()
         depths = accepted_by_depth(accepted, strategy.depth)
         if speculation is not None:
             speculation.selector.observe(strategy, batch_size, depths, seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class GraphPool:
         self._eager: Counter[tuple[Role, int, int, EagerReason]] = Counter()
         self._num_off = dict.fromkeys(Role, 0)
         self._num_captures = 0
+        self._capture_s = 0.0
 
     @property
     def has_graphs(self) -> bool:
@@ -206,6 +208,11 @@ class GraphPool:
         self._num_captures = 0
         return counts
 
+    def take_capture_s(self) -> float:
+        """Seconds spent on captures since the last call: no part of what a pass costs."""
+        seconds, self._capture_s = self._capture_s, 0.0
+        return seconds
+
     def _find(
         self, role: Role, batch_size: int, num_rows: int, longest: int
     ) -> GraphKey | EagerReason:
@@ -242,6 +249,7 @@ class GraphPool:
 
     def _capture(self, key: GraphKey, static: PassInputs) -> _Captured:
         assert self._memory is not None
+        started = time.perf_counter()
         step = self._steps[key.role]
         outputs = tuple(
             self._buffer(key.role, f"output {number}", out.shape, out)
@@ -256,6 +264,7 @@ class GraphPool:
         captured = _Captured(inputs=static, outputs=outputs, replay=self._memory.capture(work))
         self._captured[key] = captured
         self._num_captures += 1
+        self._capture_s += time.perf_counter() - started
         return captured
 
     def _static_inputs(self, key: GraphKey, like: PassInputs) -> PassInputs:
