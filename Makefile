@@ -78,7 +78,17 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/bench_drafter.py
 	@$(PY) tools/bench_step.py
 
+test-gpu: setup  ## the tests that need a GPU; without one each is skipped and says so
+	@echo "test-gpu: pytest"
+	@$(PY) -m pytest -m gpu -rs tests/gpu
+
+bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/bench/gpu.json
+	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("bench-gpu needs a CUDA device: torch " + torch.__version__ + " sees none here")'
+	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
+	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
+	@$(PY) tools/bench_gpu.py
+
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help setup setup-sglang test-sglang quickstart drafter test lint bench clean
+.PHONY: help setup setup-sglang test-sglang quickstart drafter test test-gpu lint bench bench-gpu clean

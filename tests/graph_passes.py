@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_target_config
+from tests.slow_draft import HIDDEN_SIZE, TARGET, VOCAB_SIZE, make_draft_model
 from tlt_megatron.engines.embedded.graph_plan import Role
 from tlt_megatron.engines.embedded.graph_pool import PassInputs, Step, lane_steps
 from tlt_megatron.models.draft_inference import DraftInference
@@ -130,8 +130,7 @@ class LanePasses:
 def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int) -> LanePasses:
     """The same weights and committed keys for the same sizes, on any device."""
     generator = torch.Generator().manual_seed(3)
-    config = make_target_config()
-    model = Transformer(config, dtype, device)
+    model = Transformer(TARGET, dtype, device)
     for name in sorted(model.hf_names()):
         shape = dict(model.named_hf_tensors())[name].shape
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -140,7 +139,7 @@ def make_lane_passes(device: torch.device, dtype: torch.dtype, *, num_lanes: int
     drafter.embedding_VD, drafter.lm_head_VD = model.embedding, model.lm_head
     draft = DraftInference(drafter.to(device), dtype)
     cache = KvCache(
-        config,
+        TARGET,
         num_pages=num_lanes * LANE // PAGE,
         page_size=PAGE,
         dtype=dtype,

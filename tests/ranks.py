@@ -23,8 +23,10 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120.0,
     killed: Collection[int] = (),
+    has_world: bool = True,
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a fresh gloo world; its results in rank order.
+    """Call `function(*args)` on every rank of a fresh gloo world; its results in rank order. Without `has_world` there is
+    only the environment of one, as torchrun sets it, and `function` joins.
 
     `function` may be a closure (it is forked, not pickled); results must pickle. Raises AssertionError with the
     traceback of the first rank that fails, or naming the ranks that do not end in time. The ranks `killed` must die by
@@ -37,7 +39,7 @@ def run_ranks(
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
             target=_rank_main,
-            args=(rank, world_size, port, sender, function, args, not killed),
+            args=(rank, world_size, port, sender, function, args, has_world, not killed),
             daemon=False,
         )
         process.start()
@@ -83,6 +85,7 @@ def _rank_main(
     sender: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    has_world: bool,
     has_last_barrier: bool,
 ) -> None:
     import torch
@@ -97,10 +100,11 @@ def _rank_main(
     )
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        if has_world:
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
         message = (True, function(*args))
         payload = pickle.dumps(message)
-        if has_last_barrier:
+        if has_world and has_last_barrier:
             dist.barrier()
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))

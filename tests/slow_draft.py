@@ -12,32 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.tiny_models import tiny_config
 from tlt_megatron.drafter.packing import DraftSequence
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 
-VOCAB_SIZE, HIDDEN_SIZE = 32, 16
-
-
-def make_target_config(**changes: object) -> ModelConfig:
-    """A target whose heads do not add up to its hidden size."""
-    settings: dict = {
-        "model_type": "qwen3",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "ffn_size": 24,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "rms_norm_eps": 1e-5,
-        "rope": RopeConfig(theta=100.0),
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "has_qkv_bias": False,
-        "has_qk_norm": True,
-    }
-    return ModelConfig(**settings | changes)
+TARGET = tiny_config()
+VOCAB_SIZE, HIDDEN_SIZE = TARGET.vocab_size, TARGET.hidden_size
 
 
 def make_draft_model(
@@ -48,7 +28,7 @@ def make_draft_model(
     embedding = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
     lm_head = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
     embedding, lm_head = embedding.to(dtype), lm_head.to(dtype)
-    config = make_draft_config(make_target_config(), architecture, embedding)
+    config = make_draft_config(TARGET, architecture, embedding)
     model = DraftModel(
         config, embedding_VD=embedding, lm_head_VD=lm_head, seed=seed, dtype=torch.float64
     )

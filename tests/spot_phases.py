@@ -61,6 +61,9 @@ class RandomBatches:
         seed = self._rng.randrange(1000)
         return pack_batch([make_sequence(self._model, num_tokens, seed=seed)])
 
+    def put_back(self) -> None:
+        """One is as good as another."""
+
 
 class HookedStore(dist.Store):
     """A store that calls `hook(operation, key)` ahead of every operation, for delays and deaths.

@@ -1,7 +1,7 @@
-"""Random Hugging Face models of a few hundred kilobytes, on disk as transformers writes them.
+"""Random Hugging Face models of a few hundred kilobytes, on disk as transformers writes them, and configs without one.
 
-Used by the tests of every engine and of the Megatron policy. Weights are scaled up and biases and norms are random,
-so that logits are far from flat and a wrong name, order or layout shows.
+Used by the tests of every engine, of the drafter and of the Megatron policy. Weights are scaled up and biases and norms
+are random, so that logits are far from flat and a wrong name, order or layout shows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,31 @@ from typing import Any
 
 import torch
 
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+
 KINDS = ("llama", "qwen2", "qwen3")
 _THETA = {"llama": 500000.0, "qwen2": 1000000.0, "qwen3": 1000000.0}
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """A qwen3 whose heads do not add up to its hidden size, but for `changes`."""
+    fields: dict[str, Any] = {
+        "model_type": "qwen3",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "ffn_size": 24,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(theta=100.0),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "has_qkv_bias": False,
+        "has_qk_norm": True,
+    }
+    return ModelConfig(**fields | changes)
 
 
 def make_tiny_hf(

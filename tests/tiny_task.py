@@ -1,14 +1,23 @@
-"""A complete run in a folder: random tiny model, character tokenizer, prompts, a reward that a random policy can earn."""
+"""A complete run in a folder: random tiny model, character tokenizer, prompts, a reward that a random policy can earn.
+
+A run by `torchrun` is what users start, and spends 10 s of CPU on imports; `run` forks the same program and spends none.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from torch import Tensor
+
+from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
+from tlt_megatron.models.hf_io import HfReader
 
 REPO = Path(__file__).resolve().parent.parent
 ALPHABET = "0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"  # 42 characters; with <pad> and <eos> 44, + 4 unused = 48
@@ -54,6 +63,27 @@ run: {{num_steps: 3}}
     return config
 
 
+def run(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> None:
+    """The whole program on forked ranks. AssertionError with what it said if it does not end well."""
+    results = run_forked(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
+    for rank, (code, stderr) in enumerate(results):
+        assert code == 0, f"rank {rank}: {stderr[-5000:]}"
+
+
+def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
+    """What torchrun would start, forked from here: exit code and stderr of every rank."""
+    import tlt_megatron.trainer.build
+    import tlt_megatron.trainer.finish  # noqa: F401  # both here, once, and not on every rank
+    from launch.pretrain_rl import main
+
+    def program() -> tuple[int, str]:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            code = main([str(argument) for argument in arguments])
+        return code, stderr.getvalue()
+
+    return run_ranks(num_ranks, program, timeout_s=300, has_world=False)
+
+
 def launch(
     num_ranks: int, *arguments: str | Path, timeout_s: float = 300
 ) -> subprocess.CompletedProcess:
@@ -75,3 +105,26 @@ def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
         *("--nproc-per-node", str(num_ranks), "launch/pretrain_rl.py"),
         *map(str, arguments),
     ]
+
+
+def rollouts(run_dir: Path) -> list[dict]:
+    """Every response that a run has trained on, as it wrote them down."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def answers(run_dir: Path) -> list[tuple]:
+    """Tokens and reward of every response, and whose they are."""
+    return [
+        (r["prompt_id"], r["sample_index"], r["token_ids"], r["reward"]) for r in rollouts(run_dir)
+    ]
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    """Of the trained policy."""
+    return dict(HfReader(run_dir / "hf").items())
+
+
+def metric_rows(run_dir: Path) -> list[dict]:
+    """One for each step, and one for each evaluation."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -114,7 +114,9 @@ class Experience:
 
     rollout: Rollout
     advantages: Tensor  # [T] float32
-    old_logprobs: Tensor  # [T] float32, training engine, before this batch's first update
+    old_logprobs: (
+        Tensor | None
+    )  # [T] float32, training engine, before this batch's first update; None: see MicroBatch
     ref_logprobs: Tensor | None = None  # [T] float32, reference policy
 
 
@@ -134,7 +136,7 @@ class MicroBatch:
     loss_mask: Tensor  # [P] float32, 1 where the label is a response token
     loss_weights: Tensor  # [P] float32, weight of the token in the summed loss; 0 outside the mask
     advantages: Tensor  # [P] float32
-    old_logprobs: Tensor  # [P] float32
+    old_logprobs: Tensor | None  # [P] float32; None: what the update itself computes, as constants
     rollout_logprobs: Tensor  # [P] float32, of the distribution that was sampled
     ref_logprobs: Tensor | None = None  # [P] float32
     loss_count: int = (

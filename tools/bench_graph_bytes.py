@@ -2,9 +2,10 @@
 
     python tools/bench_graph_bytes.py
 
-Counted from the capture plan (engines/embedded/graph_plan.py), for a 7B policy, without a GPU; tools/bench_speculation.py
-prints the same table as its (e). The paper's figures (arXiv 2511.16665, table 5): naive 30.39 GB, single 7.81, pool 10.69, so
-2.84x. What a driver keeps for each kernel of a graph differs between versions, so two values are shown.
+Counted from the capture plan (engines/embedded/graph_plan.py), for a 7B policy, without a GPU, for several sets of strategies
+and longest responses; tools/bench_speculation.py has the default set in its table (e). The paper's figures (arXiv 2511.16665,
+table 5): naive 30.39 GB, single 7.81, pool 10.69, so 2.84x. What a driver keeps for each kernel of a graph differs between
+versions, so two values are shown.
 """
 
 from __future__ import annotations
@@ -21,26 +22,10 @@ from rich.table import Table
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.measure import write_json
+from tools.speculation_bench.graph_bytes import QWEN_2_5_7B
 
-QWEN_2_5_7B = ModelConfig(
-    model_type="qwen2",
-    vocab_size=152064,
-    hidden_size=3584,
-    ffn_size=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=False,
-    has_qkv_bias=True,
-    has_qk_norm=False,
-)
 MAX_BATCH_SIZE = 64
 _SETS = {
     "default": tuple(SpeculationSection().strategies),

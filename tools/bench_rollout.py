@@ -16,15 +16,12 @@ Without `--prompts`, prompts are random tokens and lengths lognormal: for models
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +45,7 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.load_engine import VERSION, load_engine
+from tools.measure import spread, wall_seconds, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,27 +88,21 @@ def main() -> None:
     hf = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
     ).eval()
-    sweep = {size: _time(lambda s=size: _run_hf(hf, workload, s)) for size in options.hf_batch_sizes}  # fmt: skip
+    sweep = {size: wall_seconds(lambda s=size: _run_hf(hf, workload, s)) for size in options.hf_batch_sizes}  # fmt: skip
     finalists = sorted(sweep, key=sweep.__getitem__)[:2]
-    _time(lambda: _run_engine(engine, workload, options))  # warm, as transformers is by now
+    wall_seconds(lambda: _run_engine(engine, workload, options))  # warm, as transformers is by now
     seconds: list[tuple[float, float]] = []
     for _ in range(options.rounds):
         pairs = [
             (
-                _time(lambda: _run_engine(engine, workload, options)),
-                _time(lambda s=size: _run_hf(hf, workload, s)),
+                wall_seconds(lambda: _run_engine(engine, workload, options)),
+                wall_seconds(lambda s=size: _run_hf(hf, workload, s)),
             )
             for size in finalists
         ]
         ours, theirs = (min(times) for times in zip(*pairs, strict=True))
         seconds.append((ours, theirs))
     _report(options, workload, seconds, sweep, engine)
-
-
-def _time(run: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 def _make_workload(options: argparse.Namespace, engine: EmbeddedEngine) -> Workload:
@@ -186,10 +178,6 @@ def _run_hf(model: PreTrainedModel, workload: Workload, batch_size: int) -> None
         assert out.shape[1] == longest + int(lengths_B.max())
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def _report(
     options: argparse.Namespace,
     workload: Workload,
@@ -201,9 +189,9 @@ def _report(
     stats = engine.stats()
     num_tokens = workload.num_tokens
     result = {
-        "embedded_tokens_per_s": _spread([num_tokens / ours for ours, _ in seconds]),
-        "transformers_tokens_per_s": _spread([num_tokens / theirs for _, theirs in seconds]),
-        "ratio": _spread([theirs / ours for ours, theirs in seconds]),
+        "embedded_tokens_per_s": spread([num_tokens / ours for ours, _ in seconds]),
+        "transformers_tokens_per_s": spread([num_tokens / theirs for _, theirs in seconds]),
+        "ratio": spread([theirs / ours for ours, theirs in seconds]),
         "transformers_sweep_tokens_per_s": {
             f"batch_size_{size}": num_tokens / spent for size, spent in sweep.items()
         },
@@ -219,8 +207,6 @@ def _report(
         "dtype": options.dtype,
         "threads": options.threads,
         "rounds": options.rounds,
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "command": " ".join(["python", *sys.argv]),
     }
     table = Table(
         title=f"{len(lengths)} requests, {num_tokens} tokens, lengths median"
@@ -235,9 +221,7 @@ def _report(
     ):
         table.add_row(label, *(f"{value:.{digits}f}" for value in result[key].values()))
     Console().print(table)
-    out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(Path(options.out), result)
 
 
 def _parse() -> argparse.Namespace:

@@ -24,9 +24,10 @@ def load_engine(
     dtype: str,
     num_identity_layers: int = 0,
     tap_layers: tuple[int, ...] = (),
+    device: str = "cpu",
     **settings: int,
 ) -> EmbeddedEngine:
-    """CPU engine with the weights of `model` loaded as VERSION; `settings` go to RolloutSection.
+    """An engine with the weights of `model` loaded as VERSION; `settings` go to RolloutSection.
 
     `num_identity_layers` are put behind the policy's own: they change no token and cost what a layer costs.
     """
@@ -36,7 +37,7 @@ def load_engine(
     engine = EmbeddedEngine(
         dataclasses.replace(config, num_layers=config.num_layers + num_identity_layers),
         RolloutSection(dtype=dtype, **settings),
-        select_device("cpu"),
+        select_device(device),
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         tap_layers=tap_layers,
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, share_of
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
@@ -34,11 +33,6 @@ LAYOUTS = [
     Layout(world=2),
 ]
 NAMES = ("tp1", "tp2", "pp2", "tp2_pp2", "tp2_sp", "tp2_pp2_sp", "dp2")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
 
 
 @pytest.fixture(scope="module")

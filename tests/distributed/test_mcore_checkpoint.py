@@ -20,11 +20,6 @@ PP2 = Layout(world=2, pipeline=2)
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
-
-
-@pytest.fixture(scope="module")
 def uneven_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied, and with sizes for which Megatron pads between the two buckets that a tied stage has."""
     return make_tiny_hf(

@@ -30,11 +30,6 @@ ONE_RANK = Layout(world=1)
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
-
-
-@pytest.fixture(scope="module")
 def tied_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_hf(tmp_path_factory.mktemp("models") / "llama", "llama", tied=True)
 

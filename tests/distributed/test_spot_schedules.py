@@ -10,8 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.spot_phases import finish_after, make_spot, run_spot_ranks, world_group
-from tlt_megatron.spot.session import SessionEnd, SessionRecord, StateVersion, version_of
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.spot.session import SessionEnd, SessionRecord
 from tlt_megatron.spot.spot_trainer import NewestDrafter, SpotReport, SpotTrainer
+from tlt_megatron.spot.state_version import StateVersion, version_of
 
 PhaseResult = tuple[SpotReport, StateVersion, NewestDrafter]  # of one rank
 
@@ -65,7 +68,9 @@ def check_phase(phase: list[PhaseResult], num_before: int, replica_size: int = 1
         # All left after the same step, for the same reason, having reduced the same numbers.
         for record in records.values():
             assert (record.members, record.end) == (first.members, first.end)
-            assert record.stats == first.stats
+            assert repr(record.stats) == repr(
+                first.stats
+            )  # a step given up by all has a loss of nan
         assert first.end in (SessionEnd.STOPPED, SessionEnd.REPLACED, SessionEnd.CANCELLED)
         assert set(members_before) < set(first.members)
         members_before = first.members
@@ -143,7 +148,7 @@ def test_max_updates_ends_the_sessions_of_a_phase_on_all_members() -> None:
         spot = make_spot(max_updates=5)
         results = []
         for step in range(3):
-            report = finish_after(spot, step, [0.0, 0.0, 0.3])
+            report = finish_after(spot, step, [0.0, 0.0, 0.6])
             results.append((report, version_of(spot.trainer), spot.sync_newest(world_group())))
         dist.barrier()
         return results
@@ -189,7 +194,7 @@ def test_stale_ranks_get_weights_and_optimizer_of_the_newest() -> None:
         before = version_of(spot.trainer)
         newest = spot.sync_newest(world_group())
         again = spot.sync_newest(world_group())
-        assert (again.num_stale, again.checksum) == (0, newest.checksum)
+        assert (again.num_receivers, again.checksum) == (0, newest.checksum)
         return before, newest, version_of(spot.trainer)
 
     results = run_spot_ranks(4, body)
@@ -197,6 +202,28 @@ def test_stale_ranks_get_weights_and_optimizer_of_the_newest() -> None:
     # Ranks 2 and 3 have two updates each, on different data: the first of them counts.
     assert [version.num_updates for version in before] == [0, 1, 2, 2]
     assert before[2] != before[3]
-    assert (newest[0].source, newest[0].num_updates, newest[0].num_stale) == (2, 2, 3)
+    assert (newest[0].source, newest[0].num_updates, newest[0].num_receivers) == (2, 2, 3)
     assert set(after) == {before[2]}
     assert {n.checksum for n in newest} == {before[2].checksum}
+
+
+class BadMemory(DrafterTrainer):
+    """What arrives at rank 1 is not what was sent."""
+
+    def broadcast_state(self, source: int = 0) -> None:
+        super().broadcast_state(source)
+        if dist.get_rank() == 1:
+            self.model.fc.bias.data[0] += 1e-12
+
+
+def test_a_rank_that_holds_another_drafter_is_named_on_all() -> None:
+    def body() -> str:
+        spot = make_spot()
+        spot.trainer = BadMemory(spot.trainer.model, DrafterSection())
+        with pytest.raises(RuntimeError) as error:
+            spot.sync_newest(world_group())
+        dist.barrier()
+        return str(error.value)
+
+    said = run_spot_ranks(3, body)
+    assert said == ["ranks [1] do not hold the drafter that rank 0 sent to all"] * 3

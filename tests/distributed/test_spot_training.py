@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,9 @@ from tests.spot_phases import (
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
 from tlt_megatron.drafter.trainer import DrafterStats
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
+from tlt_megatron.spot.session import SessionEnd, StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport
+from tlt_megatron.spot.state_version import StateVersion, version_of
 
 NUM_UPDATES = 4
 
@@ -29,10 +29,9 @@ NUM_UPDATES = 4
 class Shares:
     """A member's sequences by update; unequal ones, and member 1 has none at times."""
 
-    def __init__(self, model: DraftModel, rank: int, at_update: Callable[[int], None]) -> None:
+    def __init__(self, model: DraftModel, rank: int) -> None:
         self.model = model
         self.rank = rank
-        self.at_update = at_update
         self.update = 0
 
     def sequences(self, update: int) -> list[DraftSequence]:
@@ -43,10 +42,12 @@ class Shares:
         return [make_sequence(self.model, 4 + self.rank, seed=first + seed) for seed in seeds]
 
     def next_batch(self) -> DraftBatch | None:
-        self.at_update(self.update)
         sequences = self.sequences(self.update)
         self.update += 1
         return pack_batch(sequences) if sequences else None
+
+    def put_back(self) -> None:
+        self.update -= 1
 
 
 @pytest.mark.parametrize("num_members", [2, 3])
@@ -57,12 +58,13 @@ def test_n_members_equal_one_member_on_the_union(num_members: int, tmp_path: Pat
         rank = dist.get_rank()
         markers = Markers(tmp_path)
 
-        def at_update(update: int) -> None:
-            if update == NUM_UPDATES - 1:
+        def after_update(watch: StopWatch) -> None:
+            if spot.trainer.num_updates == NUM_UPDATES:
                 markers.set("trained")
 
-        source = Shares(make_drafter_trainer().model, rank, at_update)
+        source = Shares(make_drafter_trainer().model, rank)
         spot = make_spot(source=source, min_idle_replicas=num_members, max_updates=NUM_UPDATES)
+        spot.after_update = after_update
         if rank == num_members:
             markers.await_("trained")
         updates = spot.run_until_preempted(0).updates
@@ -72,7 +74,7 @@ def test_n_members_equal_one_member_on_the_union(num_members: int, tmp_path: Pat
 
     results = run_spot_ranks(num_members + 1, body)
     alone = make_drafter_trainer()
-    members = [Shares(alone.model, rank, lambda update: None) for rank in range(num_members)]
+    members = [Shares(alone.model, rank) for rank in range(num_members)]
     for update in range(NUM_UPDATES):
         union = pack_batch([s for member in members for s in member.sequences(update)])
         expected = alone.step(union)

@@ -1,4 +1,4 @@
-"""The program as users start it: torchrun, a config, a run folder."""
+"""The program as users start it: torchrun where processes are killed and resumed, forked ranks elsewhere."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_task import REPO, launch, make_tiny_task, torchrun
+from tests.tiny_task import (
+    REPO,
+    answers,
+    launch,
+    metric_rows,
+    rollouts,
+    run,
+    run_forked,
+    torchrun,
+    weights,
+)
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -29,33 +34,6 @@ def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight")
     run(2, config, run_dir, "checkpoint.interval=1", "checkpoint.keep=0")
     return run_dir
-
-
-def run(
-    num_ranks: int, config: Path, run_dir: Path, *arguments: str
-) -> subprocess.CompletedProcess:
-    done = launch(num_ranks, "--config", config, f"run.dir={run_dir}", *arguments)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return dict(HfReader(run_dir / "hf").items())
-
-
-def rollouts(run_dir: Path) -> list[dict]:
-    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def answers(run_dir: Path) -> list[tuple]:
-    return [
-        (r["prompt_id"], r["sample_index"], r["token_ids"], r["reward"]) for r in rollouts(run_dir)
-    ]
-
-
-def metric_rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_leaves_all_it_promises(straight: Path) -> None:
@@ -105,9 +83,9 @@ def test_killed_and_resumed_equals_straight_run_bitwise(
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     done_before_kill = int(pointer.read_text())
-    done = run(
-        2, config, tmp_path, "--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=0"
-    )
+    again = ("--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=0")
+    done = launch(2, "--config", config, f"run.dir={tmp_path}", *again)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert done_before_kill < 3, "the kill came too late to test anything"
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(tmp_path)[name]), name
@@ -182,14 +160,10 @@ def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
 def test_what_only_data_and_memory_show_is_refused_too(
     config: Path, tmp_path: Path, override: str, message: str
 ) -> None:
-    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config), override]
-    command += [f"run.dir={tmp_path}", "logging.progress=none"]
-    done = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    arguments = ["--config", config, override, f"run.dir={tmp_path}", "logging.progress=none"]
+    [(code, stderr)] = run_forked(1, *arguments)
+    assert code == 2
+    assert message in stderr
 
 
 def test_refusals_come_before_torch_is_imported(config: Path) -> None:

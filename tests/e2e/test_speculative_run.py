@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.test_pretrain import answers, metric_rows, plain_environment, run, weights
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import REPO, make_tiny_task, torchrun
+from tests.tiny_task import answers, metric_rows, run, run_forked, weights
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_task(tmp_path_factory.mktemp("task"))
 
 
 def make_drafter(model: Path, out: Path) -> Path:
@@ -56,11 +48,8 @@ def test_five_steps_with_speculation_are_five_steps_without(config: Path, tmp_pa
 def test_a_drafter_of_another_policy_is_refused(config: Path, tmp_path: Path) -> None:
     other = make_tiny_hf(tmp_path / "other", "qwen2", vocab_size=48, num_layers=2, seed=5)
     drafter = make_drafter(other, tmp_path / "drafter")
-    command = [torchrun(1)[0], "launch/pretrain_rl.py", "--config", str(config)]
-    command += [f"run.dir={tmp_path / 'run'}", "logging.progress=none"]
-    command += ["speculation.enabled=true", f"speculation.drafter={drafter}"]
-    done = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env=os.environ | plain_environment()
-    )
-    assert done.returncode == 2
-    assert "the drafter belongs to another target" in done.stderr
+    arguments = ["--config", config, f"run.dir={tmp_path / 'run'}", "logging.progress=none"]
+    arguments += ["speculation.enabled=true", f"speculation.drafter={drafter}"]
+    [(code, stderr)] = run_forked(1, *arguments)
+    assert code == 2
+    assert "the drafter belongs to another target" in stderr

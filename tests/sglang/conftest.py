@@ -6,12 +6,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("tests.sglang.rollouts")
 
 
 def _has_sglang() -> bool:
@@ -32,7 +34,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HE
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 4 layers and 48 tokens, sharp enough to be drafted for.
 
@@ -42,3 +44,20 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_hf(
         tmp_path_factory.mktemp("policy"), "llama", vocab_size=48, intermediate_size=192
     )
+
+
+@pytest.fixture(scope="session")
+def drafter(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE drafter of this policy, trained by us."""
+    from tests.sglang.rollouts import train_drafter
+
+    return train_drafter(policy_folder, tmp_path_factory.mktemp("drafter"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left_behind() -> Iterator[None]:
+    """No engine of a module outlives it."""
+    yield
+    from tests.sglang.rollouts import engine_processes
+
+    assert engine_processes() == []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +30,7 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
 from tlt_megatron.runtime.device import select_device
+from tlt_megatron.speculation.calibration import AcceptanceCalibrator
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
@@ -60,9 +65,9 @@ def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:
     return list(HfReader(folder).items())
 
 
-def make_prompts(count: int = 6) -> list[Prompt]:
+def make_prompts(count: int = 6, seed: int = 0) -> list[Prompt]:
     """Prompts of 3 to 8 tokens."""
-    draws = random.Random(0)
+    draws = random.Random(seed)
     return [
         Prompt(
             prompt_id=f"p{index}",
@@ -87,7 +92,8 @@ def start_sglang(
     section = SglangSection(
         engine_args=engine_args, start_timeout_s=settings.pop("start_timeout_s", 500.0)
     )
-    rank = settings.pop("rank", 0)
+    # Ports follow from the rank: not those of another test run that begins at the same moment, nor of ranks 0 and 1.
+    rank = settings.pop("rank", 32 + os.getpid() % 32)
     speculation = None
     if strategies:
         speculation = SpeculationSection(
@@ -110,8 +116,23 @@ def start_sglang(
     return engine
 
 
+class TrueLogits(AcceptanceCalibrator):
+    """Takes draft logits at their word, as SGLang does."""
+
+    def __init__(self, max_steps: int) -> None:
+        super().__init__(max_steps, initial_tau=1.0)
+
+    def observe(self, counts: Sequence[Sequence[float]]) -> None:
+        """Learn nothing."""
+
+
 def start_embedded(
-    policy: Path, *, drafter: Path | None = None, strategy: str = "", tap_layers: Sequence[int] = ()
+    policy: Path,
+    *,
+    drafter: Path | None = None,
+    strategy: str = "",
+    tap_layers: Sequence[int] = (),
+    is_calibrated: bool = True,
 ) -> EmbeddedEngine:
     """The embedded twin in float32, speculating if a drafter is given."""
     engine = EmbeddedEngine(
@@ -127,9 +148,11 @@ def start_embedded(
         embedding, head = engine.target_tensors()
         model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
         parsed = SpeculationStrategy.parse(strategy)
-        engine.set_speculation(
-            Speculation(DraftInference(model, torch.float32), FixedSelector(parsed), [parsed])
-        )
+        draft = DraftInference(model, torch.float32)
+        speculation = Speculation(draft, FixedSelector(parsed), [parsed])
+        if not is_calibrated:
+            speculation.calibrator = TrueLogits(parsed.num_steps)
+        engine.set_speculation(speculation)
     return engine
 
 
@@ -165,10 +188,15 @@ def train_drafter(policy: Path, folder: Path, *, num_steps: int = 120) -> Path:
 
 
 def answers(
-    engine: SglangEngine | EmbeddedEngine, params: SamplingParams, version: int = VERSION
+    engine: SglangEngine | EmbeddedEngine,
+    params: SamplingParams,
+    version: int = VERSION,
+    prompts: Sequence[Prompt] = (),
 ) -> list[Rollout]:
     """All responses, in order."""
-    groups: list[RolloutGroup] = engine.generate(make_prompts(), params, policy_version=version)
+    groups: list[RolloutGroup] = engine.generate(
+        prompts or make_prompts(), params, policy_version=version
+    )
     return [rollout for group in groups for rollout in group.rollouts]
 
 
@@ -181,3 +209,32 @@ def mean_accept_length(rollouts: Sequence[Rollout]) -> float:
     """Tokens out per verify pass."""
     lengths = [length for rollout in rollouts for length in rollout.accept_lengths]
     return sum(lengths) / len(lengths)
+
+
+def check_accept_lengths(
+    engine: SglangEngine, policy: Path, drafter: Path, strategy: str, *, num_tokens: int
+) -> None:
+    """What passes commit, over at least `num_tokens` tokens greedy and as many at temperature 1: the mean is the embedded
+    engine's within 5 %, and with equal trees nearly every pass of every response is (rounding may swap two drafts)."""
+    twins = [
+        start_embedded(policy, drafter=drafter, strategy=strategy, is_calibrated=is_calibrated)
+        for is_calibrated in (True, False)
+    ]
+    for params in (replace(GREEDY, seed=7), replace(SAMPLED, seed=7, num_samples=4)):
+        prompts = make_prompts(48 // params.num_samples, seed=7)
+        found = answers(engine, params, prompts=prompts)
+        calibrated, equal = (answers(twin, params, prompts=prompts) for twin in twins)
+        assert token_lists(found) == token_lists(calibrated) == token_lists(equal)
+        assert sum(sum(rollout.accept_lengths) for rollout in found) >= num_tokens
+        mean = mean_accept_length(found)
+        assert mean == pytest.approx(mean_accept_length(calibrated), rel=0.05)
+        assert mean > 1.2
+        pairs = zip(found, equal, strict=True)
+        num_same = sum(ours.accept_lengths == theirs.accept_lengths for ours, theirs in pairs)
+        assert num_same >= 0.95 * len(found)
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Of all engines that this process started; Python's resource tracker stays."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]

@@ -1,4 +1,4 @@
-"""Chains between which our selector chooses, as SGLang's adaptive policy; and one fixed chain against the embedded engine."""
+"""Chains: what one accepts; and several between which our selector chooses, as SGLang's adaptive policy on two ranks."""
 
 from __future__ import annotations
 
@@ -7,60 +7,68 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.rollouts import (
+    CUT,
     GREEDY,
     SAMPLED,
+    VERSION,
     answers,
+    check_accept_lengths,
+    checksum,
     mean_accept_length,
     start_embedded,
     start_sglang,
+    tensors_of,
     token_lists,
-    train_drafter,
 )
+from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 
-
-@pytest.fixture(scope="module")
-def drafter(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_drafter(policy_folder, tmp_path_factory.mktemp("drafter"))
+STRATEGIES = ["2_1_2", "4_1_4", "6_1_6"]
 
 
 def test_a_chain_accepts_as_much_as_in_the_embedded_engine_and_can_be_paused(
     policy_folder: Path, drafter: Path
 ) -> None:
-    plain = start_embedded(policy_folder)
-    drafting = start_embedded(policy_folder, drafter=drafter, strategy="4_1_4")
     engine = start_sglang(policy_folder, drafter=drafter, strategies=["4_1_4"])
     try:
-        for params in (GREEDY, SAMPLED):
-            found = answers(engine, params)
-            assert token_lists(found) == token_lists(answers(plain, params))
-            expected = mean_accept_length(answers(drafting, params))
-            assert mean_accept_length(found) == pytest.approx(expected, rel=0.05)
-            assert expected > 1.5
+        check_accept_lengths(engine, policy_folder, drafter, "4_1_4", num_tokens=1000)
+        plain = token_lists(answers(start_embedded(policy_folder), SAMPLED))
         assert engine.pause_speculation(True)
         paused = answers(engine, SAMPLED)
         assert all(rollout.accept_lengths == () for rollout in paused)
-        assert token_lists(paused) == token_lists(answers(plain, SAMPLED))
+        assert token_lists(paused) == plain
         assert engine.pause_speculation(False)
         assert mean_accept_length(answers(engine, SAMPLED)) > 1.5
     finally:
         engine.close()
 
 
-def test_our_selector_chooses_its_passes_add_up_and_its_state_survives(
+def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_state_survives(
     policy_folder: Path, drafter: Path
 ) -> None:
-    strategies = ["2_1_2", "4_1_4", "6_1_6"]
     engine = start_sglang(
-        policy_folder, drafter=drafter, strategies=strategies, selector="cost_model"
+        policy_folder,
+        drafter=drafter,
+        strategies=STRATEGIES,
+        selector="cost_model",
+        engine_args={"tp_size": 2},
     )
     try:
-        plain = token_lists(answers(start_embedded(policy_folder), SAMPLED))
+        policy, own = tensors_of(policy_folder), tensors_of(drafter)
+        engine.load_weights(policy, version=VERSION, checksum=lambda: checksum(policy))
+        engine.load_drafter_weights(dict(own), version=1, checksum=checksum(own))
+        assert engine.checksum(TARGET) == checksum(policy)
+        assert engine.checksum(DRAFT) == checksum(own)
+        plain = start_embedded(policy_folder)
+        for params in (GREEDY, CUT):
+            assert token_lists(answers(engine, params)) == token_lists(answers(plain, params))
+        earlier = engine.take_passes()
+
+        expected = token_lists(answers(plain, SAMPLED))
         found = answers(engine, SAMPLED)
-        assert token_lists(found) == plain
+        assert token_lists(found) == expected
         passes = engine.take_passes()
         assert engine.take_passes() == []
-        assert {record.strategy for record in passes} <= {"off", *strategies}
-        assert len({record.strategy for record in passes}) > 1
+        assert {record.strategy for record in passes} <= {"off", *STRATEGIES}
         assert all(record.reason for record in passes)
         committed = sum(record.num_committed for record in passes)
         # The first token of a response comes from its prompt; what was committed behind an end is cut.
@@ -73,12 +81,14 @@ def test_our_selector_chooses_its_passes_add_up_and_its_state_survives(
         assert sum(sum(r.accept_lengths) for r in found) <= accepted + verified
         early = engine.state_dict()["selector"]
         assert early["kind"] == "cost_model"
-        assert token_lists(answers(engine, SAMPLED)) == plain
+        assert token_lists(answers(engine, SAMPLED)) == expected
+        assert len({record.strategy for record in [*earlier, *passes]}) > 1
         late = engine.state_dict()["selector"]
         assert late["num_observed"] > early["num_observed"]
         engine.load_state_dict({"selector": early})
         assert engine.state_dict()["selector"]["num_observed"] == early["num_observed"]
         with pytest.raises(RuntimeError, match="strategies="):
             engine.load_state_dict({"selector": early | {"strategies": ["off"]}})
+        assert not engine.pause_speculation(True)  # the other rank could not tell
     finally:
         engine.close()

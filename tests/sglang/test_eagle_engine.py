@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,20 @@ from tests.sglang.rollouts import (
     SAMPLED,
     VERSION,
     answers,
+    check_accept_lengths,
     checksum,
     mean_accept_length,
     start_embedded,
     start_sglang,
     tensors_of,
     token_lists,
-    train_drafter,
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 from tlt_megatron.engines.sglang.engine import SglangEngine
 
 
 @pytest.fixture(scope="module")
-def drafter(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_drafter(policy_folder, tmp_path_factory.mktemp("drafter"))
-
-
-@pytest.fixture(scope="module")
-def engine(policy_folder: Path, drafter: Path):
+def engine(policy_folder: Path, drafter: Path) -> Iterator[SglangEngine]:
     engine = start_sglang(policy_folder, drafter=drafter, strategies=["4_2_8"])
     yield engine
     engine.close()
@@ -56,6 +52,12 @@ def test_a_tree_changes_no_token_and_no_logprob(
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
         assert sum(ours.accept_lengths) == ours.token_ids.numel() - 1
     assert mean_accept_length(found) > 1.5
+
+
+def test_a_tree_accepts_as_much_as_in_the_embedded_engine(
+    engine: SglangEngine, policy_folder: Path, drafter: Path
+) -> None:
+    check_accept_lengths(engine, policy_folder, drafter, "4_2_8", num_tokens=1000)
 
 
 def test_a_drafter_update_changes_the_drafter_alone(engine: SglangEngine, drafter: Path) -> None:

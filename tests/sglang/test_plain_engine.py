@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from tests.sglang.rollouts import (
     VERSION,
     answers,
     checksum,
+    engine_processes,
     make_prompts,
     start_embedded,
     start_sglang,
@@ -32,16 +32,23 @@ PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
 
 
 @pytest.fixture(scope="module")
-def engine(policy_folder: Path):
-    engine = start_sglang(policy_folder)
-    yield engine
-    engine.close()
+def engines() -> Iterator[list[SglangEngine]]:
+    """The engine that all tests share, and another one after the test that kills it."""
+    engines: list[SglangEngine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
 
 
-@pytest.fixture(autouse=True)
-def policy_of_version_one(engine: SglangEngine, policy_folder: Path) -> None:
+@pytest.fixture
+def engine(engines: list[SglangEngine], policy_folder: Path) -> SglangEngine:
+    """Awake, with the policy of version 1."""
+    if not engines:
+        engines.append(start_sglang(policy_folder))
     tensors = tensors_of(policy_folder)
-    engine.load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    engines[0].wake()
+    engines[0].load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
+    return engines[0]
 
 
 def test_logprobs_are_those_of_transformers(engine: SglangEngine, policy_folder: Path) -> None:
@@ -135,23 +142,23 @@ def test_a_sleeping_engine_must_be_woken(engine: SglangEngine) -> None:
     assert token_lists(answers(engine, GREEDY)) == before
 
 
-def test_zz_a_killed_scheduler_is_reported_and_nothing_is_left_behind(engine: SglangEngine) -> None:
-    """Last: it ends the engine."""
-    own = psutil.Process().children(recursive=True)
-    scheduler = next(p for p in own if "schedul" in p.name())
+def test_a_killed_scheduler_is_reported_and_nothing_is_left_behind(
+    engines: list[SglangEngine], engine: SglangEngine
+) -> None:
+    engines.remove(engine)
+    scheduler = next(process for process in engine_processes() if "schedul" in process.name())
     endless = SamplingParams(num_samples=1, max_new_tokens=40, temperature=1.0)
 
     def kill(rollout: Rollout) -> None:
         if scheduler.is_running():
             os.kill(scheduler.pid, signal.SIGKILL)
 
-    started = time.monotonic()
     prompts = [Prompt(prompt_id=str(n), draw_index=n, token_ids=(8 + n % 8, 9)) for n in range(200)]
-    with pytest.raises(RuntimeError, match=f"process {scheduler.pid} has died"):
-        engine.generate(prompts, endless, policy_version=VERSION, on_finish=kill)
-    assert time.monotonic() - started < 60  # not a speed: it would wait without end
-    engine.close()
-    left = [p for p in psutil.Process().children(recursive=True) if "sglang" in p.name()]
-    assert left == []
+    try:
+        with pytest.raises(RuntimeError, match=f"process {scheduler.pid} has died"):
+            engine.generate(prompts, endless, policy_version=VERSION, on_finish=kill)
+    finally:
+        engine.close()
+    assert engine_processes() == []
     with pytest.raises(RuntimeError, match="closed"):
         answers(engine, GREEDY)

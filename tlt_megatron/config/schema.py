@@ -21,9 +21,7 @@ class ModelSection:
     """The policy."""
 
     path: str = ""  # folder of a Hugging Face model: config.json, tokenizer, safetensors
-    dtype: str = (
-        "float32"  # training parameters: float32 | bfloat16 (bfloat16 keeps fp32 master weights)
-    )
+    dtype: str = "float32"  # of its parameters: float32 | bfloat16 (with fp32 master weights)
 
     def __post_init__(self) -> None:
         _one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
@@ -187,6 +185,7 @@ class AlgorithmSection:
     )
     num_minibatches: int = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: int = 1  # passes over a batch of rollouts
+    recompute_log_probs: str = "auto"  # before the update: auto (not where redundant) | always
 
     def __post_init__(self) -> None:
         _one_of(
@@ -200,6 +199,7 @@ class AlgorithmSection:
             ("token_mean", "sequence_mean", "sequence_sum"),
         )
         _one_of("algorithm.kl_placement", self.kl_placement, ("loss", "reward"))
+        _one_of("algorithm.recompute_log_probs", self.recompute_log_probs, ("auto", "always"))
         _one_of("algorithm.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         _require(0 < self.clip_low <= 1, "algorithm.clip_low", self.clip_low, "in (0, 1]")
         _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0")
@@ -216,10 +216,8 @@ class AlgorithmSection:
             "0 (off) or >= 1",
         )
         _require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0")
-        _require(
-            self.num_minibatches >= 1, "algorithm.num_minibatches", self.num_minibatches, ">= 1"
-        )
-        _require(self.num_epochs >= 1, "algorithm.num_epochs", self.num_epochs, ">= 1")
+        for name in ("num_minibatches", "num_epochs"):
+            _require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), ">= 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,14 +342,15 @@ class SpotSection:
     min_idle_replicas: int = 1  # sessions start when so many rollout replicas are idle
     publish: str = "step"  # new drafters reach the engines: step (at phase boundaries) | live (also mid-rollout)
     data_bytes: int = 256 << 20  # budget of a rank's DataBuffer
-    long_tail_share: float = 0.5  # of a batch, from the last step's longest responses
+    keep_steps: int = 1  # earlier RL steps whose sequences stay, while data_bytes holds them
+    long_tail_share: float = 0.5  # of a batch, from the longest responses of earlier steps
     holdout_share: float = 0.05  # of the samples, never trained on: candidates are compared on them
     max_updates: int = 0  # drafter updates per RL step; 0: as many as fit into the idle time
     seed: int = 0  # of the order of the data
 
     def __post_init__(self) -> None:
         _one_of("spot.publish", self.publish, ("step", "live"))
-        for name in ("min_idle_replicas", "data_bytes"):
+        for name in ("min_idle_replicas", "data_bytes", "keep_steps"):
             _require(getattr(self, name) >= 1, f"spot.{name}", getattr(self, name), ">= 1")
         for name in ("long_tail_share", "holdout_share"):
             value = getattr(self, name)

@@ -3,7 +3,8 @@
 Filled by the rollout worker (responses of this step, as they finish) and by the log-prob pass (all lengths, from the hidden
 state tap), emptied by nobody: spot sessions draw packed batches. The one thing to know is the one-step offset: ranks go idle
 when short responses have finished and long ones have not, so training on this step alone would bias the drafter to the
-short; a share of every batch comes from the long tail of the step before (TLT, arXiv 2511.16665, section 4.2).
+short; a share of every batch comes from the long tail of the step before (TLT, arXiv 2511.16665, section 4.2), or of several:
+where a step brings few responses (`spot.keep_steps`), a drafter that sees each of them only in two steps learns them by heart.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class _Sample:
 
 
 class DataBuffer:
-    """Keeps sequences of this RL step and the last one, on the CPU, in `dtype`, in at most `section.data_bytes`.
+    """Keeps sequences of this RL step and the last `section.keep_steps`, on the CPU, in `dtype`, in `section.data_bytes`.
 
     Example: `start_step(7)`; `add(sequence, 7)` as responses finish; `next_batch(4096)` while idle; `start_step(8)`.
     The order of batches depends on the seed, the samples and the calls alone, so a restored buffer goes on as the
-    saved one would have. What must go first when bytes are short: the last step's short sequences, then its long tail
-    down to `long_tail_share` of the budget, then this step's; always the shortest of them.
+    saved one would have. What must go first when bytes are short: the short sequences of earlier steps, then their long
+    tails down to `long_tail_share` of the budget, then this step's; always the oldest, and the shortest of them.
     """
 
     def __init__(self, section: SpotSection, dtype: torch.dtype = torch.float32) -> None:
@@ -70,20 +71,28 @@ class DataBuffer:
         self._dtype = dtype
         self._samples: dict[str, _Sample] = {}
         self._rows_seen: dict[int, dict[str, int]] = {}  # by step and key, whatever became of them
-        self._tail_start: int | None = None  # rows of the tail's shortest; None: to be found
+        self._tail_starts: dict[int, int] = {}  # by step: rows of its tail's shortest; where known
         self._tail_balance = 0.0  # rows that the long tail is owed
+        self._last_batch: tuple[list[_Sample], float] = ([], 0.0)  # and the balance before it
         self._counts: Counter[str] = Counter()
 
     def start_step(self, step: int) -> None:
-        """Begin RL step `step`: what was this step's becomes the last step's, and older sequences go."""
+        """Begin RL step `step`: what was this step's becomes the last step's, and too old sequences go."""
         if step < self.step:
             raise ValueError(f"step={step}: the buffer is at step {self.step} already")
-        self.step = step
-        for sample in [s for s in self._samples.values() if s.step < step - 1]:
+        oldest = step - self._section.keep_steps
+        for sample in [s for s in self._samples.values() if s.step < oldest]:
             self._evict(sample)
             self._counts["num_evicted_old"] += 1
-        self._rows_seen = {s: rows for s, rows in self._rows_seen.items() if s >= step - 1}
-        self._tail_start = None
+        self._rows_seen = {s: rows for s, rows in self._rows_seen.items() if s >= oldest}
+        self._tail_starts = {}
+        running = min((s.epoch for s in self._pools()[0]), default=0)
+        self.step = step
+        for sample in self._samples.values():
+            if self._is_tail(
+                sample
+            ):  # it may be new there, and goes on in the tail's running epoch
+                sample.epoch = max(sample.epoch, running)
 
     def add(self, sequence: DraftSequence, step: int) -> bool:
         """Take a copy of a sequence that was rolled out in RL step `step`; whether it stays.
@@ -96,7 +105,7 @@ class DataBuffer:
             )
         sequence = _compact(sequence, self._dtype)
         num_bytes = _num_bytes(sequence)
-        if step < self.step - 1:
+        if step < self.step - self._section.keep_steps:
             return self._refuse("stale", f"it is of step {step}, and this is step {self.step}")
         if sequence.num_rows < 1:
             return self._refuse("short", f"its {sequence.token_ids.numel()} tokens make no row")
@@ -110,7 +119,7 @@ class DataBuffer:
             sample.epoch = before.epoch
             self._counts["num_replaced"] += 1
         self._rows_seen.setdefault(step, {})[sample.key] = sample.num_rows
-        self._tail_start = None
+        self._tail_starts.pop(step, None)
         self._counts["num_added"] += 1
         # In the running epoch of its pool: one that starts from 0 would fill the next batches alone.
         is_tail = self._is_tail(sample)
@@ -133,6 +142,7 @@ class DataBuffer:
         share = self._section.long_tail_share
         wanted = share * max_tokens + self._tail_balance if rest else float(max_tokens)
         picked: list[_Sample] = []
+        self._last_batch = (picked, self._tail_balance)
         _pick(picked, tail, max_tokens, wanted)
         _pick(picked, rest, max_tokens)
         _pick(picked, tail, max_tokens)  # where the rest could not fill the batch
@@ -146,6 +156,14 @@ class DataBuffer:
             sample.epoch += 1
         self._counts["num_batches"] += 1
         return pack_batch([sample.sequence for sample in picked])
+
+    def put_back(self) -> None:
+        """Undo the last `next_batch`, which nobody trained on. Nothing has come or gone since then."""
+        picked, self._tail_balance = self._last_batch
+        for sample in picked:
+            sample.epoch -= 1
+        self._counts["num_batches"] -= bool(picked)
+        self._last_batch = ([], self._tail_balance)
 
     def holdout_batches(self, max_tokens: int) -> list[DraftBatch]:
         """All sequences that are never trained on, packed; the same for the same content."""
@@ -201,7 +219,7 @@ class DataBuffer:
         self.step = values["step"]
         self._tail_balance = values["tail_balance"]
         self._rows_seen = {step: dict(rows) for step, rows in values["rows_seen"]}
-        self._tail_start = None
+        self._tail_starts = {}
         self._counts = Counter(values["counts"])
         self._samples, self.num_bytes = {}, 0
         for record in values["samples"]:
@@ -217,7 +235,7 @@ class DataBuffer:
         return _Sample(key=key, sequence=sequence, step=step, is_held_out=is_held_out)
 
     def _pools(self) -> tuple[list[_Sample], list[_Sample]]:
-        """What may be trained on: the last step's long tail, and the rest; each in the order of its turns."""
+        """What may be trained on: the long tails of earlier steps, and the rest; each in the order of its turns."""
         tail, rest = [], []
         for sample in sorted(self._samples.values(), key=self._turn):
             if not sample.is_held_out:
@@ -230,12 +248,14 @@ class DataBuffer:
         return sample.epoch, _hash(f"{self._section.seed}/{sample.epoch}/{sample.key}"), sample.key
 
     def _is_tail(self, sample: _Sample) -> bool:
-        """Whether it is of the last step, and among its longest sequences that hold half of its rows."""
-        if sample.step != self.step - 1:
+        """Whether it is of an earlier step, and among its longest sequences that hold half of its rows."""
+        if sample.step >= self.step:
             return False
-        if self._tail_start is None:
-            self._tail_start = _find_tail_start(self._rows_seen.get(sample.step, {}).values())
-        return sample.num_rows >= self._tail_start
+        start = self._tail_starts.get(sample.step)
+        if start is None:
+            start = _find_tail_start(self._rows_seen.get(sample.step, {}).values())
+            self._tail_starts[sample.step] = start
+        return sample.num_rows >= start
 
     def _insert(self, sample: _Sample) -> bool:
         """Make room, by evicting others or the newcomer itself, and put it in."""
@@ -255,13 +275,13 @@ class DataBuffer:
         tail_bytes = sum(s.num_bytes for s in samples if is_tail[s.key])
         is_tail_kept = tail_bytes <= self._section.long_tail_share * self._section.data_bytes
 
-        def rank(sample: _Sample) -> tuple[int, int, str]:
+        def rank(sample: _Sample) -> tuple[int, int, int, str]:
             order = 2  # of this step
             if is_tail[sample.key]:
                 order = 3 if is_tail_kept else 1
             elif sample.step < self.step:
                 order = 0
-            return order, sample.num_rows, sample.key
+            return order, sample.step, sample.num_rows, sample.key
 
         return min(samples, key=rank)
 

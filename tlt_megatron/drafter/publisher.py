@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from tlt_megatron.drafter.collapse import RunningLevel, from_json, to_json
@@ -112,11 +113,15 @@ class DrafterPublisher:
         self,
         candidate: Mapping[str, Tensor],
         evaluate: Callable[[Mapping[str, Tensor]], HoldoutResult],
+        *,
+        checksum: int | None = None,
     ) -> PublishDecision:
         """Decide on `candidate` (trainable tensors). `evaluate` measures any weights on one and the same slice, by the
-        target of now; it is called for candidate, published and best, as far as they differ."""
+        target of now; it is called for candidate, published and best, as far as they differ. `checksum` is the
+        candidate's (`checksum_weights`), where it is known already; engines check it when they load."""
         published, best = self.published, self.best
-        checksum = _checksum(candidate)
+        if checksum is None:
+            checksum = checksum_weights(candidate)
         measured = {}
         for key, weights in (
             (checksum, candidate),
@@ -128,7 +133,7 @@ class DrafterPublisher:
         new = measured[checksum]
         if checksum == published.checksum:
             objection = "the candidate is what is published"
-        elif not all(tensor.isfinite().all() for tensor in candidate.values()):
+        elif not all(_is_finite(tensor) for tensor in candidate.values()):
             objection = "the candidate has weights that are not finite"
         else:
             objection = ""
@@ -261,9 +266,15 @@ def _copy(
 ) -> PublishedDrafter:
     """A copy on the CPU: the trainer goes on writing into its own."""
     copies = {name: t.detach().to("cpu", copy=True) for name, t in weights.items()}
-    checksum = _checksum(copies) if checksum is None else checksum
+    checksum = checksum_weights(copies) if checksum is None else checksum
     return PublishedDrafter(weights=copies, version=version, checksum=checksum)
 
 
-def _checksum(weights: Mapping[str, Tensor]) -> int:
+def _is_finite(tensor: Tensor) -> bool:
+    """Read once, without a mask: nan and inf both show in the extremes."""
+    return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
+
+
+def checksum_weights(weights: Mapping[str, Tensor]) -> int:
+    """As `RolloutEngine.load_drafter_weights` wants it."""
     return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS

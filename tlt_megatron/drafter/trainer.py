@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.interruption import PassAbandoned, interruptible
 from tlt_megatron.drafter.loss import DraftLoss, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
@@ -87,16 +88,27 @@ class DrafterTrainer:
             step = torch.zeros((), device=parameter.device)
             self._optimizer.state[parameter] = {"step": step, **moments}
 
-    def step(self, batch: DraftBatch | None, flags: Collection[float] = ()) -> DrafterStats:
+    def step(
+        self,
+        batch: DraftBatch | None,
+        flags: Collection[float] = (),
+        should_abandon: Callable[[], bool] | None = None,
+    ) -> DrafterStats:
         """Train on this member's batch, or lend a hand without one. All members give equally many `flags`.
 
-        `flags` are iterated over after the backward pass, so they may be looked up as late as that.
+        `flags` are iterated over after the backward pass, so they may be looked up as late as that. `should_abandon` is
+        asked all through the passes: from its first yes on, this member is one without a batch.
 
         The gradient is that of the summed loss of all members over their summed rows, so it does not depend on how
         the data were dealt out. With `batch` None everywhere only the flags are exchanged.
         """
         num_steps = self._objective.num_steps
-        sums = self._backward(batch, num_extra=2 + 3 * num_steps + len(flags))
+        num_extra = 2 + 3 * num_steps + len(flags)
+        try:
+            with interruptible(self.model, should_abandon):
+                sums = self._backward(batch, num_extra)
+        except PassAbandoned:
+            sums = self._backward(None, num_extra)
         sums[2 + 3 * num_steps :] = sums.new_tensor(tuple(flags))
         if self.group.size > 1:
             # The method, not torch.distributed's function, which wants the group registered in the world.

@@ -1,7 +1,7 @@
-"""Takes the hidden states of a log-prob pass, which computes them anyway, for training the drafter.
+"""Takes the hidden states of a forward pass of the policy, which computes them anyway, for training the drafter.
 
-Made by the composition root, handed to `PolicyModel.infer_logprobs`, used by `policy_model.py`. What to know: which sequences
-are tapped and which rank gets each is arithmetic on their lengths, the same on all tensor- and pipeline-parallel peers; every
+Made by the drafter's upkeep, handed to `PolicyModel.infer_logprobs` or, where the update needs no such pass before it, to
+`forward_backward`; used by `policy_model.py`. What to know: which sequences are tapped and which rank gets each is arithmetic on their lengths, the same on all tensor- and pipeline-parallel peers; every
 peer ends up with its own part, so that each of them can train on other data. States that a stage computed for another travel
 after the pass, from stage to stage, one sequence at a time.
 """
@@ -191,6 +191,8 @@ class _Recording:
         order = iter(self._places)  # a module sees the micro-batches once each, in order
 
         def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            if _is_in_backward():
+                return  # a recomputed layer: these states were seen
             places = next(order)
             if not places:
                 return
@@ -239,6 +241,11 @@ def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
     if stage.decoder.final_layernorm is not None:
         modules[FINAL] = stage.decoder.final_layernorm
     return modules
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd called us, as activation recompute does."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Builds this rank's pipeline stage of the policy as a Megatron GPTModel, and the TransformerConfig it stands on.
 
 Called by `policy_model.py` once the groups exist. Weights are random until `weight_map.load_hf_weights` fills them.
-With CUDA and Transformer Engine the layers are Transformer Engine's; otherwise Megatron's local ones with our
+With CUDA, Transformer Engine and bfloat16 the layers are Transformer Engine's; otherwise Megatron's local ones with our
 attention and norm. Both have the same parameters under names that `weight_map` knows.
 """
 
@@ -47,9 +47,11 @@ _LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
 }
 
 
-def has_transformer_engine() -> bool:
-    """Whether layers will be Transformer Engine's: it is installed and there is a GPU for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+def has_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers will be Transformer Engine's: it is installed, there is a GPU for it, and it has an attention for packed
+    sequences of this dtype, which in float32 it has not."""
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    return torch.cuda.is_available() and is_installed and dtype == torch.bfloat16
 
 
 def build_model(
@@ -122,7 +124,7 @@ def transformer_config(
         _architecture_fields(config)
         | _layout_fields(parallel, dtype)
         | _recompute_fields(section.recompute)
-        | _kernel_fields(device)
+        | _kernel_fields(device, dtype)
         | section.transformer
     )
     return TransformerConfig(**fields)
@@ -179,11 +181,11 @@ def _recompute_fields(recompute: str) -> dict[str, Any]:
     }
 
 
-def _kernel_fields(device: Device) -> dict[str, Any]:
+def _kernel_fields(device: Device, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "bias_activation_fusion": device.is_cuda,
         "bias_dropout_fusion": device.is_cuda,
-        "apply_rope_fusion": has_transformer_engine(),
+        "apply_rope_fusion": has_transformer_engine(dtype),
         "masked_softmax_fusion": False,  # needs Megatron's CUDA extensions; so does the next
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
@@ -219,7 +221,7 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         get_num_layers_to_build,
     )
 
-    if has_transformer_engine():
+    if has_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

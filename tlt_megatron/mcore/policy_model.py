@@ -7,7 +7,7 @@ asked for, a host copy of the initial weights as the reference policy. Every met
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -89,12 +89,7 @@ class McorePolicyModel:
         `tap` is given the hidden states of the pass. ValueError for `reference` without `keep_reference`, or with a tap.
         """
         if not reference:
-            tapping = (
-                nullcontext()
-                if tap is None
-                else tap.record(self._stage, micro_batches, self._groups)
-            )
-            with tapping:
+            with self._tapping(tap, micro_batches):
                 return run_forward(self._model, micro_batches, temperature, self._groups)
         if tap is not None:
             raise ValueError("tap with reference=True: a drafter learns from the policy alone")
@@ -107,10 +102,16 @@ class McorePolicyModel:
             self._exchange_weights(self._reference)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        loss_fn: LossFunction,
+        *,
+        tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
         """Accumulate gradients of all micro-batches; returns the metric sums of this data-parallel rank's
         micro-batches, on every pipeline stage, with zeros for metrics that only other data-parallel ranks have.
+        `tap` is given the hidden states of the forward passes.
 
         Must be followed by `optimizer_step`: RuntimeError for a second call before it, as gradients of all ranks
         are summed and divided by the count here.
@@ -118,7 +119,10 @@ class McorePolicyModel:
         if self._has_gradients:
             raise RuntimeError("forward_backward was called twice without optimizer_step")
         self._has_gradients = True
-        return run_forward_backward(self._model, micro_batches, temperature, loss_fn, self._groups)
+        with self._tapping(tap, micro_batches):
+            return run_forward_backward(
+                self._model, micro_batches, temperature, loss_fn, self._groups
+            )
 
     def optimizer_step(self) -> OptimizerStats:
         """Clip, step the optimizer and the learning-rate schedule, zero the gradients; nothing but the latter where
@@ -140,6 +144,13 @@ class McorePolicyModel:
         """Restore what `save` wrote, at this or another TP x PP x DP. The reference stays the initial weights."""
         load_checkpoint(path, self._stage, self._optimizer, self._groups)
         self._has_gradients = False
+
+    def _tapping(
+        self, tap: HiddenStateTap | None, micro_batches: Sequence[MicroBatch]
+    ) -> AbstractContextManager[None]:
+        if tap is None:
+            return nullcontext()
+        return tap.record(self._stage, micro_batches, self._groups)
 
     @torch.no_grad()
     def _exchange_weights(self, host: dict[str, Tensor]) -> None:

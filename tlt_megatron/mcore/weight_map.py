@@ -208,15 +208,20 @@ def merge(row: Row, shards: Sequence[Tensor], config: ModelConfig) -> list[Tenso
     if row.layout is Layout.WHOLE:
         full = [shards[0]]
     elif row.layout is Layout.COLUMNS:
-        full = [torch.cat(list(shards), dim=1)]
+        full = [_joined(shards, dim=1)]
     elif row.layout is Layout.QKV:
-        groups = torch.cat(list(shards)).unflatten(0, (config.num_kv_heads, -1))
+        groups = _joined(shards).unflatten(0, (config.num_kv_heads, -1))
         sizes = [shape[0] // config.num_kv_heads for shape in hf_shapes(row, config)]
         full = [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
     else:  # ROWS is GATE_UP with one part
         parts = [shard.chunk(len(row.hf_names), dim=0) for shard in shards]
-        full = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        full = [_joined(tensors) for tensors in zip(*parts, strict=True)]
     return [tensor.contiguous() for tensor in full]
+
+
+def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """One shard is the whole, without a copy."""
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
 def find_parameter(row: Row, parameters: dict[str, Tensor]) -> Tensor | None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -111,6 +112,17 @@ def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
 
 
 _MIX = 0x2545F4914F6CDD1D  # odd, bits well spread
+_OFFSET = 0x632BE5AB
+
+
+@lru_cache(maxsize=2 * _CHUNK_ELEMENTS.bit_length())  # twice the longest one's bytes at most
+def _position_weights(count: int, device: torch.device) -> Tensor:
+    """What the bits at each of the first positions are multiplied by; `count` is a power of two."""
+    return (torch.arange(count, device=device) * 2 + 1) * _MIX
+
+
+def _as_int64(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def checksum_tensor(name: str, tensor: Tensor) -> int:
@@ -123,9 +135,12 @@ def checksum_tensor(name: str, tensor: Tensor) -> int:
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     content = 1
     for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
-        chunk = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
-        positions = torch.arange(start, start + chunk.numel(), device=chunk.device) * 2 + 1
-        mixed = (chunk + 0x632BE5AB) * (positions * _MIX)  # int64 wraps around
-        content += int(((mixed ^ (mixed >> 31)) * _MIX).sum())
+        chunk = bits[start : start + _CHUNK_ELEMENTS]
+        weights = _position_weights(1 << (chunk.numel() - 1).bit_length(), chunk.device)
+        weights = weights[: chunk.numel()]
+        if start:
+            weights = weights + _as_int64(2 * start * _MIX)
+        mixed = chunk.to(torch.int64, copy=True).add_(_OFFSET).mul_(weights)  # int64 wraps around
+        content += int(mixed.bitwise_xor_(mixed >> 31).sum()) * _MIX
     total = content * ((zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15) | 1)
     return total % CHECKSUM_MODULUS

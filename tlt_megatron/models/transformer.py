@@ -157,25 +157,6 @@ class Transformer:
         """All that a forward pass reads besides its inputs and the KV: what has to stay in place under captured graphs."""
         return [*self._views.values(), self.rotary.table_SH2, self._norm.eps]
 
-    def to(self, device: torch.device) -> None:
-        """Move the weights."""
-        self.device = device
-        self.embedding = self.embedding.to(device)
-        self.final_norm = self.final_norm.to(device)
-        self.lm_head = (
-            self.embedding if self.config.tie_word_embeddings else self.lm_head.to(device)
-        )
-        names = LayerWeights.__dataclass_fields__
-        for index, layer in enumerate(self.layers):
-            parts = {name: getattr(layer, name) for name in names}
-            self.layers[index] = LayerWeights(
-                **{name: None if t is None else t.to(device) for name, t in parts.items()}
-            )
-        self._views = self._hf_views()
-        self._matrices = []
-        self.rotary = RotaryTable(self.config.rope, self.config.head_dim, self.dtype, device)
-        self._norm = self.arithmetic.norm(self.config.rms_norm_eps, self.dtype, device)
-
     def pack(self) -> None:
         """Make the matrices ready, which the first pass would do otherwise."""
         self._matrices = [_Matrices(layer, self.arithmetic) for layer in self.layers]

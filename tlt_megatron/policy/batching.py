@@ -88,15 +88,12 @@ def attach_experiences(
         }
         weights.append(_on_labels(experience.rollout, torch.full((length,), weight[aggregation])))
         count += length if aggregation == "token_mean" else 1
-    has_reference = all(e.ref_logprobs is not None for e in experiences)
     return dataclasses.replace(
         batch,
         loss_weights=torch.cat(weights),
         advantages=_packed(experiences, [e.advantages for e in experiences]),
-        old_logprobs=_packed(experiences, [e.old_logprobs for e in experiences]),
-        ref_logprobs=_packed(experiences, [e.ref_logprobs for e in experiences])
-        if has_reference
-        else None,
+        old_logprobs=_packed_if_any(experiences, [e.old_logprobs for e in experiences]),
+        ref_logprobs=_packed_if_any(experiences, [e.ref_logprobs for e in experiences]),
         loss_count=count,
     )
 
@@ -113,6 +110,13 @@ def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:
 
 def _packed(experiences: Sequence[Experience], values: Sequence[Tensor]) -> Tensor:
     return torch.cat([_on_labels(e.rollout, v) for e, v in zip(experiences, values, strict=True)])
+
+
+def _packed_if_any(
+    experiences: Sequence[Experience], values: Sequence[Tensor | None]
+) -> Tensor | None:
+    known = [value for value in values if value is not None]
+    return _packed(experiences, known) if len(known) == len(values) else None
 
 
 def _on_labels(rollout: Rollout, values_T: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ __all__ = ["HiddenTap", "LossFunction", "LossResult", "OptimizerStats", "PolicyM
 
 
 class HiddenTap(Protocol):
-    """Takes what a drafter trains on out of a log-prob pass. Between its maker and the model; nobody here looks inside.
+    """Takes what a drafter trains on out of a forward pass of the policy. Between its maker and the model; nobody here looks inside.
 
     `mcore.hidden_tap.HiddenStateTap` is the one that `McorePolicyModel` takes.
     """
@@ -45,10 +45,16 @@ class PolicyModel(Protocol):
         `tap`, on all ranks or none, changes nothing of the result."""
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        loss_fn: LossFunction,
+        *,
+        tap: HiddenTap | None = None,
     ) -> dict[str, float]:
         """Accumulate gradients of all micro-batches; returns the metric sums of this data-parallel rank's
-        micro-batches, on every pipeline stage. Must be followed by `optimizer_step`."""
+        micro-batches, on every pipeline stage. `loss_fn` is called for each micro-batch in order, on the last stage alone.
+        `tap` as in `infer_logprobs`. Must be followed by `optimizer_step`."""
 
     def optimizer_step(self) -> OptimizerStats:
         """Reduce, clip, step the optimizer and the learning-rate schedule, zero the gradients."""

@@ -45,7 +45,10 @@ class PolicyLoss:
     def __call__(self, predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
         """Weighted sum over the tokens; `count` is what the caller divides the sum over all ranks by."""
         section, mask_P = self.section, batch.loss_mask
-        log_ratio_P = (predicted.logprobs - batch.old_logprobs) * mask_P
+        old_P = batch.old_logprobs
+        if old_P is None:  # the policy of the rollouts is the one that is updated: every ratio is 1
+            old_P = predicted.logprobs.detach()
+        log_ratio_P = (predicted.logprobs - old_P) * mask_P
         surrogate_P, is_clipped_P = clipped_surrogate(
             log_ratio_P, batch.advantages, section.clip_low, section.clip_high, section.dual_clip
         )
@@ -55,9 +58,7 @@ class PolicyLoss:
             "entropy": (predicted.entropy.detach() * mask_P).sum(),
         }
         if section.tis_cap:
-            weight_P = truncated_importance(
-                batch.old_logprobs, batch.rollout_logprobs, section.tis_cap
-            )
+            weight_P = truncated_importance(old_P, batch.rollout_logprobs, section.tis_cap)
             metrics["tis_weight"] = (weight_P * mask_P).sum()
             surrogate_P = surrogate_P * weight_P
         loss_P = surrogate_P - section.entropy_coef * predicted.entropy

@@ -20,10 +20,10 @@ from tlt_megatron.policy.batching import (
     response_slices,
     split_evenly,
 )
-from tlt_megatron.policy.interfaces import HiddenTap, PolicyModel
+from tlt_megatron.policy.interfaces import HiddenTap, LossFunction, LossResult, PolicyModel
 from tlt_megatron.policy.loss import PolicyLoss, kl_estimate
 from tlt_megatron.rewards.advantage import compute_advantages
-from tlt_megatron.runtime.collectives import gather_objects, sum_metrics
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import Experience, MicroBatch, Rollout, ScoredGroup, TokenLogprobs
 
@@ -41,13 +41,26 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """What the log-prob pass leaves for the update: this rank's packs of each mini-batch, and log-probs by key."""
+    """What the passes before the update leave for it: this rank's packs of each mini-batch, and log-probs by key."""
 
     scored: tuple[ScoredGroup, ...]
     minibatches: tuple[tuple[Pack, ...], ...]
-    old_logprobs: dict[RolloutKey, Tensor]  # [T] float32
+    old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: of the update's own forward
     ref_logprobs: dict[RolloutKey, Tensor] | None
+    tap: HiddenTap | None  # that the update is to serve
     metrics: dict[str, float]
+
+
+class _RecordedLoss:
+    """A LossFunction that keeps what the model said of each micro-batch; on the last pipeline stage, which alone calls it."""
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self.policy_logprobs: list[Tensor] = []  # [P] of each micro-batch, on the model's device
+
+    def __call__(self, predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
+        self.policy_logprobs.append(predicted.policy_logprobs.detach())
+        return self._loss(predicted, batch)
 
 
 class PolicyTrainer:
@@ -71,12 +84,22 @@ class PolicyTrainer:
         self.max_new_tokens = max_new_tokens
         self.loss = PolicyLoss(section)
 
+    @property
+    def has_logprob_pass(self) -> bool:
+        """Whether log-probs are computed before the update. Where a batch gets one update alone, the update's own forward
+        pass computes the same numbers, soon enough for all but a KL penalty in the reward."""
+        section = self.section
+        num_updates = section.num_epochs * section.num_minibatches
+        has_kl_reward = section.kl_coef > 0 and section.kl_placement == "reward"
+        return section.recompute_log_probs == "always" or num_updates > 1 or has_kl_reward
+
     def infer_logprobs(
         self, scored: Sequence[ScoredGroup], tap: HiddenTap | None = None
     ) -> Inference:
         """Forward-only passes over this rank's share: log-probs before the update, and of the reference if any.
 
-        `tap` is given the policy's hidden states of that share, not the reference's.
+        `tap` is given the policy's hidden states of that share, not the reference's; in the update, where that is the
+        policy's first pass.
         """
         minibatches = tuple(
             self._plan(scored, indices)
@@ -84,17 +107,24 @@ class PolicyTrainer:
         )
         packs = [pack for minibatch in minibatches for pack in minibatch]
         batches = [pack.batch for pack in packs]
-        predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
-        ref_logprobs = None
+        old_logprobs = ref_logprobs = None
+        metrics: dict[str, float] = {}
+        if self.has_logprob_pass:
+            predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
+            old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
+            difference = _engine_difference(packs, [p.policy_logprobs for p in predicted])
+            metrics = self._compare_engines(difference)
+            tap = None
         if self.section.kl_coef:
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
             ref_logprobs = _by_key(packs, [r.logprobs for r in reference])
         return Inference(
             scored=tuple(scored),
             minibatches=minibatches,
-            old_logprobs=_by_key(packs, [p.logprobs for p in predicted]),
+            old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
-            metrics=self._compare_engines(packs, predicted),
+            tap=tap,
+            metrics=metrics,
         )
 
     def update(self, inference: Inference) -> dict[str, float]:
@@ -104,10 +134,14 @@ class PolicyTrainer:
         last: dict[str, float] = {}
         num_updates = num_skipped = 0
         grad_norms = []
+        recorded = _RecordedLoss(self.loss)
+        loss_fn = recorded if inference.old_logprobs is None else self.loss
         for _ in range(self.section.num_epochs):
             for minibatch in inference.minibatches:
                 batches = [self._with_targets(pack, inference, advantages) for pack in minibatch]
-                sums = self.model.forward_backward(batches, self.temperature, self.loss)
+                sums = self.model.forward_backward(
+                    batches, self.temperature, loss_fn, tap=inference.tap
+                )
                 sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
                 sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
                 for name, value in sums.items():
@@ -118,6 +152,8 @@ class PolicyTrainer:
                 num_updates += 1
                 last["actor/lr"] = stats.lr
         means = self._means(totals)
+        if inference.old_logprobs is None:
+            means |= self._compare_in_update(inference.minibatches[0], recorded.policy_logprobs)
         return {
             **means,
             **last,
@@ -146,7 +182,7 @@ class PolicyTrainer:
             Experience(
                 rollout=rollout,
                 advantages=advantages[key],
-                old_logprobs=inference.old_logprobs[key],
+                old_logprobs=inference.old_logprobs[key] if inference.old_logprobs else None,
                 ref_logprobs=inference.ref_logprobs[key] if inference.ref_logprobs else None,
             )
             for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
@@ -160,6 +196,7 @@ class PolicyTrainer:
         scored = inference.scored
         penalties = None
         if inference.ref_logprobs is not None and self.section.kl_placement == "reward":
+            assert inference.old_logprobs is not None  # see has_logprob_pass
             mine = {
                 key: self.section.kl_coef
                 * kl_estimate(self.section.kl_estimator, old, inference.ref_logprobs[key])
@@ -192,25 +229,45 @@ class PolicyTrainer:
             for name, value in sums.items()
         }
 
-    def _compare_engines(
-        self, packs: Sequence[Pack], predicted: Sequence[TokenLogprobs]
+    def _compare_in_update(
+        self, packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
     ) -> dict[str, float]:
+        """`_compare_engines` of an update's forward pass, whose log-probs the last pipeline stage alone has seen."""
+        pp = self.groups.pp
+        known = [logprobs_P.cpu() for logprobs_P in policy_logprobs]
+        mine = _engine_difference(packs, known) if pp.is_last else None
+        return self._compare_engines(broadcast_object(mine, pp, source=pp.size - 1))
+
+    def _compare_engines(self, difference: _Difference) -> dict[str, float]:
         """How far the rollout engine's log-probs of the raw policy are from the training engine's, per token."""
-        theirs = _by_key(packs, [p.policy_logprobs for p in predicted])
-        total = largest = 0.0
-        num_tokens = 0
-        for pack in packs:
-            for key, rollout in zip(pack.keys, pack.rollouts, strict=True):
-                diff_T = (theirs[key] - rollout.policy_logprobs).abs()
-                total += float(diff_T.sum(dtype=torch.float64))
-                largest = max(largest, float(diff_T.max()))
-                num_tokens += diff_T.numel()
-        parts = gather_objects((total, largest, num_tokens), self.groups.dp)
+        parts = gather_objects(difference, self.groups.dp)
         name = "train/train_rollout_logprob_abs_diff"
         return {
-            name: sum(p[0] for p in parts) / sum(p[2] for p in parts),
-            f"{name}_max": max(p[1] for p in parts),
+            name: sum(part.total for part in parts) / sum(part.num_tokens for part in parts),
+            f"{name}_max": max(part.largest for part in parts),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """Of one data-parallel rank's tokens, |rollout log-prob - training log-prob|."""
+
+    total: float
+    largest: float
+    num_tokens: int
+
+
+def _engine_difference(packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]) -> _Difference:
+    theirs = _by_key(packs, policy_logprobs)
+    total = largest = 0.0
+    num_tokens = 0
+    for pack in packs:
+        for key, rollout in zip(pack.keys, pack.rollouts, strict=True):
+            diff_T = (theirs[key] - rollout.policy_logprobs).abs()
+            total += float(diff_T.sum(dtype=torch.float64))
+            largest = max(largest, float(diff_T.max()))
+            num_tokens += diff_T.numel()
+    return _Difference(total=total, largest=largest, num_tokens=num_tokens)
 
 
 def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:

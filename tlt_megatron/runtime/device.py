@@ -53,9 +53,6 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(
-            device
-        )  # one for all captures, or they would share nothing
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run `work` twice, so that libraries set themselves up, and capture it. Returns what runs it again.
@@ -63,16 +60,20 @@ class GraphMemory:
         What `work` allocates and drops is shared with graphs that are captured later; what it writes into must exist.
         The memory goes back when all that were returned are dropped.
         """
-        caller = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                work()
-        caller.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may use the device meanwhile.
         mode = "thread_local"
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+        capturing = torch.cuda.graph(graph, self._pool, capture_error_mode=mode)
+        # Torch's own, the same for all captures: graphs share memory within a stream alone, and cuBLAS keeps a workspace of
+        # 32 MiB on a Hopper for every stream that it was ever used on.
+        stream = capturing.capture_stream
+        caller = torch.cuda.current_stream(self._device)
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                work()
+        caller.wait_stream(stream)
+        with capturing:
             work()
         return graph.replay
 

@@ -39,6 +39,7 @@ _MAX_STEP = 2.0  # of x in one sweep: the slope does not tell beyond
 _SMALL_STEP = 0.3
 _OVERDISPERSION = 1.3  # steps of one request are alike
 
+_NEWS_SIGMAS = 2.5  # of what steps bring by chance: then it is time to fit
 _JUMP_MEMORY = 0.93  # share of the accumulated surprise that stays for the next step
 _JUMP_SIGMAS = 4.0
 _SUDDEN_SIGMAS = 5.0  # of a single step,
@@ -70,6 +71,8 @@ class AcceptanceModel:
         self._text_size = 0  # batch size that the text summands stand for
         self._surprise = 0.0
         self._surprise_variance = 0.0
+        self._news = 0.0  # residuals since the last fit
+        self._news_variance = 0.0
         self._estimates: AcceptanceEstimates | None = None
         self._expected: list[tuple[float, ...]] = []  # what surprises are measured against
 
@@ -86,6 +89,11 @@ class AcceptanceModel:
             for depth, accepted in enumerate(accepted_by_depth, 1):
                 noted[depth] += accepted
         return self._note_surprise(strategy, batch_size, sum(accepted_by_depth))
+
+    @property
+    def has_news(self) -> bool:
+        """What was noted is more than chance, if the estimates are right: it is time to fit."""
+        return self._news * self._news > _NEWS_SIGMAS**2 * self._news_variance
 
     def resize(self, batch_size: int) -> None:
         """So many requests run now. Fit before others join."""
@@ -105,6 +113,7 @@ class AcceptanceModel:
         for strategy, noted in self._noted.items():
             self._learn(self._index[strategy], noted)
         self._noted.clear()
+        self._news = self._news_variance = 0.0
         self._estimates = None
 
     def estimates(self) -> AcceptanceEstimates:
@@ -170,11 +179,13 @@ class AcceptanceModel:
         """A leaky sum of residuals against its own standard deviation, in the manner of Page (1954), on both sides; and
         single steps that leave no doubt."""
         self.estimates()
-        mean, variance, doubt, text = self._expected[self._index[strategy]]
+        mean, request_variance, doubt, text = self._expected[self._index[strategy]]
         if batch_size < self._text_size:
             doubt += text * TEXT_VARIANCE * (1.0 / batch_size - 1.0 / self._text_size)
-        variance = batch_size * variance + (batch_size * (1.0 + mean)) ** 2 * doubt
+        variance = batch_size * request_variance + (batch_size * (1.0 + mean)) ** 2 * doubt
         residual = accepted - batch_size * mean
+        self._news += residual
+        self._news_variance += batch_size * request_variance
         self._surprise = _JUMP_MEMORY * self._surprise + residual
         self._surprise_variance = _JUMP_MEMORY**2 * self._surprise_variance + variance
         is_slow = abs(self._surprise) > _JUMP_SIGMAS * math.sqrt(self._surprise_variance)

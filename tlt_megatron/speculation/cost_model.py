@@ -32,7 +32,7 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 _MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
 _NEW_BATCH = 1.25  # times the batch size before
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
-_REFRESH_S = 0.08  # between two looks at the models, which take about 0.2 ms
+_REFRESH_S = 0.4  # between two looks at the models, which take about 1 ms
 _REFRESH_STEPS = (8, 512)
 # An arm rests between two trials, because machines are slow for several steps on end. One of at least `_NEAR` the rate of
 # the best is tried although it does not seem worth it: after `_RETRY` steps, twice as many after every trial, if it was slow
@@ -42,7 +42,11 @@ _RETRY = 10
 _STALE = 3
 _NEAR = 0.75
 _LONG_TRIAL = 3  # steps
-_PLAIN_PATIENCE = 4  # plain decoding is looked at as many times less often than drafting
+_DRAFTING_PATIENCE = 4  # other drafters are looked at as many times less often while one runs
+# Share of the time that looks at plain decoding may lose while drafting runs: where drafting gains little they cost little,
+# and come often, since a small gain is soon a loss. Least and most of `probe_every` between two.
+_PLAIN_SHARE = 0.004
+_PLAIN_PATIENCE = (0.2, 8.0)
 _PLAIN, _LEARNED, _RETRIEVED = range(3)
 
 
@@ -93,6 +97,7 @@ class CostModelSelector:
         self._rested_at = [0] * len(self._strategies)  # when an arm may be tried again
         self._num_tried = [0] * len(self._strategies)
         self._jumped_at = 0  # the last step that showed another drafter than the one known
+        self._grew_at = 0  # the last step before a larger batch
         self._fitted_at = 0
         self._refresh_at = 0
         self._batch_size = 0
@@ -152,7 +157,8 @@ class CostModelSelector:
         if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
             self._jumped_at = self._refresh_at = self._num_observed
             self._trial_left = 0
-        if self._num_observed >= self._refresh_at and self._trial_left == 0:
+        is_time = self._num_observed >= self._refresh_at or self._acceptance.has_news
+        if is_time and self._trial_left == 0:
             self._refresh(seconds)
 
     def drafter_changed(self) -> None:
@@ -197,6 +203,7 @@ class CostModelSelector:
         if batch_size > _NEW_BATCH * before:
             self._trial_left = 0
             if self._num_observed > 0:
+                self._grew_at = self._num_observed
                 self._refresh(0.0)
                 self._acceptance.resize(batch_size)
                 self._cost.grow(before, batch_size)
@@ -208,11 +215,12 @@ class CostModelSelector:
         self._fitted_at = self._num_observed
         self._plans.clear()
         self._plan = None
-        # While little is known, at the start and after a jump, every step is news.
-        num_settled = self._num_observed - self._jumped_at
+        # While little is known, at the start, after a jump and of a larger batch, every step is news.
+        now = self._num_observed
+        num_settled = min((now - self._jumped_at) // 6, (now - self._grew_at) // 2)
         least, most = _REFRESH_STEPS
         num_wanted = min(max(int(_REFRESH_S / max(step_s, 1e-6)), least), most)
-        self._refresh_at = self._num_observed + min(num_wanted, num_settled // 6 + 1)
+        self._refresh_at = now + min(num_wanted, num_settled + 1)
 
     def _plan_of(self, batch_size: int) -> Plan:
         """Large batches of nearly the same size share one."""
@@ -241,9 +249,8 @@ class CostModelSelector:
             learned = [arm for arm in plan.others if self._strategies[arm].is_learned]
             if learned and not self._strategies[plan.best].is_learned:
                 return learned[0], 1
-        patience = self._probe_every * (_PLAIN_PATIENCE if plan.best > 0 else 1)
         for kind, checked_at in enumerate(self._checked_at):
-            if now - checked_at >= patience:
+            if now - checked_at >= self._patience(plan, kind):
                 arm = next((arm for arm in plan.others if kind in self._kinds[arm]), None)
                 if arm is not None and self._can_pay(plan, arm, 1):
                     return arm, 1
@@ -261,6 +268,16 @@ class CostModelSelector:
             if now - self._ran_at[arm] >= patience and self._can_pay(plan, arm, _LONG_TRIAL):
                 return arm, _LONG_TRIAL
         return 0, 0
+
+    def _patience(self, plan: Plan, kind: int) -> float:
+        """Steps after which a kind of arms that does not run is looked at again."""
+        if plan.best == 0:
+            return self._probe_every
+        if kind != _PLAIN:
+            return self._probe_every * _DRAFTING_PATIENCE
+        gain = plan.rates[plan.best] / plan.rates[0] - 1.0
+        least, most = _PLAIN_PATIENCE
+        return min(max(gain / _PLAIN_SHARE, least * self._probe_every), most * self._probe_every)
 
     def _can_pay(self, plan: Plan, arm: int, num_steps: int) -> bool:
         if arm == 0:

@@ -69,6 +69,12 @@ def request_seed(seed: int, draw_index: int, sample_index: int) -> int:
     return _signed(_mix(key + sample_index * _GOLDEN + 2))
 
 
+def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
+    """The seed with which noise keyed by the last token's place in the sequence equals noise keyed by `seed` and the next
+    token's place in the response: the first response token follows sequence position num_prompt_tokens - 1."""
+    return _signed(seed - (num_prompt_tokens - 1) * _GOLDEN)
+
+
 def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
     """[B, V] float64 standard Gumbel noise; element (b, v) depends on (seeds_B[b], positions_B[b], v) alone.
 

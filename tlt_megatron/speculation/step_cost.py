@@ -38,7 +38,7 @@ _LAW = (
     (0.002, 0.004),  # retrieved rows
 )
 _NUM_LAW = len(_LAW)
-_SMALLEST = 0.02  # multiple of the mean of a coefficient
+_LEAST_LAW = 0.02 * np.array([mean for mean, _ in _LAW])
 _SCALE = 0.5  # variance of the log of all coefficients together: the first step may be a hiccup
 _STRATEGY = 0.006  # variance of the correction of a strategy at all batch sizes,
 _CELL = 0.006  # and around one batch size
@@ -147,18 +147,17 @@ class StepCostModel:
         self._keep_positive()
 
     def _keep_positive(self) -> None:
-        """No part of the law makes a step faster."""
+        """No part of the law makes a step faster, and the law has a logarithm."""
         belief = self._belief
-        for i, ((mean, _), value) in enumerate(
-            zip(_LAW, belief.mean_N[:_NUM_LAW].tolist(), strict=True)
-        ):
-            least = _SMALLEST * mean
+        for i, least in enumerate(_LEAST_LAW.tolist()):
+            value = float(belief.mean_N[i])  # as it is now: what was raised before has moved it
             if value < least:
                 row_1N = np.zeros((1, len(belief.mean_N)))
                 row_1N[0, i] = 1.0
                 noise = 0.1 * belief.covariance_NN[i, i] + 1e-12
-                belief.learn(row_1N, least - belief.mean_N[i : i + 1], np.array([noise]))
-                belief.mean_N[i] = max(float(belief.mean_N[i]), least)
+                belief.learn(row_1N, np.array([least - value]), np.array([noise]))
+        # Raising one lowers others, those raised before it among them.
+        np.maximum(belief.mean_N[:_NUM_LAW], _LEAST_LAW, out=belief.mean_N[:_NUM_LAW])
 
     def _terms_of(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Features of the law [S, F], and how log seconds moves with each quantity [S, N] (the law's part not filled in)."""

@@ -1,8 +1,9 @@
 """Which drafted tokens the target accepts, and what is committed: the verdict on a tree after the verify pass.
 
-Called by the engines. Two verifiers with one result type: `verify_noise_keyed` (the default) accepts what the target's own
-noise-keyed sample says, and `verify_rejection` is the comparison from the literature. One thing to know: the key-value
-rows that stay are `path_BS[:num_committed]` in that order; the last committed token is the next root and has none yet.
+Two verifiers with one result type: `verify_noise_keyed`, which the engines call, accepts what the target's own noise-keyed
+sample says; `verify_rejection` is the comparison from the literature, which no engine and no setting calls: rollouts would
+no longer repeat. One thing to know: the key-value rows that stay are `path_BS[:num_committed]` in that order; the last
+committed token is the next root and has none yet.
 
 Shapes: Q nodes, R = Q + 1 rows (row 0 the root), S = depth + 1 tokens that a step can commit at most. No shape depends
 on the data and nothing is read back from the device.

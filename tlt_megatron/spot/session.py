@@ -8,6 +8,7 @@ member has answered the plan.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.process_groups import (
     SINGLE,
     Group,
@@ -30,12 +30,13 @@ from tlt_megatron.runtime.process_groups import (
 )
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
 from tlt_megatron.spot.rank_state import PhaseBoard, Plan, SharedLog
+from tlt_megatron.spot.state_version import StateVersion, version_of
 
 log = logging.getLogger(__name__)
 
 _NO_GROUP = "-"
-_CHECKSUM_BASE = 1_000_003
 _NO_DATA_WAIT_S = 0.005  # between steps while no member has anything to train on
+_WATCH_SHARE = 10.0  # at least so many times the time of a look pass until the next
 
 
 class BatchSource(Protocol):
@@ -43,6 +44,10 @@ class BatchSource(Protocol):
 
     def next_batch(self) -> DraftBatch | None:
         """The next batch on the drafter's device, or None while there is none."""
+        ...
+
+    def put_back(self) -> None:
+        """The last batch was not trained on: as if it had not been taken."""
         ...
 
 
@@ -56,23 +61,6 @@ class SessionEnd(StrEnum):
     LOST = "lost"  # a member is gone or silent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateVersion:
-    """Which drafter a rank holds: weights and optimizer."""
-
-    num_updates: int
-    checksum: int
-
-
-def version_of(trainer: DrafterTrainer) -> StateVersion:
-    """Equal on two ranks exactly if their drafters are (63 bits)."""
-    total = 0
-    for name, tensor in trainer.state_dict().items():
-        # In order, not as a sum: two tensors of one shape that have changed places must show.
-        total = (_CHECKSUM_BASE * total + checksum_tensor(name, tensor)) % CHECKSUM_MODULUS
-    return StateVersion(num_updates=trainer.num_updates, checksum=total)
-
-
 @dataclass(slots=True, kw_only=True)
 class SessionRecord:
     """What one session did, filled in as it runs."""
@@ -80,7 +68,7 @@ class SessionRecord:
     epoch: int
     members: tuple[int, ...]
     end: SessionEnd | None = None  # None: by an error of this rank's own
-    steps: list[tuple[float, float]]  # wall time from and to
+    steps: list[tuple[float, float]]  # wall time from and to, of those not given up
     stats: list[DrafterStats]  # of each step; the same on all members
 
 
@@ -153,6 +141,7 @@ class SessionLimits:
     member_timeout_s: float  # a member that is silent for so long is lost
     phase_timeout_s: float  # from the first finished rollout to the last
     poll_s: float  # between two looks at the store
+    watch_s: float  # the same while a step computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +167,10 @@ class SpotSession:
         source: BatchSource,
         groups: GroupPool,
         limits: SessionLimits,
-        after_update: Callable[[], None] | None = None,
+        after_update: Callable[[StopWatch], None] | None = None,
     ) -> None:
-        """`after_update` is called by the leader alone, for which the others wait in their next reduction."""
+        """`after_update` is called by the leader alone, for which the others wait in their next reduction; it may ask
+        whether it should come to an end."""
         self.plan = plan
         self.after_update = after_update
         self.members = board.view.layout.ranks_of(plan)
@@ -283,15 +273,19 @@ class SpotSession:
         )
 
     def _train(self) -> SessionEnd:
-        flags: Collection[float] = _LateFlags(self._look) if self.is_leader else (0.0, 0.0)
+        watch = StopWatch(self.board, self.limits.watch_s)
+        flags = _LateFlags(self._look if self.is_leader else lambda: (float(watch.is_over), 0.0))
         while True:
             batch = self.source.next_batch()
             started = time.time()
-            stats = self.trainer.step(batch, flags)
-            self.record.steps.append((started, time.time()))
+            stats = self.trainer.step(batch, flags, watch)
+            if not watch.is_over:
+                self.record.steps.append((started, time.time()))
+            elif batch is not None:
+                self.source.put_back()
             self.record.stats.append(stats)
             if self.is_leader and self.after_update is not None and not stats.is_skipped:
-                self.after_update()
+                self.after_update(watch)
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:
                 return SessionEnd.STOPPED
@@ -317,10 +311,35 @@ class SpotSession:
         return (float(view.is_over), float(is_replaced))
 
 
+class StopWatch:
+    """Whether the last rollout has ended, asked in the middle of work that is given up if it has.
+
+    Every member of a session looks for itself, but leaves only on the flags of the reduction, its own among them: a pass
+    that is given up adds nothing to the gradient, and the step counts for the members that finished theirs.
+    """
+
+    def __init__(self, board: PhaseBoard, watch_s: float) -> None:
+        self.is_over = False
+        self._board = board
+        self._watch_s = watch_s
+        self._next_at = 0.0
+        self._look_s = math.inf  # what a look takes
+
+    def __call__(self) -> bool:
+        asked = time.monotonic()
+        if asked >= self._next_at and not self.is_over:
+            self.is_over = self._board.read().is_over
+            now = time.monotonic()
+            # A slow store must not become what training waits for; a single slow look must not blind us for long.
+            self._look_s = min(now - asked, 2.0 * self._look_s)
+            self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._look_s)
+        return self.is_over
+
+
 class _LateFlags(Collection[float]):
     """Flags that are looked up when `DrafterTrainer.step` reads them: after the backward pass, just before the reduction.
 
-    So a stop that comes while a step computes ends the session with that step, not with the next one.
+    So what comes while a step computes ends the session with that step, not with the next one.
     """
 
     def __init__(self, look: Callable[[], tuple[float, float]]) -> None:

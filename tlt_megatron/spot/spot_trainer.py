@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
-from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
 from tlt_megatron.spot.rank_state import PhaseBoard, Plan, ReplicaLayout
@@ -30,8 +29,9 @@ from tlt_megatron.spot.session import (
     SessionLimits,
     SessionRecord,
     SpotSession,
-    version_of,
+    StopWatch,
 )
+from tlt_megatron.spot.state_version import UNKNOWN, StateVersion, gather_versions, version_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class SpotReport:
 
     step: int
     idle_s: float  # from the end of this rank's rollouts to the end of the last
-    used_s: float  # of these, inside training steps
+    used_s: float  # of these, inside training steps that were not given up
     stall_s: float  # from the end of the last rollouts until this rank was free
     preempt_ms: float  # the same where the rank was in a session at that time; else 0
     sessions: tuple[SessionRecord, ...]  # that this rank was called to, broken ones included
@@ -104,7 +104,7 @@ class NewestDrafter:
     source: int  # the rank that had it
     num_updates: int
     checksum: int
-    num_stale: int  # ranks that held another one
+    num_receivers: int  # ranks that it was sent to; 0 where nobody has trained
     seconds: float  # that this rank spent
 
 
@@ -124,13 +124,14 @@ class SpotTrainer:
         timeline: SpanRecorder,
         phase_timeout_s: float,
         member_timeout_s: float = 20.0,
-        on_idle: Callable[[], None] | None = None,
-        after_update: Callable[[], None] | None = None,
+        on_idle: Callable[[StopWatch], None] | None = None,
+        after_update: Callable[[StopWatch], None] | None = None,
     ) -> None:
         """`store` comes from runtime/process_groups.py's `open_store`; `rank` is this one's in the world.
 
         `on_idle` is called once in a phase by each rank that is not the last to finish, before it trains.
-        `after_update` is called by the leader of a session after each update of the drafter.
+        `after_update` is called by the leader of a session after each update of the drafter. Both are given something to
+        ask whether the last rollout has ended; then they must not go on.
         `member_timeout_s` must exceed the longest training step: a member that is silent for so long is lost.
         """
         self.trainer = trainer
@@ -147,8 +148,10 @@ class SpotTrainer:
             phase_timeout_s=phase_timeout_s,
             # The store answers some ten thousand times a second, and all idle ranks ask it.
             poll_s=max(0.002, 0.0001 * layout.world_size),
+            watch_s=max(0.002, 0.001 * layout.world_size),  # a tenth of that, for the whole session
         )
         self._store = store
+        self._device = device
         self._groups = GroupPool(
             self._store,
             rank,
@@ -156,6 +159,7 @@ class SpotTrainer:
             timeout_s=member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if device.type == "cuda" else 0,
         )
+        self._level: StateVersion | None = None  # what all ranks hold; None after a session
         self._left_boards: list[PhaseBoard] = []  # phases that are still in the store
         if section.min_idle_replicas >= len(layout.replicas):
             log.warning(
@@ -181,9 +185,10 @@ class SpotTrainer:
             settle_s=_SETTLE_S,
             member_timeout_s=self.limits.member_timeout_s,
         )
-        if self.on_idle is not None and not board.read().is_over:
+        watch = StopWatch(board, self.limits.watch_s)
+        if self.on_idle is not None and not watch():
             with self.timeline.span("IDLE", step=step):
-                self.on_idle()
+                self.on_idle(watch)
         records: list[SessionRecord] = []
         while (plan := self._await_plan(board, coordinator, records)) is not None:
             session = SpotSession(
@@ -197,6 +202,7 @@ class SpotTrainer:
                 after_update=self.after_update,
             )
             records.append(session.record)
+            self._level = None
             with self.timeline.span(
                 "DRAFT-TRAIN", step=step, epoch=plan.epoch, members=len(session.members)
             ):
@@ -209,33 +215,35 @@ class SpotTrainer:
     def sync_newest(self, world: Group) -> NewestDrafter:
         """Give every rank the drafter with the most updates, optimizer included. A collective of all ranks.
 
-        Call it after every phase: the next one starts from it, and the store is cleaned up here.
+        Call it after every phase: the next one starts from it, and the store is cleaned up here. The trainer's state must
+        change in sessions alone from the first call on. RuntimeError names ranks that hold something else in the end.
         """
         started = time.perf_counter()
-        own = version_of(self.trainer)
-        versions = gather_objects(own, world)
-        source = max(range(world.size), key=lambda rank: (versions[rank].num_updates, -rank))
-        newest = versions[source]
-        num_stale = sum(version != newest for version in versions)
-        if num_stale:
+        count = self.trainer.num_updates
+        own = self._level or StateVersion(num_updates=count, checksum=UNKNOWN)
+        held = gather_versions(own, world, self._device)
+        source = max(range(world.size), key=lambda rank: (held[rank].num_updates, -rank))
+        is_level = own.checksum != UNKNOWN and all(version == own for version in held)
+        if not is_level:
+            # Sent first and summed up then, by all at once: who sends would be waited for otherwise.
             self.trainer.group = world
             try:
                 self.trainer.broadcast_state(source)
             finally:
                 self.trainer.group = SINGLE
-            if own != newest:
-                own = version_of(self.trainer)
-            strays = [rank for rank, v in enumerate(gather_objects(own, world)) if v != newest]
+            held = gather_versions(version_of(self.trainer), world, self._device)
+            strays = [rank for rank, version in enumerate(held) if version != held[source]]
             if strays:
                 raise RuntimeError(
                     f"ranks {strays} do not hold the drafter that rank {source} sent to all"
                 )
+        self._level = held[source]
         self._clean_up(world)
         return NewestDrafter(
             source=source,
-            num_updates=newest.num_updates,
-            checksum=newest.checksum,
-            num_stale=num_stale,
+            num_updates=self._level.num_updates,
+            checksum=self._level.checksum,
+            num_receivers=0 if is_level else world.size - 1,
             seconds=time.perf_counter() - started,
         )
 

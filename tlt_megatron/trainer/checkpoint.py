@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.runtime.collectives import barrier, broadcast_object
+from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class CheckpointManager:
         barrier(self.world)
         if self.world.is_first:
             (temporary / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            _sync_tree(temporary)
+            sync_tree(temporary)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-            _sync_path(self.root)
-            _replace_text(self.root / POINTER, str(step))
+            sync_path(self.root)
+            replace_text(self.root / POINTER, str(step))
             self._drop_old()
         barrier(self.world)
         self._current = step
@@ -108,24 +108,3 @@ def read_pointer(root: Path) -> int | None:
     if not text.isdigit():
         raise ValueError(f"{pointer} holds {text!r}: must be a step number")
     return int(text)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync_path(temporary)
-    temporary.replace(path)
-    _sync_path(path.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync_path(path)
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
-from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction
+from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction, checksum_weights
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 from tlt_megatron.trainer.live_publish import LiveChannel
 from tlt_megatron.types import Rollout
@@ -57,6 +57,10 @@ class BufferSource:
         batch = self._buffer.next_batch(self._batch_tokens)
         return None if batch is None else batch.to(self._device)
 
+    def put_back(self) -> None:
+        """The last batch comes again."""
+        self._buffer.put_back()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotShare:
@@ -71,6 +75,18 @@ class SpotShare:
     num_updates: int
     losses: tuple[float, ...]
     accept_lengths: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    """What an idle rank found out of the candidate, for the decision that all make later."""
+
+    results: dict[str, HoldoutResult]  # by contender
+    checksum: int  # of the candidate
+
+
+class _MeasuringEnded(Exception):
+    """The last rollout has ended meanwhile."""
 
 
 class DrafterUpkeep:
@@ -107,7 +123,7 @@ class DrafterUpkeep:
         self._num_considered = trainer.num_updates
         # The drafter as it stood at the last phase boundary: the same on every rank.
         self._candidate: Mapping[str, Tensor] = publisher.start(trainer.model.state_dict()).weights
-        self._measured: dict[str, HoldoutResult] | None = None
+        self._findings: _Findings | None = None
         spot.on_idle = self._measure_idle
         self._live = live
         self._live_weights: dict[str, Tensor] | None = None  # given to engines in this step
@@ -126,7 +142,7 @@ class DrafterUpkeep:
         self.buffer.add(sequence, self.buffer.step)
 
     def make_tap(self) -> HiddenStateTap:
-        """For the log-prob pass: the whole batch, dealt out over all ranks, the longest first."""
+        """For the policy's first forward pass of a step: the whole batch, dealt out over all ranks, the longest first."""
 
         def add(tapped: TappedSequence) -> None:
             sequence = DraftSequence(
@@ -147,7 +163,7 @@ class DrafterUpkeep:
         """This rank's rollouts are done: train until the last rank's are."""
         return _share_of(self.spot.run_until_preempted(step))
 
-    def _offer_live(self) -> None:
+    def _offer_live(self, watch: StopWatch) -> None:
         """The session's leader: offer what has been trained by now, if it accepts more than what was offered last."""
         assert self._live is not None
         if self.trainer.num_updates % _LIVE_EVERY:
@@ -155,7 +171,10 @@ class DrafterUpkeep:
         batches = self._holdout()
         candidate = self.trainer.model.state_dict()
         known = self._live_weights or self.publisher.published.weights
-        new, old = (measure_holdout(self.trainer, w, batches) for w in (candidate, known))
+        try:
+            new, old = (self._measure(w, batches, watch) for w in (candidate, known))
+        except _MeasuringEnded:
+            return  # nobody decodes any more
         if new.accept_length > old.accept_length:
             self._live_weights = self._own_weights()
             self._live.offer(self._live_weights)
@@ -168,9 +187,11 @@ class DrafterUpkeep:
 
     def _load_live(self, weights: dict[str, Tensor]) -> None:
         self._live_weights = weights
-        checksum = sum(checksum_tensor(n, t) for n, t in weights.items()) % CHECKSUM_MODULUS
-        version = self.publisher.published.version + 1
-        self.engine.load_drafter_weights(weights, version=version, checksum=checksum)
+        self.engine.load_drafter_weights(
+            weights,
+            version=self.publisher.published.version + 1,
+            checksum=checksum_weights(weights),
+        )
 
     def _settle_live(self) -> bool:
         """All ranks take the newest offer of the step as published: whoever trained, whoever decoded. False without any."""
@@ -201,17 +222,19 @@ class DrafterUpkeep:
         self.spot.sync_newest(self.world)
         was_offered = self._settle_live()  # then that comparison stands
         metrics |= self.publisher.metrics()
-        measured = [part for part in gather_objects(self._measured, self.world) if part]
-        if measured and not was_offered:
+        findings = [part for part in gather_objects(self._findings, self.world) if part]
+        if findings and not was_offered:
             decision = self.publisher.consider(
-                self._candidate, lambda weights: self._merge(weights, measured)
+                self._candidate,
+                lambda weights: self._merge(weights, findings),
+                checksum=findings[0].checksum,
             )
             metrics |= decision.metrics
             if decision.action != PublishAction.KEEP:
                 self._hand_over()
             if self.checkpointer is not None:
                 self._save(is_best=decision.action == PublishAction.PUBLISH)
-        self._measured = None
+        self._findings = None
         if self.trainer.num_updates != self._num_considered:
             self._num_considered = self.trainer.num_updates
             self._candidate = self._own_weights()
@@ -227,22 +250,42 @@ class DrafterUpkeep:
             "best": self.publisher.best.weights,
         }
 
-    def _measure_idle(self) -> None:
-        """Before this rank trains: what the candidate of the last step accepts, so that the decision costs no step a wait."""
+    def _measure_idle(self, watch: StopWatch) -> None:
+        """Before this rank trains: what the candidate of the last step accepts, so that the decision costs no step a wait.
+
+        A rank whose idle time is too short for that finds nothing; if all are, the next candidate is judged instead.
+        """
         if self.publisher.published.weights is self._candidate:
             return
         batches, by_weights = self._holdout(), {}
-        for weights in self._contenders().values():
-            if id(weights) not in by_weights:
-                by_weights[id(weights)] = measure_holdout(self.trainer, weights, batches)
-        self._measured = {name: by_weights[id(w)] for name, w in self._contenders().items()}
+        try:
+            for weights in self._contenders().values():
+                if id(weights) not in by_weights:
+                    by_weights[id(weights)] = self._measure(weights, batches, watch)
+        except _MeasuringEnded:
+            return
+        self._findings = _Findings(
+            results={name: by_weights[id(w)] for name, w in self._contenders().items()},
+            checksum=checksum_weights(self._candidate),
+        )
 
-    def _merge(
-        self, weights: Mapping[str, Tensor], parts: Sequence[Mapping[str, HoldoutResult]]
+    def _measure(
+        self, weights: Mapping[str, Tensor], batches: Sequence[DraftBatch], watch: StopWatch
     ) -> HoldoutResult:
+        """What `weights` accept on the held-out `batches`. Raises _MeasuringEnded between two of them."""
+
+        def until_the_end() -> Iterator[DraftBatch]:
+            for batch in batches:
+                if watch():
+                    raise _MeasuringEnded
+                yield batch
+
+        return measure_holdout(self.trainer, weights, until_the_end())
+
+    def _merge(self, weights: Mapping[str, Tensor], findings: Sequence[_Findings]) -> HoldoutResult:
         """What all ranks that were idle measured of `weights`."""
         name = next(name for name, w in self._contenders().items() if w is weights)
-        return HoldoutResult.merge(part[name] for part in parts)
+        return HoldoutResult.merge(part.results[name] for part in findings)
 
     def _own_weights(self) -> dict[str, Tensor]:
         state = self.trainer.model.state_dict()

@@ -16,8 +16,8 @@ from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
-# Qwen2.5-7B, as its config.json has it.
-_REAL = ModelConfig(
+# As its config.json has it.
+QWEN_2_5_7B = ModelConfig(
     model_type="qwen2",
     vocab_size=152064,
     hidden_size=3584,
@@ -40,7 +40,7 @@ def bench_graph_bytes(plan: GraphPlan, console: Console) -> Mapping[str, Mapping
     """Of the benchmark's own engine, and of one for a model of 7B parameters with the strategies that are default."""
     strategies = [SpeculationStrategy.parse(text) for text in SpeculationSection().strategies]
     real = GraphPlan(
-        _REAL,
+        QWEN_2_5_7B,
         strategies,
         max_batch_size=_REAL_MAX_BATCH_SIZE,
         max_length=_REAL_MAX_LENGTH,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlt_megatron.engines.base import PassRecord
@@ -21,6 +21,7 @@ from tools.measure import cpu_seconds, spread
 from tools.warmup_drafter import accept_length
 
 PLAIN = "off"
+Clock = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,17 @@ class Record:
 class Comparison:
     """All variants on the same requests, and plain decoding."""
 
-    def __init__(self, engine: EmbeddedEngine, variants: Mapping[str, Variant]) -> None:
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        variants: Mapping[str, Variant],
+        clock: Clock = cpu_seconds,
+        num_warm_ups: int = 0,
+    ) -> None:
+        """Each variant answers its batches `num_warm_ups` times before it is timed: on a GPU it captures its graphs then."""
         self._engine = engine
+        self._clock = clock
+        self._num_warm_ups = num_warm_ups
         self._variants = variants
         self.records = {name: Record() for name in variants}
         self.plain = Record()
@@ -93,11 +103,13 @@ class Comparison:
         engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
         engine.generate(batches[0][:1], warm_up, policy_version=VERSION)  # allocates the KV
+        for prompts in [*batches] * self._num_warm_ups:
+            engine.generate(prompts, params, policy_version=VERSION)
         groups: list[RolloutGroup] = []
         passes: list[PassRecord] = []
         seconds = 0.0
         for prompts in batches:
-            seconds += cpu_seconds(
+            seconds += self._clock(
                 lambda p=prompts: groups.extend(engine.generate(p, params, policy_version=VERSION))
             )
             passes += engine.take_passes()

@@ -26,7 +26,8 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams
 from tools.load_engine import MAX_PROMPT_TOKENS, VERSION, load_engine
-from tools.speculation_bench.interleaved import Variant
+from tools.measure import cpu_seconds, wall_seconds
+from tools.speculation_bench.interleaved import Clock, Variant
 
 GOOD, RANDOM, OTHER = "good", "random", "other_policy"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
@@ -42,15 +43,23 @@ class Setting:
     num_layers: int
     dtype: str
     model: Path
+    clock: Clock = cpu_seconds
+    num_warm_ups: int = 0  # see `Comparison`
 
 
-def make_setting(options: argparse.Namespace, dtype: str, **settings: int) -> Setting:
-    """The policy of `options.model`, deepened by `options.deepen` identity layers; `settings` go to RolloutSection."""
+def make_setting(
+    options: argparse.Namespace, dtype: str, *, device: str = "cpu", **settings: int
+) -> Setting:
+    """The policy of `options.model`, deepened by `options.deepen` identity layers; `settings` go to RolloutSection.
+
+    On a GPU wall time counts, and what a variant captures it captures before it is timed."""
+    is_cuda = device == "cuda"
     engine = load_engine(
         options.model,
         dtype=dtype,
         num_identity_layers=options.deepen,
         max_new_tokens=options.max_new_tokens,
+        device=device,
         **settings,
     )
     tokenizer = load_tokenizer(options.model)
@@ -62,6 +71,8 @@ def make_setting(options: argparse.Namespace, dtype: str, **settings: int) -> Se
         num_layers=load_model_config(options.model).num_layers + options.deepen,
         dtype=dtype,
         model=Path(options.model),
+        clock=wall_seconds if is_cuda else cpu_seconds,
+        num_warm_ups=1 if is_cuda else 0,
     )
 
 

@@ -39,7 +39,10 @@ def bench_batch_sizes(
     for column in ("batch", f"{PLAIN} tok/s", *variants):
         table.add_column(column, justify="right")
     for batch_size in options.batch_sizes:
-        comparison = measured[batch_size] = Comparison(setting.engine, variants)
+        comparison = Comparison(
+            setting.engine, variants, setting.clock, num_warm_ups=setting.num_warm_ups
+        )
+        measured[batch_size] = comparison
         for round_index in range(options.rounds + 1):
             batches = _batches(prompts, batch_size, round_index)
             params = SamplingParams(
@@ -82,7 +85,9 @@ def bench_long_tail(
 ) -> Comparison:
     """A rollout as training has it: each response as long as the policy makes it."""
     prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
-    comparison = Comparison(setting.engine, variants)
+    comparison = Comparison(
+        setting.engine, variants, setting.clock, num_warm_ups=setting.num_warm_ups
+    )
     for round_index in range(min(options.rounds, _LONG_TAIL_ROUNDS) + 1):
         params = SamplingParams(
             num_samples=options.num_samples,

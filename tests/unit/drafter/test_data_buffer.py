@@ -126,6 +126,44 @@ def test_at_a_new_step_the_last_ones_data_is_there_and_older_is_gone() -> None:
     assert buffer.num_bytes == 0
 
 
+def test_as_many_earlier_steps_stay_as_asked_for() -> None:
+    buffer = make_buffer(keep_steps=3, **ALL)
+    for step in range(5):
+        buffer.start_step(step)
+        fill(buffer, step, {100 + step: 20, 200 + step: 5})
+    assert names_kept(buffer) == {101, 102, 103, 104, 201, 202, 203, 204}
+    assert buffer.stats()["buffer/num_tail"] == 3  # the longest of each earlier step
+    assert buffer.add(make_sequence(300, 9), 1)
+    assert not buffer.add(make_sequence(301, 9), 0)
+
+
+def test_of_several_earlier_steps_the_oldest_goes_first() -> None:
+    buffer = make_buffer(keep_steps=2, data_bytes=bytes_of(100), long_tail_share=0.6, **ALL)
+    for step, lengths in enumerate(({100: 18, 101: 24}, {110: 10, 111: 30}, {})):
+        buffer.start_step(step)
+        fill(buffer, step, lengths)
+    order, kept = [], names_kept(buffer)
+    for name in range(200, 203):
+        buffer.add(make_sequence(name, name - 178), 2)
+        now = names_kept(buffer)
+        order += sorted((kept | {name}) - now)
+        kept = now
+    # Both tails are within their share of 60.
+    assert order == [100, 110, 200]
+
+
+def test_what_becomes_tail_joins_the_running_epoch_of_the_tail() -> None:
+    buffer = make_buffer(keep_steps=9, **ALL)
+    fill(buffer, 0, {100: 30, 200: 5})
+    buffer.start_step(1)
+    fill(buffer, 1, {101: 30, 201: 5})
+    for _ in range(40):  # the one long sequence of the tail has far more turns than all others
+        buffer.next_batch(60)
+    buffer.start_step(2)
+    counts = Counter(name for _ in range(20) for name in names_in(buffer.next_batch(40)))
+    assert abs(counts[100] - counts[101]) <= 1
+
+
 def test_eviction_takes_the_old_before_the_new_and_the_short_before_the_long() -> None:
     """The last step's tail is 103 (52 of its 90 rows); half of the budget is its own."""
     buffer = make_buffer(data_bytes=bytes_of(120), long_tail_share=0.5, **ALL)
@@ -227,6 +265,24 @@ def test_a_newcomer_joins_the_running_epoch() -> None:
         counts.update(names_in(buffer.next_batch(40)))
     assert max(counts.values()) - min(counts.values()) <= 2
     assert counts.keys() & set(newcomers)
+
+
+def test_a_batch_that_is_put_back_was_never_taken() -> None:
+    """Of three batches in a row the middle one; with a long tail, whose balance counts too."""
+
+    def batches(num_put_back: int) -> tuple[list[list[int]], dict[str, Any]]:
+        buffer = make_buffer(**ALL)
+        fill(buffer, 0, {n: 5 + 9 * (n % 4) for n in range(100, 120)})
+        buffer.start_step(1)
+        fill(buffer, 1, dict.fromkeys(range(200, 220), 9))
+        given = [names_in(buffer.next_batch(64))]
+        for _ in range(num_put_back):
+            buffer.next_batch(64)
+            buffer.put_back()
+        given += [names_in(buffer.next_batch(64)) for _ in range(12)]
+        return given, buffer.state_dict()["values"]
+
+    assert batches(0) == batches(1) == batches(3)
 
 
 def test_order_depends_on_the_seed_and_not_on_the_order_of_arrival() -> None:

@@ -7,28 +7,13 @@ import random
 import pytest
 import torch
 
+from tests.tiny_models import tiny_config
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, make_requests
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.types import Prompt, SamplingParams
 
 PAGE = 4
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=8,
-    hidden_size=4,
-    ffn_size=4,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=2,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=10000.0),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    has_qkv_bias=False,
-    has_qk_norm=False,
-)
+CONFIG = tiny_config(num_layers=1, num_kv_heads=1, head_dim=2)
 
 
 class Simulation:

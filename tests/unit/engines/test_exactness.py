@@ -38,6 +38,7 @@ STRATEGIES = [
 CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
 DRAFTERS = ("trained", "random", "always_wrong", "always_right")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
+EVENTS = ("none", "swap", "suspend")  # while a rollout runs
 NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,024 requests in all
 # Noise all but decides what is drawn at this temperature, so a drafter that knows a little is nearly always right.
 HOT = 10.0
@@ -199,7 +200,8 @@ def test_speculative_output_is_plain_output(
         engine.set_speculation(
             speculation_over(engine, tiny_path, drafters, drafter, chosen, ranking=ranking)
         )
-        event = draw.choice(("none", "swap", "suspend"))
+        # Each with every drafter and with every selector.
+        event = EVENTS[(case // len(SELECTORS) + case % len(SELECTORS) + number) % len(EVENTS)]
 
         def happen(rollout: Rollout, event=event, engine=engine, draw=draw) -> None:
             """Between two passes of a running rollout."""

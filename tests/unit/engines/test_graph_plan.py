@@ -21,29 +21,14 @@ from tlt_megatron.engines.embedded.graph_plan import (
     pass_cost,
 )
 from tlt_megatron.engines.embedded.graph_pool import PassInputs, lane_steps
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tools.speculation_bench.graph_bytes import QWEN_2_5_7B as QWEN_7B
 
-QWEN_7B = ModelConfig(
-    model_type="qwen2",
-    vocab_size=152064,
-    hidden_size=3584,
-    ffn_size=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=False,
-    has_qkv_bias=True,
-    has_qk_norm=False,
-)
 TINY = dataclasses.replace(
     QWEN_7B, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32
 )

@@ -16,8 +16,7 @@ from tlt_megatron.engines.sglang.arguments import (
     free_ports,
     plan_speculation,
 )
-from tlt_megatron.engines.sglang.noise import seed_at_origin
-from tlt_megatron.speculation.sampling import gumbel_noise, request_seed
+from tlt_megatron.speculation.sampling import gumbel_noise, request_seed, seed_at_origin
 
 
 @pytest.fixture

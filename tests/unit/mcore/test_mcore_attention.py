@@ -92,3 +92,29 @@ def test_norm_carries_megatrons_mark_for_sequence_parallelism(sequence_parallel:
     norm = RMSNorm(config, 16, eps=1e-6)
     assert norm.weight.sequence_parallel is sequence_parallel
     assert norm.weight.dtype == torch.bfloat16
+
+
+def test_packed_bfloat16_differentiates_as_exactly_as_its_inputs_allow() -> None:
+    """Against float64 on the same rounded inputs: one rounding of the output, a few of the gradients."""
+    lengths = [5, 1, 9]
+    rounded = [x.bfloat16() for x in _inputs(sum(lengths))]
+    bounds = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 6, 15], dtype=torch.int32))
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in rounded]
+        out = _attention()(*inputs, packed_seq_params=bounds)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        return [out, *torch.autograd.grad(out, inputs, weights.bfloat16().to(dtype))]
+
+    for mine, exact in zip(run(torch.bfloat16), run(torch.float64), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert mine.shape == exact.shape
+        assert (mine - exact).norm() < 4e-3 * exact.norm()
+
+
+def test_packed_bfloat16_is_the_same_with_and_without_gradients() -> None:
+    inputs = [x.bfloat16().requires_grad_() for x in _inputs(T)]
+    bounds = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, T], dtype=torch.int32))
+    with_gradients = _attention()(*inputs, packed_seq_params=bounds)
+    with torch.no_grad():
+        assert torch.equal(with_gradients, _attention()(*inputs, packed_seq_params=bounds))

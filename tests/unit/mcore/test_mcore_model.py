@@ -8,31 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_models import tiny_config
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore.model import (
     has_transformer_engine,
     rope_arguments,
     transformer_config,
 )
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.models.config import RopeConfig
 from tlt_megatron.runtime.device import Device, select_device
 
-CONFIG = ModelConfig(
-    model_type="qwen3",
-    vocab_size=96,
-    hidden_size=32,
-    ffn_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-    has_qkv_bias=False,
-    has_qk_norm=True,
-)
+CONFIG = tiny_config(hidden_size=32, ffn_size=48, head_dim=16)
 
 
 def _transformer(
@@ -134,7 +120,7 @@ def test_device_that_megatron_would_not_use_is_refused() -> None:
     device = Device(torch_device=torch.device("cuda"), backend="nccl")
     with pytest.raises(ValueError, match=r"run\.device='cuda'"):
         _transformer(device=device)
-    assert not has_transformer_engine()
+    assert not has_transformer_engine(torch.bfloat16)
 
 
 def test_rope_arguments_of_each_kind() -> None:

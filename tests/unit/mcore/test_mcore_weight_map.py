@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.tiny_models import tiny_config
 from tlt_megatron.mcore.weight_map import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
@@ -20,24 +21,8 @@ from tlt_megatron.mcore.weight_map import (
     shard_shape,
     split,
 )
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 
-CONFIG = ModelConfig(
-    model_type="qwen2",
-    vocab_size=24,
-    hidden_size=8,
-    ffn_size=12,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=3,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    has_qkv_bias=True,
-    has_qk_norm=True,
-)
+CONFIG = tiny_config(num_heads=8, num_kv_heads=4, head_dim=3, has_qkv_bias=True)
 ROWS = [EMBEDDING_ROW, *layer_rows(CONFIG, 1, 5), FINAL_NORM_ROW, lm_head_row(CONFIG)]
 
 

@@ -13,9 +13,9 @@ from tests.slow_draft import (
     VOCAB_SIZE,
     make_draft_model,
     make_sequence,
-    make_target_config,
     slow_draft,
 )
+from tests.tiny_models import tiny_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
     DraftModel,
@@ -148,7 +148,7 @@ def test_inference_in_another_dtype_than_the_head_is_refused() -> None:
 def test_borrowed_parts_are_frozen_and_not_saved(architecture: str) -> None:
     embedding = torch.nn.Parameter(torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
     lm_head = torch.nn.Parameter(torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
-    config = make_draft_config(make_target_config(), architecture, embedding)
+    config = make_draft_config(tiny_config(), architecture, embedding)
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=lm_head)
     model.rotary.reserve(8)
     hidden = model.fuse(torch.randn(4, config.feature_size))
@@ -184,7 +184,7 @@ def test_same_seed_gives_same_weights() -> None:
 
 def test_small_embeddings_weigh_as_much_as_features_at_the_start() -> None:
     embedding = 0.02 * torch.randn(64, HIDDEN_SIZE)
-    config = make_draft_config(make_target_config(vocab_size=64), "eagle", embedding)
+    config = make_draft_config(tiny_config(vocab_size=64), "eagle", embedding)
     model = DraftModel(config, embedding_VD=embedding, lm_head_VD=embedding)
     from_token, from_feature = model.fc.weight.chunk(2, dim=1)
     token_part = embedding @ from_token.t()
@@ -234,7 +234,7 @@ def test_default_aux_layers_are_sglangs_where_it_has_three(num_layers: int, expe
 
 
 def test_wrong_aux_layers_are_refused() -> None:
-    target, embedding = make_target_config(), torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
+    target, embedding = tiny_config(), torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
     with pytest.raises(ValueError, match="at least 4 layers"):
         default_aux_layer_ids(3)
     for architecture, ids in (("eagle", (0, 1, 2)), ("eagle3", (0, 1)), ("eagle3", (1, 1, 2))):

@@ -5,25 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tests.tiny_models import tiny_config
 from tlt_megatron.models.kv_cache import KvCache
 
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=8,
-    hidden_size=8,
-    ffn_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=10000.0),
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    has_qkv_bias=False,
-    has_qk_norm=False,
-)
+CONFIG = tiny_config(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4)
 
 
 def make_cache(num_pages: int) -> KvCache:

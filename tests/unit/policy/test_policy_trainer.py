@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -29,6 +30,7 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.updates: list[list[MicroBatch]] = []
+        self.update_taps: list[HiddenTap | None] = []
         self.taps: list[tuple[bool, HiddenTap | None]] = []  # of each pass: is it the reference's
 
     def infer_logprobs(
@@ -43,9 +45,15 @@ class FakeModel:
         return [self._predict(batch, 0.5 if reference else 0.0) for batch in micro_batches]
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, loss_fn: LossFunction
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        loss_fn: LossFunction,
+        *,
+        tap: HiddenTap | None = None,
     ) -> dict[str, float]:
         self.updates.append(list(micro_batches))
+        self.update_taps.append(tap)
         sums: dict[str, float] = {}
         for batch in micro_batches:
             result = loss_fn(self._predict(batch, 0.1), batch)
@@ -146,14 +154,16 @@ def test_ranks_share_every_sequence_out_once() -> None:
 
 
 def test_engines_are_compared_on_the_raw_policy_per_token() -> None:
-    metrics = run(AlgorithmSection(), ProcessGroups(world=SINGLE))[0]
+    section = AlgorithmSection(recompute_log_probs="always")
+    metrics = run(section, ProcessGroups(world=SINGLE))[0]
     assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.25)
     assert metrics["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.25)
 
 
 def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
     """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine said."""
-    updated = run(AlgorithmSection(), ProcessGroups(world=SINGLE))[1]
+    section = AlgorithmSection(recompute_log_probs="always")
+    updated = run(section, ProcessGroups(world=SINGLE))[1]
     assert updated["actor/ppo_kl"] == pytest.approx(0.1, rel=1e-5)
     assert updated["actor/entropy"] == pytest.approx(1.0)
 
@@ -165,16 +175,59 @@ class FakeTap:
         return {}
 
 
-def test_a_tap_is_given_the_policys_pass_and_not_the_references() -> None:
-    model, tap = FakeModel(), FakeTap()
+def passes_of(section: AlgorithmSection, tap: FakeTap) -> FakeModel:
+    """The model of a trainer that was given one batch."""
+    model = FakeModel()
     trainer = PolicyTrainer(
         model,
-        AlgorithmSection(kl_coef=0.1),
+        section,
         groups=ProcessGroups(world=SINGLE),
         micro_batch_tokens=20,
         temperature=1.0,
         max_new_tokens=32,
     )
-    trainer.infer_logprobs(scored_batch(), tap)
-    trainer.infer_logprobs(scored_batch())
-    assert model.taps == [(False, tap), (True, None), (False, None), (True, None)]
+    trainer.update(trainer.infer_logprobs(scored_batch(), tap))
+    return model
+
+
+def test_a_tap_is_given_the_policys_pass_and_not_the_references() -> None:
+    tap = FakeTap()
+    model = passes_of(AlgorithmSection(kl_coef=0.1, recompute_log_probs="always"), tap)
+    assert model.taps == [(False, tap), (True, None)]
+    assert model.update_taps == [None]
+
+
+def test_without_a_log_prob_pass_a_tap_is_given_the_update() -> None:
+    tap = FakeTap()
+    model = passes_of(AlgorithmSection(kl_coef=0.1), tap)
+    assert model.taps == [(True, None)]
+    assert model.update_taps == [tap]
+
+
+@pytest.mark.parametrize(
+    ("section", "has_pass"),
+    [
+        (AlgorithmSection(), False),
+        (AlgorithmSection(tis_cap=2.0), False),
+        (AlgorithmSection(kl_coef=0.1), False),
+        (AlgorithmSection(recompute_log_probs="always"), True),
+        (AlgorithmSection(num_epochs=2), True),
+        (AlgorithmSection(num_minibatches=2), True),
+        (AlgorithmSection(kl_coef=0.1, kl_placement="reward"), True),
+    ],
+)
+def test_log_probs_are_computed_first_where_the_update_cannot_know_them(
+    section: AlgorithmSection, has_pass: bool
+) -> None:
+    passes = [reference for reference, _ in passes_of(section, FakeTap()).taps]
+    assert (False in passes) == has_pass
+
+
+def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() -> None:
+    inferred, updated, _ = run(AlgorithmSection(tis_cap=2.0), ProcessGroups(world=SINGLE))
+    assert inferred == {}
+    assert updated["actor/ppo_kl"] == 0
+    assert updated["actor/pg_clipfrac"] == 0
+    # The fake's update says 0.1 less than the rollouts' distribution, and 0.15 more than their raw policy.
+    assert updated["actor/tis_weight"] == pytest.approx(math.exp(-0.1), rel=1e-5)
+    assert updated["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.15)

@@ -96,3 +96,19 @@ def test_unusual_text_of_one_request_is_not_held_against_the_drafter() -> None:
     new = float(model.estimates().mean_S[0])
     assert last < 0.7 * usual
     assert abs(math.log(new / usual)) < 0.5 * abs(math.log(last / usual))
+
+
+def test_what_fits_the_estimates_is_no_news() -> None:
+    chain = SpeculationStrategy.parse("2_1_2")
+    model = AcceptanceModel([chain])
+    for _ in range(40):
+        model.observe(chain, 16, [8, 4])
+        model.fit(1)
+    for _ in range(5):
+        model.observe(chain, 16, [8, 4])
+        assert not model.has_news
+    for _ in range(3):
+        model.observe(chain, 16, [2, 0])
+    assert model.has_news
+    model.fit(8)
+    assert not model.has_news

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import pytest
 
@@ -63,11 +64,14 @@ def test_useless_drafter_costs_at_most_two_percent(quality: float) -> None:
 @pytest.mark.parametrize("quality", [0.02, 0.4, 0.85])
 def test_every_batch_size_is_as_fast_as_plain_or_faster(batch_size: int, quality: float) -> None:
     """Of the oracle: where plain decoding and a short chain are equals, a wrong choice between them is cheap."""
-    world, selector = SyntheticDecoding(seed=1, quality=quality), CostModelSelector(ARMS)
-    run_selector(selector, world, [batch_size] * 300)
-    score = run_selector(selector, world, [batch_size] * 400)
-    assert score.of_plain > 0.98
-    assert score.of_oracle > (0.97 if quality == 0.85 else 0.94)
+    scores = []
+    for seed in range(1, 4):
+        world, selector = SyntheticDecoding(seed=seed, quality=quality), CostModelSelector(ARMS)
+        run_selector(selector, world, [batch_size] * 300)
+        scores.append(run_selector(selector, world, [batch_size] * 400))
+    assert min(score.of_plain for score in scores) > 0.98
+    of_oracle = sum(score.of_oracle for score in scores) / len(scores)
+    assert of_oracle > (0.97 if quality == 0.85 else 0.94)
 
 
 def test_retrieval_is_used_where_the_learned_drafter_fails() -> None:
@@ -133,6 +137,25 @@ def test_arm_that_met_a_slow_moment_gets_another_chance() -> None:
         counts = [int(accepted[0] >= depth) for depth in range(1, strategy.depth + 1)]
         selector.observe(strategy, 1, counts, seconds * slow)
     assert run_selector(selector, world, [1] * 100).chosen.count(arms[2]) > 85
+
+
+@pytest.mark.parametrize(("chain_s", "least", "most"), [(0.0175, 4, 20), (0.004, 0, 1)])
+def test_plain_decoding_is_looked_at_often_where_drafting_gains_little(
+    chain_s: float, least: int, most: int
+) -> None:
+    """A chain is 1.1 or 4.8 times as fast as plain decoding: looks in 200 steps that cost a tenth of a step, or four."""
+    chain = SpeculationStrategy.parse("4_1_4")
+    selector, rng = CostModelSelector([chain]), random.Random(0)
+    chosen = []
+    for _ in range(400):
+        strategy = selector.choose(16)
+        chosen.append(strategy)
+        reached, counts = 16, []
+        for _ in range(strategy.depth):
+            reached = sum(rng.random() < 0.5 for _ in range(reached))
+            counts.append(reached)
+        selector.observe(strategy, 16, counts, 0.010 if strategy.is_off else chain_s)
+    assert least <= chosen[200:].count(OFF) <= most
 
 
 def test_speculation_goes_on_and_off_with_the_batch_size() -> None:

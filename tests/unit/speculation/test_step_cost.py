@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 
+import numpy as np
 import pytest
 
 from tests.synthetic_decoding import ARMS
@@ -130,3 +133,18 @@ def test_price_never_paid_is_a_share_of_the_rows_of_the_target() -> None:
     price = CatchUpCost()
     price.wrote(100)
     assert price.expected_s(1e-5) == pytest.approx(100 * 0.05 * 1e-5)
+
+
+@pytest.mark.parametrize("deviation", [0.3, 2.0, 6.0])
+def test_seconds_stay_positive_whatever_was_measured(deviation: float) -> None:
+    """Seconds without any sense, up to e to the 12th apart: the law's parts pull each other below 0."""
+    for seed in range(3):
+        rng, model = random.Random(seed), StepCostModel(ALL, half_life=50_000)
+        for _ in range(60):
+            for _ in range(rng.randint(1, 4)):
+                seconds = 0.02 * math.exp(rng.gauss(0.0, deviation))
+                model.observe(rng.choice(ALL), rng.choice((1, 2, 8, 64, 256)), seconds)
+            model.fit(rng.choice((1, 10, 500)))
+            seconds_S = model.estimates(rng.choice((1, 3, 64, 300))).seconds_S
+            assert np.isfinite(seconds_S).all()
+            assert (seconds_S > 0.0).all()

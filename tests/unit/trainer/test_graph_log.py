@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from tests.slow_draft import make_target_config
+from tests.tiny_models import tiny_config
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.graph_log import graph_lines
 
 PLAN = GraphPlan(
-    make_target_config(),
+    tiny_config(),
     [SpeculationStrategy.parse(text) for text in ("4_2_8", "6_4_16", "ngram_8")],
     max_batch_size=64,
     max_length=1600,

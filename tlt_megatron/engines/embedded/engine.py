@@ -24,7 +24,10 @@ from tlt_megatron.engines.embedded.memory_plan import (
     lane_tokens,
     plan_memory,
 )
+from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
+from tlt_megatron.engines.embedded.pass_clock import PassClock, Step
 from tlt_megatron.engines.embedded.prefill import features_of, prefill
+from tlt_megatron.engines.embedded.responses import group_rollouts, make_rollout
 from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation, draft_slots_of
 from tlt_megatron.models.arithmetic import PLAIN
@@ -37,7 +40,7 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 
 class EmbeddedEngine:
@@ -67,6 +70,7 @@ class EmbeddedEngine:
         self._graphs = self._make_graphs()
         self._plan = self._make_plan()
         self._model: Transformer | None = None
+        self._parked: ParkedWeights | None = None
         self._cache: KvCache | None = None
         self._version: int | None = None
         self._stats = self._no_stats()
@@ -210,15 +214,16 @@ class EmbeddedEngine:
         self._require_open()
         self._graphs.drop()
         self._cache = None
-        if self._model is not None and self._device.is_cuda:
-            self._model.to(torch.device("cpu"))
+        if self._model is not None and self._device.is_cuda and not self._is_asleep:
+            self._parked = ParkedWeights(t for _, t in self._model.named_hf_tensors())
         self._is_asleep = True
 
     def wake(self) -> None:
         """Undo `sleep`."""
         self._require_open()
-        if self._model is not None and self._device.is_cuda:
-            self._model.to(self._device.torch_device)
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
         self._is_asleep = False
 
     def stats(self) -> EngineStats:
@@ -242,7 +247,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Free everything."""
         self._graphs.drop()
-        self._model = self._cache = self._version = None
+        self._model = self._parked = self._cache = self._version = None
         self._is_closed = True
 
     def _require_open(self) -> None:
@@ -294,22 +299,25 @@ class EmbeddedEngine:
         batch = self._start_batch(cache, params, num_requests=len(requests))
         self._passes, self._num_unspeculated = [], 0
         self._graphs.take_counts()
+        clock, step = PassClock(self._device.synchronize), None
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
         while not scheduler.is_done:
             chunks, admitted = scheduler.plan_prefill()
-            if chunks:
-                new, again = prefill(self._model, cache, chunks)
-                num_new, num_again = num_new + new, num_again + again
-            if admitted:
-                batch.add(admitted)
+            if chunks or admitted:
+                with clock.interrupted():
+                    new, again = prefill(self._model, cache, chunks) if chunks else (0, 0)
+                    num_new, num_again = num_new + new, num_again + again
+                    if admitted:
+                        batch.add(admitted)
             if not batch.requests:
                 continue  # the first prompt takes several passes
-            started_sampling = time.perf_counter()
-            ended = batch.sample()
-            sample_s = time.perf_counter() - started_sampling
+            with clock.running():
+                ended = batch.sample()
+            if step is not None:
+                self._record(step, clock)
             for end in ended:
-                rollout = self._make_rollout(end, params, policy_version)
+                rollout = make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
                 if on_features is not None:
                     on_features(rollout, features_of(end.request, rollout, cache))
@@ -320,8 +328,12 @@ class EmbeddedEngine:
                 between_passes()
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
+            clock.start()
+            step = None
             if batch.requests:
-                self._advance(batch, scheduler, sample_s)
+                with clock.running():
+                    step = self._advance(batch, scheduler)
+                clock.seconds -= self._graphs.take_capture_s()
         self._stats = dataclasses.replace(
             self._sum_up(batch, scheduler, cache),
             num_prompt_tokens=num_new,
@@ -330,7 +342,7 @@ class EmbeddedEngine:
             seconds=time.perf_counter() - started,
         )
         self._note_reasons()
-        return _group(prompts, params.num_samples, rollouts)
+        return group_rollouts(prompts, params.num_samples, rollouts)
 
     def _finish(self, end: Ended, scheduler: Scheduler) -> None:
         if self._speculation is not None:
@@ -368,11 +380,10 @@ class EmbeddedEngine:
             draft_slots=speculation.draft_slots if speculation else 0,
         )
 
-    def _advance(self, batch: DecodeBatch, scheduler: Scheduler, sample_s: float) -> None:
-        """One pass, plain or speculative as the selector says. `sample_s` were spent on drawing what the last one brought."""
+    def _advance(self, batch: DecodeBatch, scheduler: Scheduler) -> Step:
+        """One pass, plain or speculative as the selector says."""
         speculation = self._speculation
         batch_size = len(batch.requests)
-        started = time.perf_counter()
         strategy, accepted = OFF, []
         if speculation is not None:
             strategy = speculation.selector.choose(batch_size)
@@ -385,18 +396,22 @@ class EmbeddedEngine:
             batch.forward(scheduler)
         else:
             accepted = batch.speculate(strategy)
-        seconds = time.perf_counter() - started + sample_s - self._graphs.take_capture_s()
-        depths = accepted_by_depth(accepted, strategy.depth)
-        if speculation is not None:
-            speculation.selector.observe(strategy, batch_size, depths, seconds)
+        return Step(strategy=strategy, batch_size=batch_size, accepted=accepted)
+
+    def _record(self, step: Step, clock: PassClock) -> None:
+        """Tell the selector what the step cost, and remember it."""
+        depths = accepted_by_depth(step.accepted, step.strategy.depth)
+        if self._speculation is not None:
+            selector = self._speculation.selector
+            selector.observe(step.strategy, step.batch_size, depths, clock.seconds)
         self._passes.append(
             PassRecord(
-                start_s=started - sample_s,
-                seconds=seconds,
-                batch_size=batch_size,
-                strategy=str(strategy),
+                start_s=clock.start_s,
+                seconds=clock.seconds,
+                batch_size=step.batch_size,
+                strategy=str(step.strategy),
                 reason="plain",
-                num_committed=batch_size + sum(accepted),
+                num_committed=step.batch_size + sum(step.accepted),
                 accepted_by_depth=tuple(depths),
             )
         )
@@ -436,6 +451,8 @@ class EmbeddedEngine:
         self._reserve_positions(longest + params.max_new_tokens)
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):
+            self._graphs.drop()
+            self._cache = None  # else there would be two for a moment
             self._cache = KvCache(
                 self._config,
                 num_pages=num_pages,
@@ -460,31 +477,3 @@ class EmbeddedEngine:
         self._model.rotary.reserve(longest)
         if speculation is not None and speculation.draft is not None:
             speculation.draft.rotary.reserve(longest)
-
-    @staticmethod
-    def _make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
-        prompt = end.request.state.prompt
-        has_stopped = int(end.token_ids_T[-1]) in params.stop_token_ids
-        return Rollout(
-            prompt_id=prompt.prompt_id,
-            draw_index=prompt.draw_index,
-            sample_index=end.request.sample_index,
-            prompt_ids=prompt.token_ids,
-            token_ids=end.token_ids_T,
-            logprobs=end.logprobs_T,
-            policy_logprobs=end.policy_logprobs_T,
-            finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-            policy_version=policy_version,
-            accept_lengths=tuple(end.request.accept_lengths),
-        )
-
-
-def _group(
-    prompts: Sequence[Prompt], num_samples: int, rollouts: Sequence[Rollout | None]
-) -> list[RolloutGroup]:
-    groups = []
-    for number, prompt in enumerate(prompts):
-        siblings = rollouts[number * num_samples : (number + 1) * num_samples]
-        assert None not in siblings
-        groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(siblings)))
-    return groups

@@ -74,12 +74,6 @@ class GraphCounts:
             sums[f"{eager.role}: {eager.reason}"] += count
         return dict(sums)
 
-    @property
-    def graph_share(self) -> float:
-        """Of all passes; 0 without any."""
-        replays, eager = sum(self.num_replays.values()), sum(self.num_eager.values())
-        return replays / max(replays + eager, 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:

@@ -56,10 +56,12 @@ class Connection:
                 import sglang
 
                 engine = sglang.Engine(custom_sigquit_handler=_ignore, **arguments)
-        except Exception as error:
+        except BaseException as error:  # an interrupt of the user must leave nothing behind either
             self._processes.end()
             self._drop_messages()
             self._signals.restore()
+            if not isinstance(error, Exception):
+                raise
             reason = f"not up within sglang.start_timeout_s={timeout_s}" if watch.is_late else error
             raise RuntimeError(f"the sglang engine did not start: {reason}") from error
         atexit.unregister(engine.shutdown)

@@ -1,8 +1,11 @@
-"""Noise-ranked draft candidates inside SGLang's EAGLE worker: drafts are the tokens that the target is about to draw.
+"""Draft trees inside SGLang's EAGLE worker, grown as the embedded engine's: candidates ranked by the target's own noise, and
+every branch reading its own ancestors.
 
 Runs in SGLang's scheduler processes, hooked in by `plugin.register`. What to know: a drafter's pass at position t predicts
 the token that the target samples from position t + 1, so the noise of t + 1 is added to its logits before SGLang ranks
 them. Seeds and temperature live in buffers that never move: a captured draft loop reads them again on every replay.
+SGLang gives each of the `topk` branches its own KV slots, but leaves keys and values where they are when a branch goes on
+from another one's node; here they follow (`_AncestorSlots`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from tlt_megatron.speculation.sampling import gumbel_noise
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
@@ -33,6 +37,7 @@ class DraftRanking:
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[object, _Buffers] = WeakKeyDictionary()
         self._drafting: object | None = None  # the runner whose draft loop is under way
+        self._ancestors = _AncestorSlots()
         self._last: object | None = None  # logits output of the draft pass outside of a loop
 
     # ---- hooks
@@ -57,10 +62,25 @@ class DraftRanking:
             return original(worker, forward_batch)
         self._of(worker)
         self._drafting = worker.draft_runner
+        self._ancestors = _AncestorSlots()
         try:
             return original(worker, forward_batch)
         finally:
             self._drafting = None
+
+    def select(
+        self,
+        original: Callable[..., tuple[object, ...]],
+        step: int,
+        *args: object,
+    ) -> tuple[object, ...]:
+        """Around `select_top_k_tokens`, which picks the nodes that the next draft pass reads."""
+        selected = original(step, *args)
+        if self._drafting is not None and step > 0:
+            topk = args[-1]
+            picked_BK = selected[-1][-1] - (topk + topk**2 * (step - 1))
+            self._ancestors.continue_from(picked_BK.div(topk, rounding_mode="floor"))
+        return selected
 
     def runner_forward(
         self,
@@ -73,6 +93,7 @@ class DraftRanking:
         """Around `ModelRunner.forward`: perturb the logits of a draft loop, remember those of other draft passes."""
         if runner is self._drafting:
             positions_P = forward_batch.positions.clone()  # SGLang moves them on in place
+            self._ancestors.write(runner.token_to_kv_pool, forward_batch.out_cache_loc)
             output = original(runner, forward_batch, *args, **kwargs)
             logits_PV = output.logits_output.next_token_logits
             self._buffers[runner].perturb_(logits_PV, positions_P + 1)
@@ -147,6 +168,37 @@ class DraftRanking:
         if runner not in self._buffers:
             self._buffers[runner] = _Buffers(worker)
         return self._buffers[runner]
+
+
+class _AncestorSlots:
+    """Where the branches of one draft loop keep their keys and values, step by step."""
+
+    def __init__(self) -> None:
+        self._slots_SP: list[Tensor] = []  # [B * K] of each step so far
+        self._parents_BK: Tensor | None = None  # the branch from which each branch goes on
+
+    def continue_from(self, parents_BK: Tensor) -> None:
+        """What the next `write` is to move."""
+        self._parents_BK = parents_BK
+
+    def write(self, pool: KVCache, slots_P: Tensor) -> None:
+        """Before the pass that writes `slots_P`: what it reads of earlier steps is copied from branch to branch."""
+        if self._slots_SP and self._parents_BK is not None and self._parents_BK.shape[1] > 1:
+            parents_BK = self._parents_BK
+            to_SBK = torch.stack(self._slots_SP).view(-1, *parents_BK.shape)
+            from_SBK = to_SBK.gather(2, parents_BK.expand_as(to_SBK))
+            self._move(pool, to_SBK.reshape(-1), from_SBK.reshape(-1))
+        self._slots_SP.append(slots_P)
+
+    @staticmethod
+    def _move(pool: KVCache, to_P: Tensor, from_P: Tensor) -> None:
+        """Branches may change places, so every row of a buffer is read before one is written; SGLang's fast copy is for
+        rows that do not overlap."""
+        if pool.use_hnd:  # not laid out by slots, and copied by indexing then
+            pool.move_kv_cache(to_P, from_P)
+            return
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[to_P] = buffer[from_P]
 
 
 class _Buffers:

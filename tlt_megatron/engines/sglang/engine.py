@@ -26,11 +26,11 @@ from tlt_megatron.engines.sglang.arguments import (
     plan_speculation,
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
-from tlt_megatron.engines.sglang.noise import SamplingSettings, seed_at_origin
+from tlt_megatron.engines.sglang.noise import SamplingSettings
 from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.sampling import request_seed
+from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 

@@ -1,14 +1,15 @@
 """Noise-keyed exact sampling inside SGLang: every token, decoded or verified, is the draw that the embedded engine makes.
 
 Runs in SGLang's scheduler processes, hooked in by `plugin.register`. What to know: a request's seed arrives shifted by its
-prompt (`seed_at_origin`), so that noise is keyed by positions in the sequence, which is all that SGLang carries through
+prompt (`sampling.seed_at_origin`), so that noise is keyed by positions in the sequence, which is all that SGLang carries through
 its batches. In the verify pass the argmax of perturbed logits is the exact sample, so SGLang's greedy verification, the
 fast one, is an exact sampler at any temperature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 # How SGLang's `served_model_name` begins where everything here is on. Its `sampling_backend`, made for samplers of one's own,
 # will not do: on a CPU SGLang overwrites it.
 MARK = "tlt_megatron"
-_GOLDEN = (
-    0x9E3779B97F4A7C15  # what one position adds to a key in `speculation.sampling.gumbel_noise`
-)
 _SETTINGS = "noise_settings"  # our attribute of SamplingBatchInfo
+_MOST_NOISE = (
+    1 << 25
+)  # elements worked on at once: 256 MB of noise in float64, and a few times that while it is made
 
 
 class SamplingSettings(NamedTuple):
@@ -43,13 +44,6 @@ class SamplingSettings(NamedTuple):
     def is_plain(self) -> bool:
         """Whether the sampled distribution is the raw policy."""
         return self.temperature == 1.0 and self.top_p >= 1.0 and self.top_k == 0
-
-
-def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
-    """The seed with which noise keyed by the last token's place in the sequence equals noise keyed by `seed` and the next
-    token's place in the response: the first response token follows sequence position num_prompt_tokens - 1."""
-    shifted = (seed - (num_prompt_tokens - 1) * _GOLDEN) & ((1 << 64) - 1)
-    return shifted - (1 << 64) if shifted >> 63 else shifted
 
 
 def is_active() -> bool:
@@ -71,6 +65,12 @@ def _served_name() -> str:
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().served_model_name or ""
+
+
+def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterator[slice]:
+    """Rows cut so that a part of them has at most `most` elements, and at least one row."""
+    step = max(most // row_size, 1)
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 # ---- what a batch carries
@@ -152,11 +152,8 @@ def make_sampler(original: Callable[..., object], backend: str | None = None) ->
         ) -> Tensor:
             """[B] tokens; log-probabilities go into `logits_output`."""
             logits_BV = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-            sampled = sample(
-                logits_BV,
-                sampling_info.sampling_seed,
-                positions,
-                *settings_of(sampling_info),
+            sampled = _sample_rows(
+                logits_BV, sampling_info.sampling_seed, positions, settings_of(sampling_info)
             )
             if return_logprob:
                 _write_logprobs(
@@ -166,6 +163,16 @@ def make_sampler(original: Callable[..., object], backend: str | None = None) ->
             return sampled.token_ids_B
 
     return NoiseKeyedSampler()
+
+
+def _sample_rows(
+    logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, settings: SamplingSettings
+) -> Sampled:
+    parts = [
+        sample(logits_BV[rows], seeds_B[rows], positions_B[rows], *settings)
+        for rows in row_chunks(*logits_BV.shape)
+    ]
+    return functools.reduce(Sampled.followed_by, parts)
 
 
 def _write_logprobs(
@@ -205,12 +212,45 @@ def verify_perturbed(
     if not is_active() or batch.forward_mode.is_idle() or settings.temperature == 0.0:
         return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
     raw_PV = logits_output.next_token_logits
-    noise_PV = _tree_noise(verify_input, batch, raw_PV.shape[-1])
-    logits_output.next_token_logits = noise_PV.add_(_allowed(raw_PV, settings))
+    draws_P = tree_draws(
+        raw_PV,
+        batch.sampling_info.sampling_seed,
+        batch.seq_lens,
+        verify_input.positions.view(batch.seq_lens.shape[0], -1),
+        settings,
+        num_steps=verify_input.max_tree_depth,
+    )
+    # One byte an element, and the argmax of every row is its draw.
+    is_draw_PV = torch.zeros(raw_PV.shape, dtype=torch.uint8, device=raw_PV.device)
+    logits_output.next_token_logits = is_draw_PV.scatter_(1, draws_P.unsqueeze(1), 1)
     try:
         return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
     finally:
         logits_output.next_token_logits = raw_PV  # log-probabilities are of these
+
+
+def tree_draws(
+    logits_PV: Tensor,
+    seeds_B: Tensor,
+    lengths_B: Tensor,
+    positions_BQ: Tensor,
+    settings: SamplingSettings,
+    *,
+    num_steps: int,
+    most: int = _MOST_NOISE,
+) -> Tensor:
+    """[B * Q] what the target draws after every node of the draft trees; `positions_BQ` are where the nodes stand, `lengths_B`
+    where their roots do. At most `most` elements (or one request) are worked on at once."""
+    num_requests, num_nodes = positions_BQ.shape
+    logits_BQV = logits_PV.view(num_requests, num_nodes, -1)
+    draws = []
+    for rows in row_chunks(num_requests, logits_BQV[0].numel(), most):
+        noise_PV = _tree_noise(
+            seeds_B[rows], lengths_B[rows], positions_BQ[rows], num_steps, logits_PV.shape[-1]
+        )
+        noise_PV += _allowed(logits_BQV[rows].flatten(0, 1), settings)
+        draws.append(noise_PV.argmax(dim=-1))
+    return torch.cat(draws)
 
 
 def _allowed(logits_PV: Tensor, settings: SamplingSettings) -> Tensor:
@@ -221,12 +261,12 @@ def _allowed(logits_PV: Tensor, settings: SamplingSettings) -> Tensor:
     return cut_logits(logits_PV / settings.temperature, settings.top_p, settings.top_k)
 
 
-def _tree_noise(verify_input: EagleVerifyInput, batch: ScheduleBatch, vocab_size: int) -> Tensor:
+def _tree_noise(
+    seeds_B: Tensor, lengths_B: Tensor, positions_BQ: Tensor, num_steps: int, vocab_size: int
+) -> Tensor:
     """[B * Q, V]: nodes of one depth share one row of noise."""
-    seeds_B, lengths_B = batch.sampling_info.sampling_seed, batch.seq_lens
-    positions_BQ = verify_input.positions.view(lengths_B.shape[0], -1)
     depths_BQ = positions_BQ - lengths_B.unsqueeze(1)
-    steps_S = torch.arange(verify_input.max_tree_depth, device=lengths_B.device)
+    steps_S = torch.arange(num_steps, device=lengths_B.device)
     positions_BS = lengths_B.unsqueeze(1).to(torch.int64) + steps_S
     noise_SBV = gumbel_noise(
         seeds_B.unsqueeze(1).expand_as(positions_BS).reshape(-1),
@@ -253,14 +293,17 @@ def spec_logprobs(
             batch, logits_output, predict, accept_index=accept_index, chain_stride=chain_stride
         )
         return
-    rows = accept_index.long().reshape(-1)
-    logits_PV = logits_output.next_token_logits[rows].float()
-    tokens_P1 = predict[rows].long().unsqueeze(1)
-    sampled_P1 = _allowed(logits_PV, settings).log_softmax(-1).gather(1, tokens_P1)
+    nodes = accept_index.long().reshape(-1)
+    tokens_P1 = predict[nodes].long().unsqueeze(1)
+    sampled, policy = [], []
+    for rows in row_chunks(nodes.shape[0], logits_output.next_token_logits.shape[-1]):
+        logits_PV = logits_output.next_token_logits[nodes[rows]].float()
+        sampled_PV = _allowed(logits_PV, settings).log_softmax(-1)
+        sampled.append(sampled_PV.gather(1, tokens_P1[rows]))
+        policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
     # Rows behind the accepted ones hold no draw of theirs, so a token there may be outside the cut.
-    sampled_P1 = sampled_P1.clamp(min=torch.finfo(torch.float32).min)
+    sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
     logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
     if batch.top_logprobs_nums and any(batch.top_logprobs_nums):
-        policy_P1 = logits_PV.log_softmax(-1).gather(1, tokens_P1)
-        logits_output.next_token_top_logprobs_val = list(policy_P1)
+        logits_output.next_token_top_logprobs_val = list(torch.cat(policy))
         logits_output.next_token_top_logprobs_idx = list(tokens_P1)

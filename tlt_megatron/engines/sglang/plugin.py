@@ -59,6 +59,7 @@ def _hooks(
     yield "around", _DRAFT_WORKER + "draft_forward", ranking.draft_forward
     yield "around", _DRAFT_WORKER + "_draft_extend_for_prefill", ranking.extend_for_prefill
     yield "around", _DRAFT_WORKER + "_draft_extend_for_decode", ranking.extend_for_decode
+    yield "around", "sglang.srt.speculative.spec_utils.select_top_k_tokens", ranking.select
     yield "around", _DRAFT_GRAPH + "execute", ranking.graph_execute
     yield "around", _RUNNER + "forward", ranking.runner_forward
     yield (

@@ -1,0 +1,90 @@
+"""What is published when several ranks have trained, each on its own data: the same drafter, to every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.slow_draft import make_draft_model, make_sequence
+from tests.spot_phases import make_spot, run_spot_ranks, world_group
+from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import open_store
+from tlt_megatron.trainer.drafter_upkeep import BufferSource, DrafterUpkeep
+from tlt_megatron.trainer.live_publish import LiveChannel
+
+CPU = torch.device("cpu")
+NUM_RANKS, MOST_STEPS = 3, 20
+
+
+class Shelf:
+    """As much of a RolloutEngine as an upkeep uses: (version, checksum) of all drafters it was given."""
+
+    def __init__(self) -> None:
+        self.loaded = [(0, 0)]
+
+    def load_drafter_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+    ) -> None:
+        assert checksum_weights(tensors) == checksum
+        self.loaded.append((version, checksum))
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        assert not is_suspended
+
+
+def make_upkeep(engine: Shelf, live_folder: Path | None) -> DrafterUpkeep:
+    """A collective of all ranks."""
+    world = world_group()
+    buffer = DataBuffer(SpotSection(enabled=True, holdout_share=0.3), torch.float64)
+    spot = make_spot(source=BufferSource(buffer, 16, CPU))
+    live = LiveChannel(open_store(world, timeout_s=20.0), live_folder) if live_folder else None
+    return DrafterUpkeep(
+        trainer=spot.trainer,
+        buffer=buffer,
+        spot=spot,
+        publisher=DrafterPublisher(),
+        checkpointer=None,
+        engine=engine,
+        tap_layers=(),
+        tap_bytes=1 << 20,
+        world=world,
+        device=CPU,
+        live=live,
+    )
+
+
+@pytest.mark.parametrize("is_live", [False, True], ids=["step", "live"])
+def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
+    is_live: bool, tmp_path: Path
+) -> None:
+    def body() -> list[list[tuple[int, int]]]:
+        """After every step: (version, checksum) of the drafter that each engine has. Until two have been published."""
+        engine, rank = Shelf(), dist.get_rank()
+        upkeep = make_upkeep(engine, tmp_path if is_live else None)
+        data = make_draft_model("eagle")
+        held: list[list[tuple[int, int]]] = []
+        while len(held) < MOST_STEPS and not (held and held[-1][0][0] >= 2):
+            step = len(held) + 1
+            upkeep.start_step(step)
+            for index in range(8):
+                seed = 1000 * step + 10 * index + rank
+                upkeep.buffer.add(make_sequence(data, 6 + index, seed=seed), step)
+            dist.barrier()
+            time.sleep(0.1 * step * ((rank + step) % NUM_RANKS) / (NUM_RANKS - 1))
+            upkeep.run_until_preempted(step)
+            upkeep.publish({"bubble/stall_s": 0.0})
+            held.append(gather_objects(engine.loaded[-1], world_group()))
+        return held
+
+    for held in run_spot_ranks(NUM_RANKS, body)[0]:
+        assert len(set(held)) == 1
+    assert held[0][0] >= 2, "too little was published"

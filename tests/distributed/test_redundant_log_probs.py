@@ -1,0 +1,103 @@
+"""One update per batch with and without a log-prob pass before it: the same weights, metrics and tapped states, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+
+NUM_STEPS = 3
+LAYOUTS = [
+    (Layout(world=1), {}),
+    (Layout(world=2), {}),
+    (Layout(world=2, tensor=2, sequence=True), {}),
+    (Layout(world=2, pipeline=2), {}),
+    (Layout(world=2, pipeline=2), {"recompute": "full"}),
+    (Layout(world=4, tensor=2, pipeline=2), {"recompute": "selective"}),
+]
+NAMES = ("tp1", "dp2", "tp2_sp", "pp2", "pp2_recomputed", "tp2_pp2_selective")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+def _scored_batch(seed: int) -> list[ScoredGroup]:
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for i in range(3):
+        prompt = Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple(range(2 + i)))
+        rollouts = []
+        for g in range(2):
+            length = 3 + 4 * g + 2 * i
+            logprobs = -5 * torch.rand(2, length, generator=generator)
+            rollouts.append(
+                Rollout(
+                    prompt_id=prompt.prompt_id,
+                    draw_index=i,
+                    sample_index=g,
+                    prompt_ids=prompt.token_ids,
+                    token_ids=torch.randint(0, VOCAB_SIZE, (length,), generator=generator),
+                    logprobs=logprobs[0],
+                    policy_logprobs=logprobs[1],
+                    finish_reason=FinishReason.STOP,
+                    policy_version=0,
+                )
+            )
+        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+        batch.append(ScoredGroup(group=group, rewards=(1.0, float(i))))
+    return batch
+
+
+def _run(path: Path, layout: Layout, mcore: dict[str, Any], dtype: str, when: str) -> Any:
+    """Metrics of every step, tapped sequences and weights after the last."""
+    policy, groups = build_policy(path, layout, dtype=dtype, keep_reference=True, **mcore)
+    section = AlgorithmSection(
+        advantage="rloo", tis_cap=2.0, kl_coef=0.1, entropy_coef=0.01, recompute_log_probs=when
+    )
+    trainer = PolicyTrainer(
+        policy, section, groups=groups, micro_batch_tokens=20, temperature=0.8, max_new_tokens=32
+    )
+    tapped: list[TappedSequence] = []
+    steps = []
+    for seed in range(NUM_STEPS):
+        tap = HiddenStateTap(on_sequence=tapped.append, max_bytes=1 << 20, aux_layer_ids=(0, 2, 3))
+        inference = trainer.infer_logprobs(_scored_batch(seed), tap)
+        steps.append(inference.metrics | trainer.update(inference))
+    states = [(s.token_ids, s.features, s.final_hidden, s.prompt_length) for s in tapped]
+    return steps, states, export(policy)
+
+
+@pytest.mark.parametrize(("layout", "mcore"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_without_the_redundant_pass_is_the_same_step(
+    model_path: Path, layout: Layout, mcore: dict[str, Any], dtype: str
+) -> None:
+    always, auto = (
+        run_ranks(layout.world, _run, model_path, layout, mcore, dtype, when)
+        for when in ("always", "auto")
+    )
+    for (steps, states, weights), (other_steps, other_states, other_weights) in zip(
+        always, auto, strict=True
+    ):
+        assert steps == other_steps
+        assert steps[0]["train/train_rollout_logprob_abs_diff"] > 0
+        assert states, "every rank is given some"
+        assert len(states) == len(other_states)
+        for mine, theirs in zip(states, other_states, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        for name, weight in weights.items():
+            assert torch.equal(weight, other_weights[name]), name

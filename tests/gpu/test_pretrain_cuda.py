@@ -1,0 +1,68 @@
+"""The whole program on one GPU: two RL steps with the embedded engine, speculation, spot training and captured graphs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.cuda_ranks import needs_gpus
+from tests.tiny_task import answers, launch, make_tiny_task, metric_rows
+
+pytestmark = [*needs_gpus(), pytest.mark.e2e]
+SPECULATION = (
+    "speculation.enabled=true",
+    "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']",
+    "spot.enabled=true",
+    "drafter.algorithm=hass",
+    "drafter.batch_tokens=64",
+)
+
+
+def train(config: Path, run_dir: Path, *arguments: str) -> list[dict]:
+    """Two steps; the metrics of each."""
+    settings = ["run.device=cuda", "run.num_steps=2", "data.eval=", "logging.tensorboard=false"]
+    done = launch(1, "--config", config, f"run.dir={run_dir}", *settings, *arguments, timeout_s=900)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    rows = metric_rows(run_dir)
+    assert len(rows) == 2
+    for row in rows:
+        assert 0 < row["actor/grad_norm"] < math.inf
+    return rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_steps(tmp_path: Path, dtype: str) -> None:
+    config = make_tiny_task(tmp_path)
+    dtypes = [f"model.dtype={dtype}", f"rollout.dtype={dtype}"]
+    train(config, tmp_path / "run", *dtypes, *SPECULATION)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary
+    assert (tmp_path / "run" / "hf" / "config.json").is_file()
+    assert (tmp_path / "run" / "hf_drafter" / "config.json").is_file()
+
+
+def test_speculation_and_graphs_change_no_token_of_the_first_step(tmp_path: Path) -> None:
+    config = make_tiny_task(tmp_path)
+    plain = ["rollout.dtype=float64"]
+    train(config, tmp_path / "eager", *plain, "rollout.cuda_graphs=false")
+    train(config, tmp_path / "graphs", *plain, *SPECULATION)
+    half = (
+        len(answers(tmp_path / "eager")) // 2
+    )  # the weights of the second step differ by rounding
+    assert answers(tmp_path / "graphs")[:half] == answers(tmp_path / "eager")[:half]
+
+
+def test_a_run_that_was_saved_goes_on(tmp_path: Path) -> None:
+    config = make_tiny_task(tmp_path)
+    extra = ["rollout.dtype=float32", "checkpoint.interval=1", *SPECULATION]
+    train(config, tmp_path / "run", *extra)
+    done = launch(
+        1, "--config", config, f"run.dir={tmp_path / 'run'}", "--resume", "auto",
+        "run.device=cuda", "run.num_steps=3", "data.eval=", "logging.tensorboard=false", *extra,
+        timeout_s=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert metric_rows(tmp_path / "run")[-1]["training/policy_version"] == 3

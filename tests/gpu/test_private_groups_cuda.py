@@ -1,0 +1,106 @@
+"""Private NCCL groups: made by their members alone, kept by member set, closed without the world."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
+from tlt_megatron.runtime.device import Device, select_device
+from tlt_megatron.runtime.process_groups import (
+    MemberLost,
+    PrivateHandle,
+    _form_nccl,
+    form_private_group,
+    init_world,
+    open_store,
+)
+from tlt_megatron.spot.session import GroupPool
+
+pytestmark = needs_gpus()
+
+
+def test_one_member_reduces_broadcasts_and_closes(device: Device) -> None:
+    store = dist.HashStore()
+    timeout = datetime.timedelta(seconds=20)
+    for name in ("1.1", "1.2"):  # one after the other, as sessions are
+        backend = _form_nccl(dist.PrefixStore(name, store), 0, 1, device.torch_device, timeout)
+        handle = PrivateHandle(backend, name)
+        x = torch.arange(5.0, device=device.torch_device)
+        handle.allreduce([x]).wait()
+        handle.broadcast(x, 0).wait()
+        assert x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        handle.close()
+        with pytest.raises(MemberLost, match=f"private group {name} is closed"):
+            handle.allreduce([x])
+
+
+def test_a_group_of_one_needs_no_communicator_and_is_kept_by_its_members(device: Device) -> None:
+    pool = GroupPool(dist.HashStore(), 0, device.torch_device, timeout_s=20.0, max_kept=2)
+    group = pool.obtain((0,), "1.1")
+    assert (group.handle, group.size) == (None, 1)
+    assert pool.obtain((0,), "1.1") is group
+    assert pool.obtain((0,), "1.2") is not group
+    assert pool.name_of((0,)) == "1.2"
+    pool.trim()
+
+
+def reduce_in_groups(memberships: list[tuple[str, tuple[int, ...]]]) -> list[object]:
+    """On every rank: the sum of rank + 1 in each group that it is in, and how many groups its pool made."""
+    device = select_device("cuda")
+    world = init_world(device.backend, 60.0)
+    store = open_store(world, 60.0)
+    pool = GroupPool(store, world.rank, device.torch_device, timeout_s=30.0, max_kept=2)
+    sums, groups = [], []
+    for name, members in memberships:
+        if world.rank not in members:
+            continue
+        group = pool.obtain(members, name)
+        groups.append(group)
+        x = torch.full((3,), world.rank + 1.0, device=device.torch_device)
+        if group.size > 1:
+            group.handle.allreduce([x]).wait()
+        sums.append(x[0].item())
+    num_made = len({id(group) for group in groups})
+    pool.trim()
+    dist.barrier()
+    pool.drop((0, 1))
+    dist.destroy_process_group()
+    return [sums, num_made]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_two_ranks_form_a_group_keep_it_and_form_another() -> None:
+    memberships = [("1.1", (0,)), ("1.2", (0, 1)), ("1.2", (0, 1)), ("2.1", (0, 1))]
+    first, second = run_cuda_ranks(2, reduce_in_groups, memberships)
+    assert first == [[1.0, 3.0, 3.0, 3.0], 3]
+    assert second == [[3.0, 3.0, 3.0], 2]
+
+
+def lose_the_other(timeout_s: float) -> str:
+    """Rank 1 forms the group and leaves; rank 0 finds out."""
+    device = select_device("cuda")
+    world = init_world(device.backend, 60.0)
+    store = open_store(world, 60.0)
+    group = form_private_group(store, "1.1", (0, 1), world.rank, device.torch_device, timeout_s)
+    x = torch.ones(3, device=device.torch_device)
+    group.handle.allreduce([x]).wait()
+    found = ""
+    if world.rank == 0:
+        try:
+            group.handle.allreduce([x]).wait()
+        except MemberLost as error:
+            found = str(error)
+        group.handle.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_a_silent_member_is_lost_after_the_timeout_and_the_process_lives() -> None:
+    found, _ = run_cuda_ranks(2, lose_the_other, 5.0)
+    assert found.startswith("private group 1.1: ")

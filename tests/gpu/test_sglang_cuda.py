@@ -1,0 +1,149 @@
+"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): EAGLE changes no greedy token, and updates by
+CUDA IPC reach the model that they are meant for. tests/sglang has the rest, on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.cuda_ranks import needs_gpus
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
+from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.types import Prompt, SamplingParams
+
+pytestmark = needs_gpus()
+VERSION = "0.5.23"
+PARAMS = SamplingParams(num_samples=1, max_new_tokens=48, temperature=0.0, seed=5)
+PROMPTS = [
+    Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((5 * j + i) % 300 + 8 for j in range(n)))
+    for i, n in enumerate((4, 9, 31, 70))
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sglang() -> None:
+    pytest.importorskip("sglang", reason=f"needs sglang=={VERSION}")
+    if metadata.version("sglang") != VERSION:
+        pytest.skip(f"needs sglang=={VERSION}: {metadata.version('sglang')} is installed")
+
+
+def checksum(tensors: list[tuple[str, Tensor]]) -> int:
+    return sum(checksum_tensor(name, t) for name, t in tensors) % CHECKSUM_MODULUS
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64, which SGLang's attention kernels have."""
+    return make_tiny_hf(
+        tmp_path_factory.mktemp("policy"),
+        "llama",
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def drafter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained EAGLE drafter of this policy."""
+    tensors = dict(HfReader(policy).items())
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    config = make_draft_config(load_model_config(policy), "eagle", embedding)
+    folder = tmp_path_factory.mktemp("drafter")
+    save_drafter(folder, DraftModel(config, embedding_VD=embedding, lm_head_VD=head))
+    return folder
+
+
+def start(policy: Path, drafter: Path | None, rank: int):
+    from tlt_megatron.engines.sglang.engine import SglangEngine
+
+    speculation = None
+    if drafter is not None:
+        speculation = SpeculationSection(
+            enabled=True, drafter=str(drafter), strategies=["4_2_8"], selector="fixed"
+        )
+    engine = SglangEngine(
+        str(policy),
+        RolloutSection(dtype="float32", max_batch_size=8, max_new_tokens=48, num_samples=1),
+        SglangSection(engine_args={"mem_fraction_static": 0.3}, start_timeout_s=900.0),
+        select_device("cuda"),
+        rank=rank,
+        max_prompt_tokens=128,
+        speculation=speculation,
+    )
+    load(engine, list(HfReader(policy).items()), version=1)
+    return engine
+
+
+def load(engine: object, tensors: list[tuple[str, Tensor]], *, version: int) -> None:
+    """On the GPU, as the trainer has them: they travel by CUDA IPC."""
+    there = [(name, tensor.cuda()) for name, tensor in tensors]
+    engine.load_weights(there, version=version, checksum=lambda: checksum(there))
+
+
+def tokens(engine: object, version: int = 1) -> list[list[int]]:
+    groups = engine.generate(PROMPTS, PARAMS, policy_version=version)
+    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(policy: Path) -> list[list[int]]:
+    engine = start(policy, None, rank=0)
+    found = tokens(engine)
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def eagle(policy: Path, drafter: Path, plain_tokens: list) -> Iterator[object]:
+    """Started when the plain engine is gone."""
+    engine = start(policy, drafter, rank=1)
+    yield engine
+    engine.close()
+
+
+def test_eagle_changes_no_greedy_token(eagle: object, plain_tokens: list[list[int]]) -> None:
+    """In float32 two candidates closer than the rounding error may swap, which is rarer than one text in ten."""
+    same = [a == b for a, b in zip(tokens(eagle), plain_tokens, strict=True)]
+    assert sum(same) >= len(same) - 1
+
+
+def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
+    eagle: object, policy: Path, drafter: Path
+) -> None:
+    from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
+
+    before = tokens(eagle)
+    target, draft = eagle.checksum(TARGET), eagle.checksum(DRAFT)
+    own = {name: tensor.flip(0).cuda() for name, tensor in HfReader(drafter).items()}
+    eagle.load_drafter_weights(own, version=2, checksum=checksum(list(own.items())))
+    assert eagle.checksum(TARGET) == target
+    assert eagle.checksum(DRAFT) == checksum(list(own.items())) != draft
+    assert sum(a == b for a, b in zip(tokens(eagle), before, strict=True)) >= len(before) - 1
+    changed = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in HfReader(policy).items()]
+    load(eagle, changed, version=2)
+    assert eagle.checksum(DRAFT) == checksum(list(own.items()))
+    assert eagle.checksum(TARGET) == checksum(changed) != target
+    assert tokens(eagle, version=2) != before
+    load(eagle, list(HfReader(policy).items()), version=1)
+
+
+def test_sleep_gives_memory_back_and_waking_keeps_the_weights(eagle: object) -> None:
+    before, free = tokens(eagle), torch.cuda.mem_get_info()[0]
+    eagle.sleep()
+    assert torch.cuda.mem_get_info()[0] > free
+    eagle.wake()
+    assert tokens(eagle) == before

@@ -1,0 +1,127 @@
+"""Spot training over NCCL: one rank's session with a drafter on the GPU; with two GPUs a session that grows and stops."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
+from tests.slow_draft import make_draft_model, make_sequence
+from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.drafter.packing import DraftBatch, pack_batch
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.runtime.device import Device, select_device
+from tlt_megatron.runtime.process_groups import init_world, open_store
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.rank_state import ReplicaLayout
+from tlt_megatron.spot.spot_trainer import SpotTrainer
+
+pytestmark = needs_gpus()
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+class Batches:
+    """The same few short sequences, again and again."""
+
+    def __init__(self, model: DraftModel, seed: int, device: torch.device) -> None:
+        self._batches = [
+            pack_batch([make_sequence(model, 8, seed=10 * seed + i)]).to(device) for i in range(4)
+        ]
+        self._count = 0
+
+    def next_batch(self) -> DraftBatch:
+        self._count += 1
+        return self._batches[self._count % len(self._batches)]
+
+    def put_back(self) -> None:
+        """One is as good as another."""
+
+
+def make_trainer(
+    device: torch.device, dtype: torch.dtype = torch.float32, algorithm: str = "hass"
+) -> tuple[DrafterTrainer, DraftModel]:
+    """A drafter on the device, and its twin on the CPU, from which data are made."""
+    architecture = "eagle3" if algorithm == "eagle3" else "eagle"
+    twin = make_draft_model(architecture, dtype=dtype)
+    there = DraftModel(
+        twin.config,
+        embedding_VD=twin.embedding_VD.to(device),
+        lm_head_VD=twin.lm_head_VD.to(device),
+        dtype=dtype,
+    )
+    there.load_state_dict(twin.state_dict())
+    section = DrafterSection(algorithm=algorithm, warmup_steps=0, dtype="float32")
+    return DrafterTrainer(there, section), twin
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "hass", "eagle3"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_drafter_learns_the_same_as_on_the_cpu(
+    device: Device, algorithm: str, dtype: torch.dtype
+) -> None:
+    losses = []
+    for where in (torch.device("cpu"), device.torch_device):
+        trainer, twin = make_trainer(where, dtype, algorithm)
+        batches = Batches(twin, 0, where)
+        losses.append([trainer.step(batches.next_batch()).loss for _ in range(8)])
+    torch.testing.assert_close(losses[1], losses[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert len(set(losses[1])) == 8
+
+
+def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, object]:
+    """Phases in which rank i generates for naps_s[i], or for its neighbour's in every second one."""
+    device = select_device("cuda")
+    world = init_world(device.backend, 60.0)
+    trainer, twin = make_trainer(device.torch_device)
+    spot = SpotTrainer(
+        trainer,
+        Batches(twin, world.rank, device.torch_device),
+        SpotSection(enabled=True),
+        store=open_store(world, 60.0),
+        layout=ReplicaLayout.uniform(world.size, 1),
+        rank=world.rank,
+        device=device.torch_device,
+        timeline=Timeline(None, world.rank),
+        phase_timeout_s=120.0,
+    )
+    reports, checksums = [], []
+    for step in range(1, num_phases + 1):
+        dist.barrier()
+        time.sleep(naps_s[(world.rank + step - 1) % world.size])
+        reports.append(spot.run_until_preempted(step))
+        checksums.append(spot.sync_newest(world).checksum)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {
+        "updates": [report.num_updates for report in reports],
+        "broken": sum(report.num_broken for report in reports),
+        "members": [report.members for report in reports],
+        "checksums": checksums,
+    }
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_the_idle_rank_trains_and_both_hold_the_same_afterwards() -> None:
+    ranks = run_cuda_ranks(2, train_until_all_are_done, [0.0, 5.0], 2)
+    assert [rank["broken"] for rank in ranks] == [0, 0]
+    assert ranks[0]["checksums"] == ranks[1]["checksums"]
+    assert ranks[0]["updates"][0] > 0 == ranks[1]["updates"][0]
+    assert ranks[1]["updates"][1] > 0 == ranks[0]["updates"][1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs 3 CUDA devices")
+def test_a_session_over_nccl_grows_and_stops() -> None:
+    ranks = run_cuda_ranks(3, train_until_all_are_done, [0.0, 4.0, 10.0], 3)
+    assert [rank["broken"] for rank in ranks] == [0, 0, 0]
+    assert len({tuple(rank["checksums"]) for rank in ranks}) == 1
+    assert ranks[0]["members"][0] == ranks[1]["members"][0] == (0, 1)
+    assert ranks[0]["updates"][0] > ranks[1]["updates"][0] > 0 == ranks[2]["updates"][0]
+
+
+def test_one_rank_alone_is_never_idle(device: Device) -> None:
+    (rank,) = run_cuda_ranks(1, train_until_all_are_done, [0.0], 2)
+    assert (rank["updates"], rank["broken"]) == ([0, 0], 0)

@@ -1,0 +1,224 @@
+"""The embedded engine's CUDA path on a machine without a GPU: everything stays on its device, captured passes read nothing
+back, and the tokens are those of the CPU. What a real GPU adds is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pretend_cuda import CUDA, PretendDevice, PretendGpu, pretend_device
+from tests.tiny_models import make_tiny_hf
+from tests.unit.engines.conftest import checksum, engine_over
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.packing import DraftSequence, pack_batch
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.types import Prompt, Rollout, SamplingParams
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
+TAPS = (0, 1, 2)  # of an EAGLE-3 drafter
+SIZES = {"max_batch_size": 4, "num_samples": 2, "max_new_tokens": 32}
+PARAMS = SamplingParams(num_samples=2, max_new_tokens=12, stop_token_ids=(5,), seed=5)
+CUT = SamplingParams(num_samples=2, max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=9, seed=5)
+GREEDY = SamplingParams(num_samples=2, max_new_tokens=12, temperature=0.0, seed=5)
+PROMPTS = [
+    Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((3 * j + i) % 40 + 8 for j in range(n)))
+    for i, n in enumerate((4, 9, 70))
+]
+
+
+@pytest.fixture(scope="module")
+def deep_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Deep enough for an EAGLE-3 drafter."""
+    path = tmp_path_factory.mktemp("deep")
+    return make_tiny_hf(path, "qwen3", num_layers=4, vocab_size=48)
+
+
+@pytest.fixture
+def device() -> Iterator[PretendDevice]:
+    device = pretend_device()
+    with device.gpu:
+        yield device
+
+
+def make_drafter(engine: EmbeddedEngine, path: Path, architecture: str = "eagle") -> DraftModel:
+    embedding, head = engine.target_tensors()
+    config = make_draft_config(
+        load_model_config(path), architecture, embedding, TAPS if architecture == "eagle3" else ()
+    )
+    return DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+
+
+def make_engine(
+    path: Path, device: Device | None, strategy: str, architecture: str = "eagle", **settings: int
+) -> EmbeddedEngine:
+    taps = TAPS if architecture == "eagle3" else ()
+    engine = engine_over(path, device=device, tap_layers=taps, **(SIZES | settings))
+    chosen = SpeculationStrategy.parse(strategy)
+    if not chosen.is_off:
+        model = make_drafter(engine, path, architecture)
+        draft = DraftInference(model, model.embedding_VD.dtype)
+        engine.set_speculation(Speculation(draft, FixedSelector(chosen), [chosen]))
+    return engine
+
+
+def run(engine: EmbeddedEngine, params: SamplingParams = PARAMS) -> list[list[int]]:
+    groups = engine.generate(PROMPTS, params, policy_version=1)
+    return [r.token_ids.tolist() for g in groups for r in g.rollouts]
+
+
+@pytest.mark.parametrize("strategy", ["off", "3_2_6", "4_1_4", "ngram_4", "3_2_6+ngram_5"])
+def test_tokens_are_those_of_the_cpu(tiny_path: Path, device: PretendDevice, strategy: str) -> None:
+    engine = make_engine(tiny_path, device, strategy)
+    assert run(engine) == run(make_engine(tiny_path, None, "off"))
+    assert device.gpu.num_captures > 0
+    assert engine.stats().num_graph_replays > 5 * engine.stats().num_eager_passes
+
+
+@pytest.mark.parametrize("params", [CUT, GREEDY], ids=["cut", "greedy"])
+def test_every_way_to_sample(
+    deep_path: Path, device: PretendDevice, params: SamplingParams
+) -> None:
+    engine = make_engine(deep_path, device, "3_2_6", "eagle3")
+    assert run(engine, params) == run(make_engine(deep_path, None, "off"), params)
+
+
+def test_rows_in_pages_that_are_preempted(tiny_path: Path, device: PretendDevice) -> None:
+    little = {"kv_cache_tokens": 64 * 5, "max_new_tokens": 68, "cuda_graphs": False}
+    long = SamplingParams(num_samples=2, max_new_tokens=68, seed=5)
+    engine = make_engine(tiny_path, device, "off", **little)
+    assert run(engine, long) == run(make_engine(tiny_path, None, "off", **little), long)
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_dtype_runs(tiny_path: Path, device: PretendDevice, dtype: str) -> None:
+    assert all(run(make_engine(tiny_path, device, "3_2_6+ngram_5", dtype=dtype)))
+
+
+def test_a_plain_pass_reads_back_once(tiny_path: Path, device: PretendDevice) -> None:
+    engine = make_engine(tiny_path, device, "off")
+    run(engine)  # allocates, captures
+    device.gpu.read_backs.clear()
+    run(engine, SamplingParams(num_samples=1, max_new_tokens=30, seed=5))
+    num_passes = engine.stats().num_decode_passes
+    # A draw for each pass and the first, and a few looks where rows come and leave.
+    assert device.gpu.read_backs.total() <= num_passes + 1 + 12
+
+
+def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows(
+    tiny_path: Path, device: PretendDevice, tensors_of
+) -> None:
+    engine = make_engine(tiny_path, device, "3_2_6")
+    expected = run(engine)
+    embedding, head = engine.target_tensors()
+    sizes = [tensor.untyped_storage().nbytes() for tensor in (embedding, head)]
+    for _ in range(2):
+        engine.sleep()
+        assert [t.untyped_storage().nbytes() for t in (embedding, head)] == [0, 0]
+    engine.wake()
+    assert engine.target_tensors() == (embedding, head)
+    assert [tensor.untyped_storage().nbytes() for tensor in (embedding, head)] == sizes
+    assert run(engine) == expected
+    other = [(name, tensor * 1.5) for name, tensor in tensors_of("float64")]
+    engine.load_weights(other, version=1, checksum=lambda: checksum(other))
+    assert head.cpu().equal(dict(other)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("algorithm", ["hass", "eagle3"])
+def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: str) -> None:
+    """The loss with its unrolled attention; its backward pass asks torch for more of a GPU than can be pretended."""
+    architecture = "eagle3" if algorithm == "eagle3" else "eagle"
+    losses = []
+    for where in (None, device):
+        engine = make_engine(deep_path, where, "off", architecture)
+        model = make_drafter(engine, deep_path, architecture)
+        size = model.config.hidden_size
+        trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm))
+        sequences: list[DraftSequence] = []
+
+        def keep(
+            rollout: Rollout, features: Tensor, to: list = sequences, size: int = size
+        ) -> None:
+            to.append(DraftSequence.of_rollout(rollout, features.cpu(), size))
+
+        engine.generate(PROMPTS, PARAMS, policy_version=1, on_features=keep)
+        batch = pack_batch(sequences).to(CUDA if where else torch.device("cpu"))
+        loss = trainer.evaluate(batch)
+        losses.append([float(loss.loss_sum), *loss.agreed_K.tolist(), *loss.accepted_K.tolist()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ---- what the pretended GPU refuses
+
+
+def test_tensors_of_two_devices_do_not_meet(device: PretendDevice) -> None:
+    here, there = torch.ones(3, device=CUDA), torch.ones(3)
+    assert (here + 1.0).device == CUDA
+    for wrong in (
+        lambda: here + there,
+        lambda: torch.cat((here, there)),
+        lambda: here.index_select(0, torch.tensor([0])),
+        lambda: torch.nn.functional.linear(there, here.view(1, 3)),
+    ):
+        with pytest.raises(AssertionError, match="on the CPU"):
+            wrong()
+    with pytest.raises(AssertionError, match="CPUs alone"):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(torch.ones(1, 1, 4, 4, device=CUDA),) * 3
+        )
+
+
+def test_a_packed_matrix_is_not_for_gpus(device: PretendDevice) -> None:
+    matrix = Matrix(torch.ones(1024, 1024, device=CUDA))
+    assert matrix(torch.ones(16, 1024, device=CUDA)).device == CUDA
+
+
+@pytest.mark.parametrize("name", ["tolist", "item", "cpu", "host", "mask"])
+def test_a_captured_pass_does_not_meet_the_host(device: PretendDevice, name: str) -> None:
+    x = torch.ones(1, device=CUDA)
+    works = {
+        "tolist": lambda: x.tolist(),
+        "item": lambda: float(x),
+        "cpu": lambda: x.cpu(),
+        "host": lambda: torch.tensor([1.0], device=CUDA),
+        "mask": lambda: x.nonzero(),
+    }
+    works[name]()
+    with pytest.raises(AssertionError, match="captured pass"):
+        device.gpu.capture(works[name])
+
+
+def test_what_a_graph_makes_is_read_by_nobody_else(device: PretendDevice) -> None:
+    given, kept, made = torch.ones(3, device=CUDA), torch.zeros(3, device=CUDA), []
+
+    def work() -> None:
+        made.append(given * 2)
+        kept.copy_(made[-1])
+
+    replay = device.gpu.capture(work)
+    given.fill_(4.0)
+    replay()
+    assert kept.tolist() == [8.0, 8.0, 8.0]
+    with pytest.raises(AssertionError, match="keeps for itself"):
+        made[1].add_(1)
+
+
+def test_the_device_is_gone_outside() -> None:
+    with PretendGpu():
+        x = torch.ones(3, device=CUDA)
+    with pytest.raises(AssertionError, match="outside"):
+        x.add_(1)

@@ -1,0 +1,304 @@
+"""The drafter's side of a step on one rank of two: what is trained, when it reaches the engine, what a stop leaves behind.
+
+All is real but the engine, which takes weights and draws nothing, and the other rank, which is played by hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
+from tests.spot_phases import make_drafter_trainer
+from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
+from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.rank_state import PhaseBoard, ReplicaLayout
+from tlt_megatron.spot.session import StopWatch
+from tlt_megatron.spot.spot_trainer import SpotTrainer
+from tlt_megatron.spot.state_version import version_of
+from tlt_megatron.trainer.drafter_upkeep import (
+    BufferSource,
+    DrafterUpkeep,
+    SpotShare,
+    spot_metrics,
+)
+from tlt_megatron.trainer.live_publish import LiveChannel
+from tlt_megatron.types import FinishReason, Rollout
+
+TWO = ReplicaLayout.uniform(2)
+CPU = torch.device("cpu")
+BATCH_TOKENS = 16
+
+
+class Shelf:
+    """As much of a RolloutEngine as an upkeep uses."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, dict[str, Tensor]]] = []
+        self.is_suspended = False
+
+    def load_drafter_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+    ) -> None:
+        assert checksum_weights(tensors) == checksum
+        self.loaded.append((version, {name: t.clone() for name, t in tensors.items()}))
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        self.is_suspended = is_suspended
+
+
+class Rank:
+    """An upkeep of rank 0, whose neighbour finishes when it is told to."""
+
+    def __init__(self, folder: Path, *, is_live: bool = False, holdout_share: float = 0.3) -> None:
+        self.store = dist.HashStore()
+        self.engine = Shelf()
+        self.trainer = make_drafter_trainer(batch_tokens=BATCH_TOKENS)
+        section = SpotSection(enabled=True, holdout_share=holdout_share)
+        self.buffer = DataBuffer(section, torch.float64)
+        self.source = BufferSource(self.buffer, BATCH_TOKENS, CPU)
+        self.spot = SpotTrainer(
+            self.trainer,
+            self.source,
+            section,
+            store=self.store,
+            layout=TWO,
+            rank=0,
+            device=CPU,
+            timeline=Timeline(None, 0),
+            phase_timeout_s=20.0,
+        )
+        self.upkeep = DrafterUpkeep(
+            trainer=self.trainer,
+            buffer=self.buffer,
+            spot=self.spot,
+            publisher=DrafterPublisher(),
+            checkpointer=AsyncDrafterCheckpointer(folder / "drafter", self.trainer.model),
+            engine=self.engine,
+            tap_layers=(),
+            tap_bytes=1 << 20,
+            world=SINGLE,
+            device=CPU,
+            live=LiveChannel(self.store, folder / "live") if is_live else None,
+        )
+
+    def begin(self, step: int) -> None:
+        """Step `step`, and the answers of this rank."""
+        self.step = step
+        self.upkeep.start_step(step)
+        for index in range(8):
+            rollout, features = make_answer(100 * step + index)
+            self.upkeep.add_features(rollout, features)
+
+    def finish_other(self) -> None:
+        PhaseBoard(self.store, TWO, self.step, rank=1).announce_finished(time.time())
+
+    def train(self, num_updates: int) -> SpotShare:
+        """Until that many updates of this step are made; the stop comes right after the last."""
+        end = self.trainer.num_updates + num_updates
+        live = self.spot.after_update
+
+        def after_update(watch: StopWatch) -> None:
+            if live is not None:
+                live(watch)
+            if self.trainer.num_updates == end:
+                self.finish_other()
+
+        self.spot.after_update = after_update
+        share = self.upkeep.run_until_preempted(self.step)
+        self.spot.after_update = live
+        assert share.num_updates == num_updates
+        return share
+
+    def publish(self, **live: float) -> dict[str, float]:
+        metrics = {"bubble/stall_s": 0.0} | {f"drafter/{name}": v for name, v in live.items()}
+        self.upkeep.publish(metrics)
+        return metrics
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in self.trainer.model.state_dict().items()}
+
+
+def make_answer(seed: int) -> tuple[Rollout, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB_SIZE, (4 + seed % 5,), generator=generator)
+    rollout = Rollout(
+        prompt_id=f"{seed}",
+        draw_index=seed,
+        sample_index=0,
+        prompt_ids=(1, 2),
+        token_ids=tokens,
+        logprobs=torch.zeros(tokens.numel()),
+        policy_logprobs=torch.zeros(tokens.numel()),
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+    )
+    return rollout, torch.randn(rollout.num_tokens - 1, HIDDEN_SIZE, generator=generator)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    torch.set_num_threads(1)
+    return Rank(tmp_path)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_a_step_has_trained_reaches_the_engine_at_the_end_of_the_next(rank: Rank) -> None:
+    rank.begin(1)
+    rank.train(3)
+    trained = rank.weights()
+    first = rank.publish()
+    assert rank.engine.loaded == []
+    assert first["drafter/num_updates"] == 3
+    rank.begin(2)
+    rank.train(2)
+    second = rank.publish()
+    ((version, loaded),) = rank.engine.loaded
+    assert version == second["drafter/version"] == 1
+    assert second["drafter/holdout_rows"] > 0
+    assert same(loaded, trained)
+    assert second["bubble/stall_s"] > 0
+
+
+def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: Rank) -> None:
+    rank.begin(1)
+    rank.train(2)
+    rank.publish()
+    rank.begin(2)
+    measured = rank.spot.on_idle
+    assert measured is not None
+
+    def end_first(watch: StopWatch) -> None:
+        rank.finish_other()
+        time.sleep(2 * rank.spot.limits.watch_s)
+        measured(watch)
+
+    rank.spot.on_idle = end_first
+    share = rank.upkeep.run_until_preempted(2)
+    assert share.num_updates == 0
+    before = rank.weights()
+    assert "drafter/holdout_rows" not in rank.publish()
+    assert rank.engine.loaded == []
+    assert same(rank.weights(), before)  # measuring swaps weights in and out
+    rank.spot.on_idle = measured
+    rank.begin(3)
+    rank.train(1)
+    assert rank.publish()["drafter/holdout_rows"] > 0  # the same candidate is judged now
+
+
+def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
+    """The stop comes when the third batch has been taken."""
+    rank.begin(1)
+    take, count = rank.source.next_batch, 0
+
+    def next_batch() -> object:
+        nonlocal count
+        count += 1
+        batch = take()
+        if count == 3:
+            rank.finish_other()
+        return batch
+
+    rank.source.next_batch = next_batch
+    share = rank.upkeep.run_until_preempted(1)
+    assert share.num_updates == 2
+    straight = Rank(tmp_path / "straight")
+    straight.begin(1)
+    for _ in range(2):
+        straight.trainer.step(straight.source.next_batch())
+    assert version_of(rank.trainer) == version_of(straight.trainer)
+    assert rank.buffer.state_dict()["values"] == straight.buffer.state_dict()["values"]
+
+
+def test_a_collapsed_drafter_is_not_drafted_with(rank: Rank) -> None:
+    for step, accepted in ((1, 3.0), (2, 3.0), (3, 1.1)):
+        rank.begin(step)
+        rank.finish_other()
+        rank.upkeep.run_until_preempted(step)
+        metrics = rank.publish(live_accept_length=accepted)
+        assert rank.engine.is_suspended == (step == 3)
+        assert metrics["drafter/alarm"] == float(step == 3)
+
+
+def test_a_live_offer_that_accepts_more_is_what_all_ranks_have_in_the_end(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, is_live=True)
+    rank.begin(1)
+    rank.train(40)
+    offered = list((tmp_path / "live").iterdir())
+    assert offered
+    metrics = rank.publish()
+    version, loaded = rank.engine.loaded[-1]
+    assert version == 1
+    assert same(loaded, rank.upkeep.publisher.published.weights)
+    assert metrics["drafter/version"] == 1
+
+
+def test_restored_upkeep_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) -> None:
+    for step in (1, 2):
+        rank.begin(step)
+        rank.train(2)
+        rank.publish()
+    folder = tmp_path / "iter_0000002"
+    folder.mkdir()
+    rank.upkeep.save_into(folder)
+    restored = Rank(tmp_path / "restored")
+    restored.upkeep.load_from(folder)
+    assert same(restored.engine.loaded[-1][1], rank.engine.loaded[-1][1])
+    assert version_of(restored.trainer) == version_of(rank.trainer)
+    for one in (rank, restored):
+        one.begin(3)
+        one.train(2)
+        one.publish()
+    assert version_of(restored.trainer) == version_of(rank.trainer)
+    assert restored.buffer.state_dict()["values"] == rank.buffer.state_dict()["values"]
+    (version, weights), (restored_version, restored_weights) = (
+        one.engine.loaded[-1] for one in (rank, restored)
+    )
+    assert version == restored_version
+    assert same(weights, restored_weights)
+    rank.upkeep.close()
+    restored.upkeep.close()
+
+
+def share(**fields: object) -> SpotShare:
+    known: dict[str, object] = {
+        "idle_s": 0.0,
+        "used_s": 0.0,
+        "stall_s": 0.0,
+        "preempt_ms": 0.0,
+        "num_epochs": 0,
+        "num_broken": 0,
+        "num_updates": 0,
+        "losses": (),
+        "accept_lengths": (),
+    }
+    return SpotShare(**known | fields)
+
+
+def test_an_update_of_two_members_counts_once_and_the_slowest_rank_is_the_stall() -> None:
+    member = {"num_updates": 2, "losses": (4.0, 2.0), "accept_lengths": (1.0, 2.0)}
+    metrics = spot_metrics(
+        [
+            share(idle_s=2.0, used_s=1.5, stall_s=0.1, **member),
+            share(idle_s=1.0, **member),
+            share(stall_s=0.3),
+        ]
+    )
+    assert metrics["spot/updates"] == 2
+    assert metrics["drafter/loss"] == 3.0
+    assert metrics["drafter/accept_length"] == 1.5
+    assert (metrics["bubble/idle_s"], metrics["bubble/used_s"]) == (3.0, 1.5)
+    assert metrics["bubble/stall_s"] == 0.3
