@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.policy.trainer import PolicyTrainer
@@ -27,11 +26,6 @@ LAYOUTS = [
     (Layout(world=4, tensor=2, pipeline=2), {"recompute": "selective"}),
 ]
 NAMES = ("tp1", "dp2", "tp2_sp", "pp2", "pp2_recomputed", "tp2_pp2_selective")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_hf(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
 
 
 def _scored_batch(seed: int) -> list[ScoredGroup]:

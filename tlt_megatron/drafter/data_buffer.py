@@ -86,13 +86,13 @@ class DataBuffer:
             self._counts["num_evicted_old"] += 1
         self._rows_seen = {s: rows for s, rows in self._rows_seen.items() if s >= oldest}
         self._tail_starts = {}
-        running = min((s.epoch for s in self._pools()[0]), default=0)
+        self._last_batch = ([], self._tail_balance)
+        tail, _ = self._pools()
+        known, running = {s.key for s in tail}, min((s.epoch for s in tail), default=0)
         self.step = step
         for sample in self._samples.values():
-            if self._is_tail(
-                sample
-            ):  # it may be new there, and goes on in the tail's running epoch
-                sample.epoch = max(sample.epoch, running)
+            if tail and sample.key not in known and self._is_tail(sample):
+                sample.epoch = running  # the other pool's says nothing of its turn in this one
 
     def add(self, sequence: DraftSequence, step: int) -> bool:
         """Take a copy of a sequence that was rolled out in RL step `step`; whether it stays.
@@ -166,10 +166,10 @@ class DataBuffer:
         self._last_batch = ([], self._tail_balance)
 
     def holdout_batches(self, max_tokens: int) -> list[DraftBatch]:
-        """All sequences that are never trained on, packed; the same for the same content."""
+        """All sequences that are never trained on, packed, the newest step first; the same for the same content."""
         held_out = sorted(
             (sample for sample in self._samples.values() if sample.is_held_out),
-            key=lambda s: (s.step, s.key),
+            key=lambda s: (-s.step, s.key),
         )
         return pack_sequences([sample.sequence for sample in held_out], max_tokens)
 
@@ -220,6 +220,7 @@ class DataBuffer:
         self._tail_balance = values["tail_balance"]
         self._rows_seen = {step: dict(rows) for step, rows in values["rows_seen"]}
         self._tail_starts = {}
+        self._last_batch = ([], self._tail_balance)
         self._counts = Counter(values["counts"])
         self._samples, self.num_bytes = {}, 0
         for record in values["samples"]:

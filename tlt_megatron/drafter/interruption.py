@@ -1,6 +1,7 @@
 """Giving a training pass up half-way: somebody is asked whether to, at every matrix of the forward and the backward pass.
 
-Used by `trainer.py` for steps of spot sessions, which must end when the last rollout does. The one thing to know: the pass
+Used by `trainer.py` for steps of spot sessions, and by the drafter's upkeep when it judges candidates: both must end when the last
+rollout does. The one thing to know: the pass
 ends by an exception that unwinds it, so nothing of it is left but a gradient buffer that the next step clears.
 """
 

@@ -104,8 +104,8 @@ class SdpaCoreAttention(torch.nn.Module):
 class _FloatBackward(torch.autograd.Function):
     """Packed causal attention on the CPU: torch's own kernels, forward in bfloat16 and backward in float32.
 
-    In bfloat16 the backward kernel takes half a millisecond more per call, which is most of its time for sequences of a
-    hundred tokens, and it rounds more.
+    In bfloat16 the backward kernel has a fixed cost per call, which is most of its time for sequences of a hundred tokens,
+    and it rounds more.
     """
 
     @staticmethod
@@ -122,9 +122,9 @@ class _FloatBackward(torch.autograd.Function):
         inputs = (query_PNH, _for_queries(key_PKH, num_heads), _for_queries(value_PKH, num_heads))
         out_PNH = torch.empty_like(query_PNH, memory_format=torch.contiguous_format)
         log_sums = []
-        for *segment, out_TNH in _segments((*inputs, out_PNH), lengths):
+        for *segment, out_1NTH in _segments((*inputs, out_PNH), lengths):
             attended, log_sum = attend(*segment, 0.0, True, scale=scale)
-            out_TNH.copy_(attended)
+            out_1NTH.copy_(attended)
             log_sums.append(log_sum)
         ctx.lengths, ctx.scale = lengths, scale
         ctx.save_for_backward(query_PNH, key_PKH, value_PKH, out_PNH, *log_sums)

@@ -284,11 +284,11 @@ class SpotSession:
             elif batch is not None:
                 self.source.put_back()
             self.record.stats.append(stats)
-            if self.is_leader and self.after_update is not None and not stats.is_skipped:
-                self.after_update(watch)
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:
                 return SessionEnd.STOPPED
+            if self.is_leader and self.after_update is not None and not stats.is_skipped:
+                self.after_update(watch)
             num_done = stats.num_updates - self.plan.base_updates
             if 0 < self.limits.max_updates <= num_done:
                 self.board.close()  # each for itself: whoever goes on from here has closed before

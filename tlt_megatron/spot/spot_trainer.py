@@ -104,7 +104,7 @@ class NewestDrafter:
     source: int  # the rank that had it
     num_updates: int
     checksum: int
-    num_receivers: int  # ranks that it was sent to; 0 where nobody has trained
+    num_receivers: int  # ranks that it was sent to; 0 where all were known to hold the same
     seconds: float  # that this rank spent
 
 

@@ -1,7 +1,7 @@
 """Which drafter a rank holds, in two numbers. Compared by session.py and spot_trainer.py before and after state is sent.
 
-The one thing to know: it is taken at the phase boundary, where all ranks wait, so it reads the state once, in pieces that
-stay in the cache. It is no part of any file: drafters that leave the trainer have the checksum of models/hf_io.py.
+The one thing to know: it is taken at the phase boundary, where all ranks wait, so the state is joined to one row of words and
+those are summed in pieces that stay in the cache. It is no part of any file: drafters that leave the trainer have the checksum of models/hf_io.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, load
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.holdout import HoldoutResult, measure_holdout
+from tlt_megatron.drafter.interruption import PassAbandoned, interruptible
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
 from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction, checksum_weights
 from tlt_megatron.drafter.trainer import DrafterTrainer
@@ -83,10 +84,6 @@ class _Findings:
 
     results: dict[str, HoldoutResult]  # by contender
     checksum: int  # of the candidate
-
-
-class _MeasuringEnded(Exception):
-    """The last rollout has ended meanwhile."""
 
 
 class DrafterUpkeep:
@@ -173,7 +170,7 @@ class DrafterUpkeep:
         known = self._live_weights or self.publisher.published.weights
         try:
             new, old = (self._measure(w, batches, watch) for w in (candidate, known))
-        except _MeasuringEnded:
+        except PassAbandoned:
             return  # nobody decodes any more
         if new.accept_length > old.accept_length:
             self._live_weights = self._own_weights()
@@ -262,7 +259,7 @@ class DrafterUpkeep:
             for weights in self._contenders().values():
                 if id(weights) not in by_weights:
                     by_weights[id(weights)] = self._measure(weights, batches, watch)
-        except _MeasuringEnded:
+        except PassAbandoned:
             return
         self._findings = _Findings(
             results={name: by_weights[id(w)] for name, w in self._contenders().items()},
@@ -272,15 +269,9 @@ class DrafterUpkeep:
     def _measure(
         self, weights: Mapping[str, Tensor], batches: Sequence[DraftBatch], watch: StopWatch
     ) -> HoldoutResult:
-        """What `weights` accept on the held-out `batches`. Raises _MeasuringEnded between two of them."""
-
-        def until_the_end() -> Iterator[DraftBatch]:
-            for batch in batches:
-                if watch():
-                    raise _MeasuringEnded
-                yield batch
-
-        return measure_holdout(self.trainer, weights, until_the_end())
+        """What `weights` accept on the held-out `batches`. Raises PassAbandoned once the last rollout has ended."""
+        with interruptible(self.trainer.model, watch):
+            return measure_holdout(self.trainer, weights, batches)
 
     def _merge(self, weights: Mapping[str, Tensor], findings: Sequence[_Findings]) -> HoldoutResult:
         """What all ranks that were idle measured of `weights`."""

@@ -152,6 +152,27 @@ def test_of_several_earlier_steps_the_oldest_goes_first() -> None:
     assert order == [100, 110, 200]
 
 
+def test_the_newest_long_tail_has_its_turns_where_the_tails_share_is_small() -> None:
+    buffer = make_buffer(keep_steps=6, long_tail_share=0.2, **ALL)
+    for step in range(6):
+        buffer.start_step(step)
+        fill(buffer, step, {100 + step: 30} | {200 + 10 * step + n: 5 for n in range(4)})
+        counts = Counter(name for _ in range(40) for name in names_in(buffer.next_batch(40)))
+        turns = [counts[100 + earlier] for earlier in range(step)]
+        assert not turns or max(turns) - min(turns) <= 1
+        assert all(turns)
+
+
+def test_drafters_are_judged_on_the_newest_step_first() -> None:
+    buffer = make_buffer(keep_steps=3, holdout_share=0.999)
+    for step in range(3):
+        buffer.start_step(step)
+        fill(buffer, step, dict.fromkeys(range(10 * step, 10 * step + 9), 12))
+    first, *_, last = buffer.holdout_batches(40)
+    assert min(names_in(first)) >= 20
+    assert max(names_in(last)) < 10
+
+
 def test_what_becomes_tail_joins_the_running_epoch_of_the_tail() -> None:
     buffer = make_buffer(keep_steps=9, **ALL)
     fill(buffer, 0, {100: 30, 200: 5})

@@ -113,6 +113,8 @@ class Rank:
                 live(watch)
             if self.trainer.num_updates == end:
                 self.finish_other()
+                while not watch():
+                    time.sleep(0.001)
 
         self.spot.after_update = after_update
         share = self.upkeep.run_until_preempted(self.step)

@@ -299,6 +299,7 @@ class EmbeddedEngine:
         batch = self._start_batch(cache, params, num_requests=len(requests))
         self._passes, self._num_unspeculated = [], 0
         self._graphs.take_counts()
+        self._graphs.take_capture_s()
         clock, step = PassClock(self._device.synchronize), None
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
