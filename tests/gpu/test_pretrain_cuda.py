@@ -1,4 +1,7 @@
-"""The whole program on one GPU: two RL steps with the embedded engine, speculation, spot training and captured graphs."""
+"""The whole program on one GPU: two RL steps with the embedded engine, speculation and captured graphs.
+
+One rank is never idle, so its drafter is built and kept but not trained; `test_spot_session_cuda.py` does that.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Spot training over NCCL: one rank's session with a drafter on the GPU; with two GPUs a session that grows and stops."""
+"""Spot training over NCCL: one rank's session with a drafter on the GPU, and its saves; with two GPUs a session that grows
+and stops."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import torch.distributed as dist
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, find_newest
+from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.runtime.process_groups import init_world, open_store
@@ -70,6 +75,26 @@ def test_a_drafter_learns_the_same_as_on_the_cpu(
         losses.append([trainer.step(batches.next_batch()).loss for _ in range(8)])
     torch.testing.assert_close(losses[1], losses[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert len(set(losses[1])) == 8
+
+
+def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
+    device: Device, tmp_path: Path
+) -> None:
+    trainer, twin = make_trainer(device.torch_device)
+    trainer.step(Batches(twin, 0, device.torch_device).next_batch())
+    borrowed = {name: getattr(trainer.model, name) for name in ("embedding_VD", "lm_head_VD")}
+    checkpointer = AsyncDrafterCheckpointer(tmp_path, trainer.model)
+    checkpointer.save(trainer.state_dict(), {})
+    asleep = ParkedWeights(borrowed.values())
+    taken = torch.full((1 << 20,), torch.nan, device=device.torch_device)  # its memory, or more
+    checkpointer.close()
+    asleep.restore()
+    newest = find_newest(tmp_path)
+    assert newest is not None
+    saved = load_drafter(newest, **borrowed)  # refused beside another target
+    for name, weights in saved.state_dict().items():
+        assert torch.equal(weights.cpu(), trainer.model.state_dict()[name].cpu())
+    assert taken.isnan().all()
 
 
 def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, object]:

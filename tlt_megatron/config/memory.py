@@ -22,6 +22,8 @@ _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
 _ACTIVATION_BYTES, _UNCUT_BYTES = 34, 10
 _CUDA_CONTEXT_BYTES = 1 << 30  # libraries, communicators and one set of graphs
 _GRAPHS_BYTES = 512 << 20  # of every further strategy that is kept captured
+_NUM_AUX_LAYERS = 3  # of an EAGLE-3 drafter, and the final states beside them
+_TAP_ITEM_BYTES = 4  # float32, whatever the policy computes in
 _USABLE_SHARE = 0.95  # of what is free
 _MIB = 1 << 20
 
@@ -78,6 +80,7 @@ class MemoryEstimate:
     kv: int
     drafter: int  # weights, key-values and, with spot training, its optimizer
     graphs: int  # and what CUDA itself takes
+    tap: int  # states for the drafter, kept through the whole update where that is the first pass
 
     @property
     def rollout_phase(self) -> int:
@@ -87,7 +90,7 @@ class MemoryEstimate:
     @property
     def update_phase(self) -> int:
         """While the policy is trained."""
-        return self._resident + self.activations
+        return self._resident + self.activations + self.tap
 
     @property
     def peak(self) -> int:
@@ -109,6 +112,7 @@ class MemoryEstimate:
             "rollout_weights",
             "kv",
             "activations",
+            "tap",
         ]
         listed = ", ".join(f"{name} {getattr(self, name) / _MIB:,.0f}" for name in parts)
         return (
@@ -139,6 +143,7 @@ def estimate_memory(config: RunConfig, world_size: int, *, is_cuda: bool) -> Mem
         kv=kv_tokens * sizes.kv * sizes.layers * rollout_item // ranks,
         drafter=_drafter(config, sizes, kv_tokens),
         graphs=_graphs(config) if is_cuda else 0,
+        tap=_tap(config, sizes, world_size),
     )
 
 
@@ -169,6 +174,20 @@ def _drafter(config: RunConfig, sizes: ModelSizes, kv_tokens: int) -> int:
     return held
 
 
+def _tap(config: RunConfig, sizes: ModelSizes, world_size: int) -> int:
+    """Where log-probs are computed first, the states are taken there, and no activations lie beside them."""
+    trains = config.spot.enabled and config.speculation.enabled and config.speculation.is_learned
+    if not trains or config.algorithm.has_logprob_pass:
+        return 0
+    num_states = 1 + (_NUM_AUX_LAYERS if config.drafter.algorithm == "eagle3" else 0)
+    # A data-parallel rank's answers are dealt out over its tensor-parallel ranks.
+    sequences = config.rollout.num_prompts * config.rollout.num_samples
+    ranks = world_size // config.parallel.pipeline
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = -(-sequences // ranks) * longest
+    return min(config.spot.data_bytes, tokens * num_states * sizes.hidden * _TAP_ITEM_BYTES)
+
+
 def _graphs(config: RunConfig) -> int:
     num_strategies = len(config.speculation.strategies) if config.speculation.enabled else 0
     return _CUDA_CONTEXT_BYTES + num_strategies * _GRAPHS_BYTES
@@ -189,4 +208,6 @@ def check_memory(estimate: MemoryEstimate, config: RunConfig, free_bytes: int) -
             advice += ", or raise sglang.engine_args.tp_size"
     else:
         advice = "mcore.micro_batch_tokens, set mcore.recompute=full, or raise parallel.tensor or parallel.pipeline"
+        if estimate.tap:
+            advice = f"spot.data_bytes={config.spot.data_bytes} or {advice}"
     raise ValueError(f"{estimate.describe()}; {usable / _MIB:,.0f} usable: lower {advice}")

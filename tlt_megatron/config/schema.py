@@ -72,9 +72,7 @@ class RewardSection:
     function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
     num_workers: int = 1  # worker processes per rank, >= 1
     timeout_s: float = 30.0  # for one response, > 0
-    on_error: str = (
-        "raise"  # raise: end the run, naming the prompt | zero: reward 0, counted in metrics
-    )
+    on_error: str = "raise"  # raise: end the run, naming the prompt | zero: reward 0, counted
 
     def __post_init__(self) -> None:
         _require(self.num_workers >= 1, "reward.num_workers", self.num_workers, ">= 1")
@@ -87,9 +85,7 @@ class RolloutSection:
     """Generation. One step draws `num_prompts` prompts and answers each `num_samples` times."""
 
     engine: str = "embedded"  # embedded | sglang
-    dtype: str = (
-        "float32"  # float32 | bfloat16 | float64 (float64: token equality across batch shapes)
-    )
+    dtype: str = "float32"  # float32 | bfloat16 | float64 (the same tokens in any batch shape)
     num_prompts: int = 16  # prompts per step over all ranks
     num_samples: int = 8  # responses per prompt (G)
     max_new_tokens: int = 512
@@ -97,9 +93,7 @@ class RolloutSection:
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 keeps all
     max_batch_size: int = 64  # sequences decoded at once per replica
-    kv_cache_tokens: int = (
-        0  # KV positions per replica; 0: room for max_batch_size full-length sequences
-    )
+    kv_cache_tokens: int = 0  # per replica; 0: room for max_batch_size full-length sequences
     prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
     cuda_graphs: bool = True  # embedded, on GPUs: passes are captured and replayed
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on what shares its pass
@@ -145,9 +139,7 @@ class SpeculationSection:
         default_factory=list
     )  # beg_mab: smallest batch of each bucket, from 1
     measure_gain: bool = False  # at the end: the last steps' rollouts with and without, timed
-    ranking: str = (
-        "noise"  # of drafted tokens: noise (those the policy will draw) | probability (EAGLE-2)
-    )
+    ranking: str = "noise"  # of drafts: noise (what the policy will draw) | probability (EAGLE-2)
 
     def __post_init__(self) -> None:
         _require(bool(self.strategies), "speculation.strategies", self.strategies, "not empty")
@@ -180,9 +172,7 @@ class AlgorithmSection:
     kl_coef: float = 0.0  # 0: no reference policy is kept
     kl_placement: str = "loss"  # loss | reward
     kl_estimator: str = "k3"  # k1 | k2 | k3
-    tis_cap: float = (
-        0.0  # truncated importance sampling, cap of train/rollout ratio; 0: off, else >= 1
-    )
+    tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
     num_minibatches: int = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: int = 1  # passes over a batch of rollouts
     recompute_log_probs: str = "auto"  # before the update: auto (not where redundant) | always
@@ -218,6 +208,14 @@ class AlgorithmSection:
         _require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0")
         for name in ("num_minibatches", "num_epochs"):
             _require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), ">= 1")
+
+    @property
+    def has_logprob_pass(self) -> bool:
+        """Whether log-probs are computed before the update. Where a batch gets one update alone, the update's own forward
+        pass computes the same numbers, soon enough for all but a KL penalty in the reward."""
+        num_updates = self.num_epochs * self.num_minibatches
+        has_kl_reward = self.kl_coef > 0 and self.kl_placement == "reward"
+        return self.recompute_log_probs == "always" or num_updates > 1 or has_kl_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +257,7 @@ class OptimizerSection:
 class McoreSection:
     """Megatron-core. `transformer` is passed verbatim to its TransformerConfig, after ours."""
 
-    micro_batch_tokens: int = (
-        8192  # at most this many packed tokens in a micro-batch (one longer sequence excepted)
-    )
+    micro_batch_tokens: int = 8192  # packed tokens of one at most, one longer sequence excepted
     recompute: str = "none"  # activation recompute: none | selective | full
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     transformer: dict[str, Any] = field(default_factory=dict)
@@ -274,6 +270,14 @@ class McoreSection:
             ">= 1",
         )
         _one_of("mcore.recompute", self.recompute, ("none", "selective", "full"))
+        for name in ("hidden_dropout", "attention_dropout"):
+            rate = self.transformer.get(name, 0)
+            _require(
+                not rate,
+                f"mcore.transformer.{name}",
+                rate,
+                "0: with dropout the log-probs before and in an update are of two policies",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

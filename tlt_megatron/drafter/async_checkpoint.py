@@ -31,7 +31,7 @@ from tlt_megatron.drafter.checkpoint import (
     load_trainer_state,
     save_draft_config,
 )
-from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.models.draft_model import DraftModel, fingerprint_sample, sample_embedding
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ BEST_FILE = "best.txt"
 _RECORD_FILE = "training/record.json"
 _WEIGHT_PREFIX = "model."  # of the parameters in DrafterTrainer.state_dict()
 _PREFIX = "save_"
+_TARGET = "target"  # in a copy beside its files: what the fingerprint is made of
 
 Extra = Mapping[str, Mapping[str, Tensor]]  # file name -> its tensors
 
@@ -234,6 +235,8 @@ class AsyncDrafterCheckpointer:
         rest = {name: t for name, t in state.items() if not name.startswith(_WEIGHT_PREFIX)}
         files = {WEIGHTS_FILE: weights, TRAINER_FILE: rest}
         files |= {f"training/{name}.safetensors": tensors for name, tensors in extra.items()}
+        # Now: an engine that goes to sleep takes the borrowed embedding with it, whatever the thread is at.
+        files[_TARGET] = {"rows": sample_embedding(self._model.embedding_VD)}
         with self._condition:
             copy = self._free.pop() if self._free else _HostCopy()
         copy.fill(files)
@@ -284,11 +287,14 @@ class AsyncDrafterCheckpointer:
     def _write(self, job: _Job, temporary: Path, folder: Path) -> None:
         (temporary / TRAINER_FILE).parent.mkdir(parents=True)
         job.copy.wait()
-        for file, tensors in job.copy.files.items():
+        files = dict(job.copy.files)
+        rows_ND = files.pop(_TARGET)["rows"]
+        for file, tensors in files.items():
             save_file(tensors, temporary / file, metadata={"format": "pt"})
         (temporary / _RECORD_FILE).write_text(job.record, encoding="utf-8")
-        # The embedding may be updated meanwhile; its fingerprint is made to hardly notice.
-        save_draft_config(temporary, self._model, self._model.fc.weight.dtype)
+        config = self._model.config
+        target = fingerprint_sample(rows_ND, config.vocab_size)
+        save_draft_config(temporary, config, target, self._model.fc.weight.dtype)
         sync_tree(temporary)
         temporary.rename(folder)
         sync_path(folder.parent)

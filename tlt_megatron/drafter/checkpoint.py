@@ -60,17 +60,19 @@ def save_drafter(
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
     save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    save_draft_config(path, model, dtype or model.fc.weight.dtype)
+    target = fingerprint_target(model.embedding_VD)
+    save_draft_config(path, model.config, target, dtype or model.fc.weight.dtype)
     if trainer_state is not None:
         file = path / TRAINER_FILE
         file.parent.mkdir(exist_ok=True)
         save_file({name: _to_disk(tensor) for name, tensor in trainer_state.items()}, file)
 
 
-def save_draft_config(path: Path, model: DraftModel, dtype: torch.dtype) -> None:
-    """Write config.json for weights in `dtype`, with the fingerprint of the embedding which the model borrows now."""
-    target = fingerprint_target(model.embedding_VD)
-    config = dataclasses.replace(model.config, target=target)
+def save_draft_config(
+    path: Path, config: DraftConfig, target: TargetFingerprint, dtype: torch.dtype
+) -> None:
+    """Write config.json for weights in `dtype`, of a drafter of `target`."""
+    config = dataclasses.replace(config, target=target)
     text = json.dumps(_to_hf_config(config, str(dtype).removeprefix("torch.")), indent=2)
     (path / "config.json").write_text(text, encoding="utf-8")
 

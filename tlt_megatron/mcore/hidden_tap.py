@@ -1,9 +1,10 @@
 """Takes the hidden states of a forward pass of the policy, which computes them anyway, for training the drafter.
 
 Made by the drafter's upkeep, handed to `PolicyModel.infer_logprobs` or, where the update needs no such pass before it, to
-`forward_backward`; used by `policy_model.py`. What to know: which sequences are tapped and which rank gets each is arithmetic on their lengths, the same on all tensor- and pipeline-parallel peers; every
-peer ends up with its own part, so that each of them can train on other data. States that a stage computed for another travel
-after the pass, from stage to stage, one sequence at a time.
+`forward_backward`; used by `policy_model.py`. What to know: which sequences are tapped and which rank gets each is arithmetic
+on their lengths, the same on all tensor- and pipeline-parallel peers; every peer ends up with its own part, so that each of
+them can train on other data. States that a stage computed for another travel after the pass, from stage to stage, one
+sequence at a time.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class HiddenStateTap:
 
     `aux_layer_ids` () taps what EAGLE and HASS learn from, the states after the final norm; layer numbers tap the
     residual stream after those layers (EAGLE-3), and the final states beside them. `max_bytes` bounds the states, in
-    `dtype`, that a rank holds during a pass for itself and its pipeline-parallel peers. Example:
+    `dtype`, that a rank holds for itself and its pipeline-parallel peers: on the device, to the end of the pass. In
+    `forward_backward` that is beside the activations; `config/memory.py` counts it there. Example:
     `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`; `model.infer_logprobs(batches, 1.0, tap=tap)`.
     """
 

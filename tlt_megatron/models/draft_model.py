@@ -117,12 +117,23 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
     """The fingerprint of the target with this embedding."""
-    vocab_size, hidden_size = embedding_VD.shape
+    return fingerprint_sample(sample_embedding(embedding_VD), embedding_VD.shape[0])
+
+
+def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
+    """The same from `sample_embedding`, for those who cannot hold on to the embedding."""
     return TargetFingerprint(
-        hidden_size=hidden_size,
+        hidden_size=sample_ND.shape[1],
         vocab_size=vocab_size,
-        embedding_hash=hash_embedding(embedding_VD),
+        embedding_hash=_hash_sample(sample_ND),
     )
+
+
+def sample_embedding(embedding_VD: Tensor) -> Tensor:
+    """The rows that a fingerprint is made of, copied on their own device without waiting for it."""
+    num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
+    rows = torch.linspace(0, embedding_VD.shape[0] - 1, num_rows, dtype=torch.float64).long()
+    return embedding_VD.detach()[rows.to(embedding_VD.device, non_blocking=True)]
 
 
 def hash_embedding(embedding_VD: Tensor) -> str:
@@ -130,10 +141,12 @@ def hash_embedding(embedding_VD: Tensor) -> str:
 
     An exact checksum would tell a policy from itself one update later, or in another dtype.
     """
-    num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
-    rows = torch.linspace(0, embedding_VD.shape[0] - 1, num_rows, dtype=torch.float64).long()
-    sample = embedding_VD.detach()[rows.to(embedding_VD.device)].to("cpu", torch.float64)
-    left = _random_signs(_HASH_SIDE, num_rows, seed=1)
+    return _hash_sample(sample_embedding(embedding_VD))
+
+
+def _hash_sample(sample_ND: Tensor) -> str:
+    sample = sample_ND.to("cpu", torch.float64)
+    left = _random_signs(_HASH_SIDE, sample.shape[0], seed=1)
     right = _random_signs(sample.shape[1], _HASH_SIDE, seed=2)
     bits = (left @ sample @ right).flatten() > 0
     value = sum(1 << index for index, bit in enumerate(bits.tolist()) if bit)

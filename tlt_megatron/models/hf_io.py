@@ -16,7 +16,8 @@ from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs launches
+_CPU_CHUNK_ELEMENTS = 1 << 18
 CHECKSUM_MODULUS = 1 << 63
 
 
@@ -115,10 +116,15 @@ _MIX = 0x2545F4914F6CDD1D  # odd, bits well spread
 _OFFSET = 0x632BE5AB
 
 
-@lru_cache(maxsize=2 * _CHUNK_ELEMENTS.bit_length())  # twice the longest one's bytes at most
 def _position_weights(count: int, device: torch.device) -> Tensor:
-    """What the bits at each of the first positions are multiplied by; `count` is a power of two."""
+    """What the bits at each of the first positions are multiplied by."""
     return (torch.arange(count, device=device) * 2 + 1) * _MIX
+
+
+@lru_cache(maxsize=1)
+def _kept_weights() -> Tensor:
+    """2 MiB for good: for small tensors to make them costs more than to use them."""
+    return _position_weights(_CPU_CHUNK_ELEMENTS, torch.device("cpu"))
 
 
 def _as_int64(value: int) -> int:
@@ -134,10 +140,13 @@ def checksum_tensor(name: str, tensor: Tensor) -> int:
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     content = 1
-    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
-        chunk = bits[start : start + _CHUNK_ELEMENTS]
-        weights = _position_weights(1 << (chunk.numel() - 1).bit_length(), chunk.device)
-        weights = weights[: chunk.numel()]
+    step = _CPU_CHUNK_ELEMENTS if bits.is_cpu else _CHUNK_ELEMENTS
+    first = (
+        _kept_weights() if bits.is_cpu else _position_weights(min(bits.numel(), step), bits.device)
+    )
+    for start in range(0, bits.numel(), step):
+        chunk = bits[start : start + step]
+        weights = first[: chunk.numel()]
         if start:
             weights = weights + _as_int64(2 * start * _MIX)
         mixed = chunk.to(torch.int64, copy=True).add_(_OFFSET).mul_(weights)  # int64 wraps around

@@ -84,15 +84,6 @@ class PolicyTrainer:
         self.max_new_tokens = max_new_tokens
         self.loss = PolicyLoss(section)
 
-    @property
-    def has_logprob_pass(self) -> bool:
-        """Whether log-probs are computed before the update. Where a batch gets one update alone, the update's own forward
-        pass computes the same numbers, soon enough for all but a KL penalty in the reward."""
-        section = self.section
-        num_updates = section.num_epochs * section.num_minibatches
-        has_kl_reward = section.kl_coef > 0 and section.kl_placement == "reward"
-        return section.recompute_log_probs == "always" or num_updates > 1 or has_kl_reward
-
     def infer_logprobs(
         self, scored: Sequence[ScoredGroup], tap: HiddenTap | None = None
     ) -> Inference:
@@ -109,7 +100,7 @@ class PolicyTrainer:
         batches = [pack.batch for pack in packs]
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
-        if self.has_logprob_pass:
+        if self.section.has_logprob_pass:
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
             difference = _engine_difference(packs, [p.policy_logprobs for p in predicted])
@@ -196,7 +187,7 @@ class PolicyTrainer:
         scored = inference.scored
         penalties = None
         if inference.ref_logprobs is not None and self.section.kl_placement == "reward":
-            assert inference.old_logprobs is not None  # see has_logprob_pass
+            assert inference.old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
             mine = {
                 key: self.section.kl_coef
                 * kl_estimate(self.section.kl_estimator, old, inference.ref_logprobs[key])

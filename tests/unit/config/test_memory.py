@@ -90,14 +90,41 @@ def test_a_drafter_and_its_training_are_counted(tmp_path: Path) -> None:
     assert fixed.graphs > 0
 
 
+@pytest.mark.parametrize(
+    "overrides, world_size, num_bytes",
+    [
+        ("", 1, 16 * 1000 * 3584 * 4),
+        ("parallel.tensor=2", 4, 4 * 1000 * 3584 * 4),
+        ("parallel.pipeline=2", 2, 16 * 1000 * 3584 * 4),
+        ("drafter.algorithm=eagle3", 1, 4 * 16 * 1000 * 3584 * 4),
+        ("spot.data_bytes=1000000", 1, 1000000),
+        ("algorithm.recompute_log_probs=always", 1, 0),  # before there are activations
+        ("algorithm.num_minibatches=2", 1, 0),
+        ("spot.enabled=false speculation.drafter=x", 1, 0),
+    ],
+)
+def test_states_taken_for_the_drafter_lie_beside_the_activations(
+    tmp_path: Path, overrides: str, world_size: int, num_bytes: int
+) -> None:
+    base = (
+        "speculation.enabled=true spot.enabled=true spot.data_bytes=10000000000"
+        " rollout.num_prompts=2 rollout.num_samples=8 data.max_prompt_tokens=400"
+        " rollout.max_new_tokens=600"
+    )
+    config = make_config(tmp_path, f"{base} {overrides}")
+    estimate = estimate_memory(config, world_size, is_cuda=False)
+    resident = estimate.policy + estimate.gradients + estimate.optimizer + estimate.drafter
+    assert estimate.update_phase == resident + estimate.activations + num_bytes
+
+
 def test_a_run_that_cannot_fit_is_refused_with_what_would_help() -> None:
     parts = dict.fromkeys(
         ("policy", "gradients", "optimizer", "drafter", "graphs", "rollout_weights"), 100 * MIB
     )
-    tight = MemoryEstimate(**parts, kv=400 * MIB, activations=10 * MIB)
+    tight = MemoryEstimate(**parts, kv=400 * MIB, activations=10 * MIB, tap=0)
     check_memory(tight, RunConfig(), 1060 * MIB)
     with pytest.raises(ValueError, match=r"1,000.*lower rollout.max_batch_size=64"):
         check_memory(tight, RunConfig(), 1040 * MIB)
-    busy = MemoryEstimate(**parts, kv=0, activations=600 * MIB)
-    with pytest.raises(ValueError, match=r"lower mcore.micro_batch_tokens"):
+    busy = MemoryEstimate(**parts, kv=0, activations=500 * MIB, tap=100 * MIB)
+    with pytest.raises(ValueError, match=r"lower spot.data_bytes=268435456 or mcore.micro"):
         check_memory(busy, RunConfig(), 1040 * MIB)

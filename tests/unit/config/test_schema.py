@@ -55,6 +55,14 @@ from tlt_megatron.config.load import load_config
         ("optimizer.beta2=-0.1", r"optimizer\.beta2=-0\.1: must be in \[0, 1\)"),
         ("mcore.micro_batch_tokens=0", r"mcore\.micro_batch_tokens=0: must be >= 1"),
         ("mcore.recompute=all", r"mcore\.recompute='all': must be one of none, selective, full"),
+        (
+            'mcore.transformer={"attention_dropout":0.1}',
+            r"mcore\.transformer\.attention_dropout=0\.1: must be 0: .* two policies",
+        ),
+        (
+            'mcore.transformer={"hidden_dropout":0.1}',
+            r"mcore\.transformer\.hidden_dropout=0\.1: must be 0: .* two policies",
+        ),
         ("checkpoint.interval=-1", r"checkpoint\.interval=-1: must be >= 0"),
         ("checkpoint.keep=-1", r"checkpoint\.keep=-1: must be >= 0"),
         ("eval.interval=-1", r"eval\.interval=-1: must be >= 0"),

@@ -24,14 +24,15 @@ from tlt_megatron.drafter.async_checkpoint import (
     find_newest,
     load_checkpoint,
 )
-from tlt_megatron.drafter.checkpoint import load_drafter, load_trainer_state
+from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
+from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
 
 
 class GatedModel:
-    """A drafter whose embedding can be read only while `gate` is open: the writing thread waits there."""
+    """A drafter whose config can be read only while `gate` is open: the writing thread waits there."""
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
@@ -39,10 +40,10 @@ class GatedModel:
         self.has_arrived = threading.Event()
 
     @property
-    def embedding_VD(self) -> Tensor:
+    def config(self) -> DraftConfig:
         self.has_arrived.set()
         assert self.gate.wait(timeout=30)
-        return self._model.embedding_VD
+        return self._model.config
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
@@ -271,6 +272,22 @@ def test_a_kill_at_any_instant_leaves_whole_checkpoints(model: DraftModel, tmp_p
 def _step_in_name(folder: Path) -> int:
     """Here every step is saved once, so the serial number is the step."""
     return int(folder.name.removeprefix("save_"))
+
+
+def test_what_was_saved_does_not_need_the_borrowed_embedding_any_more(
+    gated: tuple[AsyncDrafterCheckpointer, GatedModel], model: DraftModel, tmp_path: Path
+) -> None:
+    """The engine goes to sleep, and its memory with it, while a save waits."""
+    checkpointer, proxy = gated
+    checkpointer.save(state_of(model, 1), {"step": 1})
+    parked = ParkedWeights([model.embedding_VD, model.lm_head_VD])
+    proxy.gate.set()
+    checkpointer.wait()
+    parked.restore()
+    newest = find_newest(tmp_path)
+    assert newest is not None
+    assert steps_in(tmp_path) == [0, 1]
+    assert load_draft_config(newest).target == fingerprint_target(model.embedding_VD)
 
 
 def test_bad_arguments_are_refused(model: DraftModel, tmp_path: Path) -> None:

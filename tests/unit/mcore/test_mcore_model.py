@@ -81,11 +81,11 @@ def test_recompute_maps_to_megatrons_fields(
 
 def test_users_fields_win_over_ours() -> None:
     section = McoreSection(
-        recompute="full", transformer={"recompute_num_layers": 2, "attention_dropout": 0.25}
+        recompute="full", transformer={"recompute_num_layers": 2, "layernorm_epsilon": 0.25}
     )
     fields = _transformer(section)
     assert fields.recompute_num_layers == 2
-    assert fields.attention_dropout == 0.25
+    assert fields.layernorm_epsilon == 0.25
 
 
 def test_unknown_field_is_refused_naming_the_nearest() -> None:

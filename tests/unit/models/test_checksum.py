@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import zlib
+
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +35,28 @@ def test_tensors_that_change_places_show() -> None:
     a, b = torch.randn(3, 4), torch.randn(3, 4)
     assert total({"x": a, "y": b}) != total({"x": b, "y": a})
     assert total({"x": a, "y": b}) == total({"y": b, "x": a})
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, (1 << 18) + 1, (1 << 19) + 77])
+def test_it_is_the_definition_however_the_tensor_is_cut(count: int) -> None:
+    tensor = torch.randint(1 << 31, (count,), dtype=torch.int32)
+    mix = 0x2545F4914F6CDD1D
+    weights = (np.arange(count, dtype=np.uint64) * 2 + 1) * np.uint64(mix)
+    mixed = (tensor.numpy().astype(np.uint64) + np.uint64(0x632BE5AB)) * weights
+    mixed ^= (mixed.view(np.int64) >> 31).view(np.uint64)
+    content = 1 + int(mixed.sum(dtype=np.uint64)) * mix
+    name = (zlib.crc32(b"x") * 0x9E3779B97F4A7C15) | 1
+    assert checksum_tensor("x", tensor) == content * name % CHECKSUM_MODULUS
+
+
+def test_no_more_than_a_little_memory_is_kept() -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(found.nbytes for found in gc.get_objects() if type(found) is torch.Tensor)
+
+    before = held()
+    checksum_tensor("x", torch.zeros(3 << 20, dtype=torch.uint8))
+    assert held() - before <= 2 << 20
 
 
 def test_uniform_tensors_differ() -> None:

@@ -17,9 +17,11 @@ from torch import Tensor
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
 from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
-from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, find_newest
+from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
+from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import PhaseBoard, ReplicaLayout
@@ -273,6 +275,25 @@ def test_restored_upkeep_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) ->
     assert same(weights, restored_weights)
     rank.upkeep.close()
     restored.upkeep.close()
+
+
+def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
+    rank: Rank, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        rank.begin(step)
+        rank.train(2)
+        rank.publish()
+    model = rank.trainer.model
+    borrowed = {"embedding_VD": model.embedding_VD, "lm_head_VD": model.lm_head_VD}
+    asleep = ParkedWeights(borrowed.values())
+    assert rank.upkeep.checkpointer is not None
+    rank.upkeep.checkpointer.wait()
+    asleep.restore()
+    newest = find_newest(tmp_path / "drafter")
+    assert newest is not None
+    saved = load_drafter(newest, dtype=torch.float64, **borrowed)  # refused beside another target
+    assert same(saved.state_dict(), rank.weights())
 
 
 def share(**fields: object) -> SpotShare:

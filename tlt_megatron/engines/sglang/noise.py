@@ -68,9 +68,10 @@ def _served_name() -> str:
 
 
 def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterator[slice]:
-    """Rows cut so that a part of them has at most `most` elements, and at least one row."""
+    """Rows cut so that a part of them has at most `most` elements, and at least one row; no rows are one empty part."""
     step = max(most // row_size, 1)
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+    starts = range(0, max(num_rows, 1), step)
+    return (slice(start, min(start + step, num_rows)) for start in starts)
 
 
 # ---- what a batch carries
@@ -242,11 +243,12 @@ def tree_draws(
     """[B * Q] what the target draws after every node of the draft trees; `positions_BQ` are where the nodes stand, `lengths_B`
     where their roots do. At most `most` elements (or one request) are worked on at once."""
     num_requests, num_nodes = positions_BQ.shape
-    logits_BQV = logits_PV.view(num_requests, num_nodes, -1)
+    vocab_size = logits_PV.shape[-1]
+    logits_BQV = logits_PV.view(num_requests, num_nodes, vocab_size)
     draws = []
-    for rows in row_chunks(num_requests, logits_BQV[0].numel(), most):
+    for rows in row_chunks(num_requests, num_nodes * vocab_size, most):
         noise_PV = _tree_noise(
-            seeds_B[rows], lengths_B[rows], positions_BQ[rows], num_steps, logits_PV.shape[-1]
+            seeds_B[rows], lengths_B[rows], positions_BQ[rows], num_steps, vocab_size
         )
         noise_PV += _allowed(logits_BQV[rows].flatten(0, 1), settings)
         draws.append(noise_PV.argmax(dim=-1))
@@ -295,15 +297,17 @@ def spec_logprobs(
         return
     nodes = accept_index.long().reshape(-1)
     tokens_P1 = predict[nodes].long().unsqueeze(1)
+    wants_policy = bool(batch.top_logprobs_nums) and any(batch.top_logprobs_nums)
     sampled, policy = [], []
     for rows in row_chunks(nodes.shape[0], logits_output.next_token_logits.shape[-1]):
         logits_PV = logits_output.next_token_logits[nodes[rows]].float()
         sampled_PV = _allowed(logits_PV, settings).log_softmax(-1)
         sampled.append(sampled_PV.gather(1, tokens_P1[rows]))
-        policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
+        if wants_policy:
+            policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
     # Rows behind the accepted ones hold no draw of theirs, so a token there may be outside the cut.
     sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
     logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
-    if batch.top_logprobs_nums and any(batch.top_logprobs_nums):
+    if wants_policy:
         logits_output.next_token_top_logprobs_val = list(torch.cat(policy))
         logits_output.next_token_top_logprobs_idx = list(tokens_P1)
