@@ -32,8 +32,12 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 _MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
 _NEW_BATCH = 1.25  # times the batch size before
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
-_REFRESH_S = 0.4  # between two looks at the models, which take about 1 ms
+_REFRESH_S = 0.4  # between two looks at the models
 _REFRESH_STEPS = (8, 512)
+# A look takes about _LOOK_S. Looks have _LOOK_SHARE of the time, and may draw on as much as was not used of it.
+_LOOK_S = 1e-3
+_LOOK_SHARE = 0.015
+_MAX_LOOK_CREDIT_S = 20e-3
 # An arm rests between two trials, because machines are slow for several steps on end. One of at least `_NEAR` the rate of
 # the best is tried although it does not seem worth it: after `_RETRY` steps, twice as many after every trial, if it was slow
 # out of reason, and after `_STALE` * `probe_every` steps in any case.
@@ -100,6 +104,7 @@ class CostModelSelector:
         self._grew_at = 0  # the last step before a larger batch
         self._fitted_at = 0
         self._refresh_at = 0
+        self._look_credit_s = _MAX_LOOK_CREDIT_S
         self._batch_size = 0
         self._plans: dict[int, Plan] = {}
         self._plan: Plan | None = None  # for the present batch size
@@ -154,11 +159,12 @@ class CostModelSelector:
             self._cost.observe(strategy, batch_size, seconds)
         if not strategy.is_learned:
             self._catch_up.wrote(batch_size + sum(accepted_by_depth))
+        self._look_credit_s = min(self._look_credit_s + _LOOK_SHARE * seconds, _MAX_LOOK_CREDIT_S)
         if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
             self._jumped_at = self._refresh_at = self._num_observed
-            self._trial_left = 0
+            self._trial_left, self._look_credit_s = 0, _MAX_LOOK_CREDIT_S
         is_time = self._num_observed >= self._refresh_at or self._acceptance.has_news
-        if is_time and self._trial_left == 0:
+        if is_time and self._trial_left == 0 and self._look_credit_s >= 0.0:
             self._refresh(seconds)
 
     def drafter_changed(self) -> None:
@@ -209,6 +215,7 @@ class CostModelSelector:
                 self._cost.grow(before, batch_size)
 
     def _refresh(self, step_s: float) -> None:
+        self._look_credit_s -= _LOOK_S
         num_steps = self._num_observed - self._fitted_at
         self._cost.fit(num_steps)
         self._acceptance.fit(num_steps)
