@@ -74,7 +74,7 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
 	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl
-	@$(PY) tools/bench_speculation.py --dtype both
+	@$(PY) tools/bench_speculation.py --dtype bfloat16
 	@$(PY) tools/bench_drafter.py
 	@$(PY) tools/bench_step.py
 

@@ -165,13 +165,20 @@ class DataBuffer:
         self._counts["num_batches"] -= bool(picked)
         self._last_batch = ([], self._tail_balance)
 
-    def holdout_batches(self, max_tokens: int) -> list[DraftBatch]:
-        """All sequences that are never trained on, packed, the newest step first; the same for the same content."""
-        held_out = sorted(
-            (sample for sample in self._samples.values() if sample.is_held_out),
+    def holdout_batches(self, max_tokens: int, *, has_new: bool = False) -> list[DraftBatch]:
+        """All sequences that are never trained on, packed, the newest step first; the same for the same content.
+
+        With `has_new` also this step's other ones: a drafter of earlier steps has not been trained on them.
+        """
+        unseen = sorted(
+            (
+                s
+                for s in self._samples.values()
+                if s.is_held_out or (has_new and s.step == self.step)
+            ),
             key=lambda s: (-s.step, s.key),
         )
-        return pack_sequences([sample.sequence for sample in held_out], max_tokens)
+        return pack_sequences([sample.sequence for sample in unseen], max_tokens)
 
     def stats(self) -> dict[str, float]:
         """What is inside now, and what came and went in the buffer's life."""

@@ -36,6 +36,7 @@ class DraftInference:
                 f"dtype={dtype}: must be that of the target's head, {model.lm_head_VD.dtype}"
             )
         self._model = model
+        self.is_stale = False  # the drafter or the target has changed since `refresh`
         c = self.config = model.config
         self.dtype = dtype
         device = model.embedding_VD.device
@@ -79,13 +80,14 @@ class DraftInference:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over a drafter's own tensors, under the names of `DraftModel.state_dict`."""
+        """Take over a drafter's own tensors, under the names of `DraftModel.state_dict`; `refresh` comes before the next use."""
         self._model.load_state_dict(dict(weights))
-        self.refresh()
+        self.is_stale = True
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over what the drafter and the target's embedding and head hold now."""
+        self.is_stale = False
         model, layer = self._model, self._model.layer
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -165,7 +165,7 @@ class DrafterUpkeep:
         assert self._live is not None
         if self.trainer.num_updates % _LIVE_EVERY:
             return
-        batches = self._holdout()
+        batches = self._holdout(has_new=False)
         candidate = self.trainer.model.state_dict()
         known = self._live_weights or self.publisher.published.weights
         try:
@@ -203,9 +203,9 @@ class DrafterUpkeep:
         self._live_weights = None
         return True
 
-    def _holdout(self) -> list[DraftBatch]:
-        batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS)[:_HOLDOUT_BATCHES]
-        return [batch.to(self.device) for batch in batches]
+    def _holdout(self, *, has_new: bool) -> list[DraftBatch]:
+        batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS, has_new=has_new)
+        return [batch.to(self.device) for batch in batches[:_HOLDOUT_BATCHES]]
 
     def publish(self, metrics: dict[str, float]) -> None:
         """All ranks level with the newest drafter; the engines get the one before it, if it accepts no less than theirs.
@@ -254,7 +254,7 @@ class DrafterUpkeep:
         """
         if self.publisher.published.weights is self._candidate:
             return
-        batches, by_weights = self._holdout(), {}
+        batches, by_weights = self._holdout(has_new=True), {}
         try:
             for weights in self._contenders().values():
                 if id(weights) not in by_weights:

@@ -173,6 +173,16 @@ def test_drafters_are_judged_on_the_newest_step_first() -> None:
     assert max(names_in(last)) < 10
 
 
+def test_a_drafter_of_earlier_steps_may_be_judged_on_all_that_is_new() -> None:
+    buffer = make_buffer(keep_steps=3, **ALL)
+    fill(buffer, 0, dict.fromkeys(range(10, 14), 12))
+    buffer.start_step(1)
+    fill(buffer, 1, dict.fromkeys(range(20, 24), 12))
+    assert buffer.holdout_batches(100) == []
+    (batch,) = buffer.holdout_batches(100, has_new=True)
+    assert sorted(names_in(batch)) == [20, 21, 22, 23]
+
+
 def test_what_becomes_tail_joins_the_running_epoch_of_the_tail() -> None:
     buffer = make_buffer(keep_steps=9, **ALL)
     fill(buffer, 0, {100: 30, 200: 5})

@@ -158,8 +158,8 @@ class EmbeddedEngine:
                 f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
             )
         self._version = version
-        if self._speculation is not None and self._speculation.draft is not None:
-            self._speculation.draft.refresh()
+        if self._speculation is not None:
+            self._speculation.target_changed()
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """Embedding and LM head [V, D], which a drafter borrows: `load_weights` changes them in place."""
@@ -287,6 +287,8 @@ class EmbeddedEngine:
         self._require_awake()
         self._require_version(policy_version)
         started = time.perf_counter()
+        if self._speculation is not None:
+            self._speculation.refresh()
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
         requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
@@ -327,6 +329,8 @@ class EmbeddedEngine:
                     on_finish(rollout)
             if between_passes is not None:
                 between_passes()
+                if self._speculation is not None:
+                    self._speculation.refresh()
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
             clock.start()

@@ -108,6 +108,16 @@ class Speculation:
         self.drafter_version += 1
         self.selector.drafter_changed()
 
+    def target_changed(self) -> None:
+        """The policy's weights are new."""
+        if self.draft is not None:
+            self.draft.is_stale = True
+
+    def refresh(self) -> None:
+        """Before the first pass, and whenever the drafter may have changed: once for a new drafter and a new target."""
+        if self.draft is not None and self.draft.is_stale:
+            self.draft.refresh()
+
     def state_dict(self) -> dict[str, object]:
         """What was learned about acceptance and speed, JSON-able."""
         return {
