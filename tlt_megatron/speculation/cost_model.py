@@ -129,6 +129,8 @@ class CostModelSelector:
             chosen = self._strategies[self._trial]
             self._trace.chosen(batch_size, chosen, "explore")
             return chosen
+        if plan.best > 0 and not self._is_on:
+            self._refresh_at = min(self._refresh_at, self._num_observed + 1)
         self._is_on = plan.best > 0
         chosen = self._strategies[plan.best]
         self._trace.chosen(batch_size, chosen, "exploit")
@@ -222,9 +224,11 @@ class CostModelSelector:
         self._fitted_at = self._num_observed
         self._plans.clear()
         self._plan = None
-        # While little is known, at the start, after a jump and of a larger batch, every step is news.
+        # While little is known, at the start, after a jump and of drafts for a larger batch, every step is news.
         now = self._num_observed
-        num_settled = min((now - self._jumped_at) // 6, (now - self._grew_at) // 2)
+        num_settled = (now - self._jumped_at) // 6
+        if self._is_on:
+            num_settled = min(num_settled, (now - self._grew_at) // 2)
         least, most = _REFRESH_STEPS
         num_wanted = min(max(int(_REFRESH_S / max(step_s, 1e-6)), least), most)
         self._refresh_at = now + min(num_wanted, num_settled + 1)
