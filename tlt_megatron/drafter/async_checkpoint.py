@@ -275,6 +275,7 @@ class AsyncDrafterCheckpointer:
                 self._write(job, temporary, folder)
             except Exception as cause:  # of whatever type, it is the caller's: see _raise_error
                 error = (folder, cause)
+                log.exception("drafter checkpoint %s could not be written", folder)
                 shutil.rmtree(temporary, ignore_errors=True)  # where the disk is full it must go
             with self._condition:
                 self.writing_s += time.perf_counter() - started
