@@ -141,7 +141,7 @@ class SessionLimits:
     member_timeout_s: float  # a member that is silent for so long is lost
     phase_timeout_s: float  # from the first finished rollout to the last
     poll_s: float  # between two looks at the store
-    watch_s: float  # the same while a step computes
+    watch_s: float  # the same while a step computes; 0: whenever it could be given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +332,8 @@ class StopWatch:
             now = time.monotonic()
             # A slow store must not become what training waits for; a single slow look must not blind us for long.
             self._look_s = min(now - asked, 2.0 * self._look_s)
-            self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._look_s)
+            if self._watch_s:
+                self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._look_s)
         return self.is_over
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ class Player:
             timeline=Timeline(None, 0),
             phase_timeout_s=20.0,
         )
+        self.spot.limits = replace(self.spot.limits, watch_s=0.0)
 
     def before(self, count: int) -> None:
         assert count < 1000, "the session does not end"
@@ -89,17 +91,24 @@ def test_last_rank_trains_nothing() -> None:
 def test_max_updates_count_per_phase() -> None:
     player = Player(stop_at=-1, max_updates=2)
     for step in (4, 5):
-        report = stop_soon(player, step)
+        report = stop_after_updates(player, step, 2 * (step - 3))
         assert [session.end for session in report.sessions] == [SessionEnd.FULL]
     assert player.trainer.num_updates == 4
 
 
-def stop_soon(player: Player, step: int) -> SpotReport:
-    """Rank 1 finishes when rank 0 waits for the end."""
-    timer = threading.Timer(0.1, player.finish_other, args=(step,))
-    timer.start()
+def stop_after_updates(player: Player, step: int, num_updates: int) -> SpotReport:
+    """Rank 1 finishes when rank 0 has made so many updates in all."""
+
+    def finish() -> None:
+        deadline = time.monotonic() + 20.0
+        while player.trainer.num_updates < num_updates and time.monotonic() < deadline:
+            time.sleep(0.001)
+        player.finish_other(step)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
     report = player.spot.run_until_preempted(step)
-    timer.join()
+    thread.join()
     return report
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ class Rank:
             timeline=Timeline(None, 0),
             phase_timeout_s=20.0,
         )
+        self.spot.limits = replace(self.spot.limits, watch_s=0.0)
         self.upkeep = DrafterUpkeep(
             trainer=self.trainer,
             buffer=self.buffer,
@@ -187,7 +189,6 @@ def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: R
 
     def end_first(watch: StopWatch) -> None:
         rank.finish_other()
-        time.sleep(2 * rank.spot.limits.watch_s)
         measured(watch)
 
     rank.spot.on_idle = end_first
