@@ -94,7 +94,7 @@ def test_others_take_over_from_a_lone_trainer_that_died(tmp_path: Path) -> None:
                 if rank == 2:
                     die()
 
-        spot = make_spot(before=before, member_timeout_s=0.5)
+        spot = make_spot(before=before, member_timeout_s=1.5)
         dist.barrier()
         if rank == 1:
             markers.await_("rank 2 trains")
@@ -123,7 +123,7 @@ def test_a_member_that_dies_before_it_answers_the_plan_is_left_out(tmp_path: Pat
             if count == 3:
                 markers.set("trains")
 
-        spot = make_spot(hook=hook, before=before, min_idle_replicas=2, member_timeout_s=0.5)
+        spot = make_spot(hook=hook, before=before, min_idle_replicas=2, member_timeout_s=1.5)
         dist.barrier()
         if rank == 0:
             markers.await_("trains")

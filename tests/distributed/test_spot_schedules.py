@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.spot_phases import finish_after, make_spot, run_spot_ranks, world_group
+from tests.spot_phases import Markers, finish_after, make_spot, run_spot_ranks, world_group
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.spot.session import SessionEnd, SessionRecord
@@ -143,12 +145,26 @@ def slow_down(rng: random.Random) -> Callable[[str, str], None]:
     return lambda operation, key: time.sleep(rng.uniform(0, 0.01))
 
 
-def test_max_updates_ends_the_sessions_of_a_phase_on_all_members() -> None:
+def test_max_updates_ends_the_sessions_of_a_phase_on_all_members(tmp_path: Path) -> None:
+    """Rank 2 generates until the others have made so many."""
+    markers = Markers(tmp_path)
+
     def body() -> list[PhaseResult]:
         spot = make_spot(max_updates=5)
+
+        def tell_when_full(step: int) -> None:
+            while spot.trainer.num_updates < 5 * (step + 1):
+                time.sleep(0.001)
+            markers.set(f"full {step}")
+
         results = []
         for step in range(3):
-            report = finish_after(spot, step, [0.0, 0.0, 0.6])
+            dist.barrier()
+            if dist.get_rank() == 2:
+                markers.await_(f"full {step}")
+            else:
+                threading.Thread(target=tell_when_full, args=(step,), daemon=True).start()
+            report = spot.run_until_preempted(step)
             results.append((report, version_of(spot.trainer), spot.sync_newest(world_group())))
         dist.barrier()
         return results
@@ -161,18 +177,26 @@ def test_max_updates_ends_the_sessions_of_a_phase_on_all_members() -> None:
         assert len({versions[rank] for rank in last}) == 1
 
 
-def test_kept_groups_serve_recurring_members() -> None:
-    """As on NCCL, where communicators are slow to make: the pool keeps groups over phases."""
+def test_kept_groups_serve_recurring_members(tmp_path: Path) -> None:
+    """As on NCCL, where communicators are slow to make: the pool keeps groups over phases. One rank generates until the
+    two others train."""
+    markers = Markers(tmp_path)
 
     def body() -> tuple[list[PhaseResult], list[str]]:
-        spot = make_spot(min_idle_replicas=2)
+        def before(count: int) -> None:
+            if spot.trainer.group.size == 2:
+                markers.set(f"pair {step}")
+
+        step = 0
+        spot = make_spot(min_idle_replicas=2, before=before)
         spot._groups._max_kept = 4
         others = [rank for rank in range(3) if rank != 2]
         results, names = [], []
         for step in range(6):
-            late = 2 if step % 2 else 0
-            naps = [0.05 if rank == late else 0.0 for rank in range(3)]
-            report = finish_after(spot, step, naps)
+            dist.barrier()
+            if dist.get_rank() == (2 if step % 2 else 0):
+                markers.await_(f"pair {step}")
+            report = spot.run_until_preempted(step)
             results.append((report, version_of(spot.trainer), spot.sync_newest(world_group())))
             names.append(spot._groups.name_of(others))
         dist.barrier()

@@ -8,7 +8,8 @@ strategies at once (`step_cost`), so one step informs every arm. Three rules mak
 - another arm is tried only if what the trial may teach is worth more than it costs (`plan`), and only from a budget: a
   fixed share of the time, and of the time that drafting has saved. Every trial pays out of it what it lost. So trying
   costs at most that share, whatever the drafter does;
-- plain decoding, the learned drafter and retrieval are each looked at now and then, budget permitting, whatever is believed.
+- plain decoding, the learned drafter and retrieval are each looked at now and then, sooner if the budget permits, whatever
+  is believed.
 One thing to know: it learns from every step whoever chose it, and what it learned is kept in its state, so a run pays for
 learning once.
 """
@@ -31,6 +32,9 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 _MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
 _NEW_BATCH = 1.25  # times the batch size before
+_AFTERMATH = (
+    3  # steps after a trial that still pay for it: caches are cold, what was made ahead is lost
+)
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
 _REFRESH_S = 0.4  # between two looks at the models
 _REFRESH_STEPS = (8, 512)
@@ -46,6 +50,8 @@ _RETRY = 10
 _STALE = 3
 _NEAR = 0.75
 _LONG_TRIAL = 3  # steps
+_OVERDUE = 5  # times the patience with a kind of arms: then it is looked at whatever that costs
+_CALM_STEPS = 8  # of plain decoding, at most, that are taken at one word and learned from together
 _DRAFTING_PATIENCE = 4  # other drafters are looked at as many times less often while one runs
 # Share of the time that looks at plain decoding may lose while drafting runs: where drafting gains little they cost little,
 # and come often, since a small gain is soon a loss. Least and most of `probe_every` between two.
@@ -62,7 +68,7 @@ class CostModelSelector:
         strategies: Sequence[SpeculationStrategy],
         *,
         half_life: float = 50_000.0,
-        explore_share: float = 0.006,
+        explore_share: float = 0.004,
         gain_share: float = 0.02,
         first_budget: float = 2.0,
         hysteresis: float = 0.02,
@@ -111,10 +117,17 @@ class CostModelSelector:
         self._is_drafter_new = False
         self._trial = 0  # the arm on trial, while steps are left
         self._trial_left = 0
+        self._is_routine = False  # its kind of arms had not been seen for long
+        self._calm_steps = 0  # plain ones to be taken before anything else is considered
+        self._calm_s: list[float] = []  # seconds of those that were taken
         self._trace = DecisionTrace()
 
     def choose(self, batch_size: int) -> SpeculationStrategy:
         """The best arm, or a trial that the budget pays for."""
+        if len(self._calm_s) < self._calm_steps and batch_size == self._batch_size:
+            self._trace.chosen(batch_size, OFF, "exploit")
+            return OFF
+        self._end_calm()
         if batch_size != self._batch_size:
             self._resize(batch_size)
         if self._cost.is_empty:  # all is measured against a plain step
@@ -132,6 +145,8 @@ class CostModelSelector:
         if plan.best > 0 and not self._is_on:
             self._refresh_at = min(self._refresh_at, self._num_observed + 1)
         self._is_on = plan.best > 0
+        if not self._is_on:
+            self._calm_steps = min(_CALM_STEPS, self._refresh_at - self._num_observed)
         chosen = self._strategies[plan.best]
         self._trace.chosen(batch_size, chosen, "exploit")
         return chosen
@@ -149,48 +164,68 @@ class CostModelSelector:
         arm = self._index.get(strategy)
         if arm is None:
             return
-        self._num_observed += 1
+        if self._calm_steps > 0 and arm == 0 and batch_size == self._batch_size:
+            self._calm_s.append(seconds)
+        else:
+            self._end_calm()
+            self._learn(arm, batch_size, accepted_by_depth, [seconds])
+
+    def _end_calm(self) -> None:
+        """Learn from the plain steps that were taken without a thought."""
+        taken, self._calm_s, self._calm_steps = self._calm_s, [], 0
+        if taken:
+            self._learn(0, self._batch_size, (), taken)
+
+    def _learn(
+        self, arm: int, batch_size: int, accepted_by_depth: Sequence[int], times_s: list[float]
+    ) -> None:
+        """From a step, or from several plain ones in a row."""
+        strategy, num_steps, total_s = self._strategies[arm], len(times_s), sum(times_s)
+        num_tokens = num_steps * batch_size + sum(accepted_by_depth)
+        self._num_observed += num_steps
         self._ran_at[arm] = self._num_observed
         for kind in self._kinds[arm]:
             self._checked_at[kind] = self._num_observed
-        self._account(arm, rate / batch_size, seconds)
+        self._account(arm, num_tokens / batch_size / max(total_s, 1e-9), times_s)
         if strategy.is_learned and self._catch_up.is_due:
             plan = self._plan if batch_size == self._batch_size else None
-            self._catch_up.caught_up(seconds - plan.seconds[arm] if plan else None)
+            self._catch_up.caught_up(total_s - plan.seconds[arm] if plan else None)
         else:
-            self._cost.observe(strategy, batch_size, seconds)
+            self._cost.observe(strategy, batch_size, *times_s)
         if not strategy.is_learned:
-            self._catch_up.wrote(batch_size + sum(accepted_by_depth))
-        self._look_credit_s = min(self._look_credit_s + _LOOK_SHARE * seconds, _MAX_LOOK_CREDIT_S)
+            self._catch_up.wrote(num_tokens)
+        self._look_credit_s = min(self._look_credit_s + _LOOK_SHARE * total_s, _MAX_LOOK_CREDIT_S)
         if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
             self._jumped_at = self._refresh_at = self._num_observed
             self._trial_left, self._look_credit_s = 0, _MAX_LOOK_CREDIT_S
         is_time = self._num_observed >= self._refresh_at or self._acceptance.has_news
         if is_time and self._trial_left == 0 and self._look_credit_s >= 0.0:
-            self._refresh(seconds)
+            self._refresh(total_s / num_steps)
 
     def drafter_changed(self) -> None:
         """Look at the new one once, whatever it costs: what is known is of its predecessor."""
         self._is_drafter_new = True
+        self._end_calm()
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
         return self._trace.take()
 
-    def _account(self, arm: int, rate: float, seconds: float) -> None:
+    def _account(self, arm: int, rate: float, times_s: list[float]) -> None:
         """What trials may lose, and what one has lost. `rate` is tokens per second and request."""
-        if self._num_observed == 1:
-            self._budget_s = self._first_budget * seconds
-        self._budget_s += self._explore_share * seconds
+        total_s = sum(times_s)
+        if self._num_observed == len(times_s):  # the first
+            self._budget_s = self._first_budget * times_s[0]
+        self._budget_s += self._explore_share * total_s
         plan = self._plan
         if plan is not None:
             if arm > 0:
-                self._budget_s += self._gain_share * (rate / plan.rates[0] - 1.0) * seconds
+                self._budget_s += self._gain_share * (rate / plan.rates[0] - 1.0) * total_s
             if self._trial_left > 0 and arm == self._trial:
-                self._pay(plan, rate, seconds)
+                self._pay(plan, rate, total_s)
             else:
                 self._trial_left = 0
-        self._budget_s = min(self._budget_s, _MAX_BUDGET * seconds)
+        self._budget_s = min(self._budget_s, _MAX_BUDGET * total_s / len(times_s))
 
     def _pay(self, plan: Plan, rate: float, seconds: float) -> None:
         """For a step of the running trial. A lucky one pays back, else the noise alone would use up the budget."""
@@ -199,7 +234,9 @@ class CostModelSelector:
         self._budget_s -= paid_s - rate * seconds / plan.rates[plan.best]
         self._trial_left -= 1
         if self._trial_left == 0:
-            self._refresh_at = self._num_observed
+            # A routine look at a bad drafter that it is still bad teaches nothing; if it is not, the acceptance is news.
+            if self._is_on or not self._is_routine or rate > plan.rates[plan.best]:
+                self._refresh_at = self._num_observed
             self._rested_at[self._trial] = self._num_observed + _REST
             self._num_tried[self._trial] += 1
 
@@ -261,10 +298,14 @@ class CostModelSelector:
             if learned and not self._strategies[plan.best].is_learned:
                 return learned[0], 1
         for kind, checked_at in enumerate(self._checked_at):
-            if now - checked_at >= self._patience(plan, kind):
+            waited, patience = now - checked_at, self._patience(plan, kind)
+            if waited >= patience:
                 arm = next((arm for arm in plan.others if kind in self._kinds[arm]), None)
-                if arm is not None and self._can_pay(plan, arm, 1):
+                is_overdue = waited >= _OVERDUE * patience
+                if arm is not None and (is_overdue or self._can_pay(plan, arm, 1)):
+                    self._is_routine = True
                     return arm, 1
+        self._is_routine = False
         if self._budget_s > 0.0:
             for arm, num_steps in plan.trials:
                 if now >= self._rested_at[arm] and self._can_pay(plan, arm, num_steps):
@@ -301,6 +342,7 @@ class CostModelSelector:
 
     def state_dict(self) -> dict[str, object]:
         """Both models and the budget. Whoever goes on, this selector or a restored one, goes on with other requests."""
+        self._end_calm()
         if self._num_observed > 0:
             self._refresh(0.0)
         self._batch_size, self._trial_left = 0, 0
@@ -333,6 +375,7 @@ class CostModelSelector:
         self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
         self._num_tried = list(state["num_tried"])
         self._batch_size, self._trial_left = 0, 0
+        self._calm_steps, self._calm_s = 0, []
         self._refresh(0.0)
 
 

@@ -72,7 +72,7 @@ class DecisionTrace:
         if not self._entries:
             return
         chosen_size, chosen, reason, earlier = self._entries[-1]
-        if chosen == strategy and chosen_size == batch_size and earlier is None:
+        if earlier is None and chosen_size == batch_size and chosen == strategy:
             self._entries[-1] = (batch_size, strategy, reason, tokens_per_s)
 
     def take(self) -> list[Decision]:

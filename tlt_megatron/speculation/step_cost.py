@@ -91,13 +91,10 @@ class StepCostModel:
         """Seconds that one more row takes where many are verified."""
         return self._unit_s * float(self._belief.mean_N[1])
 
-    def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
-        """One step took `seconds`."""
-        noted = self._noted.get((strategy, batch_size))
-        if noted is None:
-            self._noted[strategy, batch_size] = [max(seconds, 1e-9)]
-        else:
-            noted.append(max(seconds, 1e-9))
+    def observe(self, strategy: SpeculationStrategy, batch_size: int, *times_s: float) -> None:
+        """Steps that took so many seconds each."""
+        noted = self._noted.setdefault((strategy, batch_size), [])
+        noted += (max(seconds, 1e-9) for seconds in times_s)
 
     def grow(self, before: int, now: int) -> None:
         """The batch had `before` requests, others have joined: the level is theirs too. Fit before."""

@@ -94,13 +94,17 @@ def test_hybrids_are_used_where_both_drafters_are_good() -> None:
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_speculation_is_turned_off_when_the_drafter_goes_bad(batch_size: int) -> None:
     """Mostly within 40 steps, a single request being a poor witness, and what is lost in the meantime is small."""
-    for seed in range(4):
+    shares, of_plain = [], []
+    for seed in range(8):
         world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
         assert not run_selector(selector, world, [batch_size] * 300).chosen[-1].is_off
         world.quality = 0.02
         score = run_selector(selector, world, [batch_size] * 400)
-        assert score.chosen[40:].count(OFF) > (0.5 if batch_size == 1 else 0.9) * 360
-        assert score.of_plain > 0.95
+        shares.append(score.chosen[40:].count(OFF) / 360)
+        of_plain.append(score.of_plain)
+    assert sum(shares) / len(shares) > (0.7 if batch_size == 1 else 0.95)
+    assert sum(of_plain) / len(of_plain) > 0.955
+    assert min(of_plain) > 0.94
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
