@@ -59,6 +59,7 @@ _QUICK = {
     "max_new_tokens": 200,
     "rounds": 1,
     "fixed_rounds": 1,
+    "unhelped_rounds": 1,
     "strategies": ["6_1_6", "4_2_8"],
     "temperatures": [1.0],
     "accept_prompts": 8,
@@ -167,8 +168,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--accept-max-new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=4, help="after one that warms up")
     parser.add_argument(
-        "--fixed-rounds", type=int, default=1, help="in which fixed strategies run too"
+        "--fixed-rounds", type=int, default=3, help="in which fixed strategies run too"
     )
+    parser.add_argument("--unhelped-rounds", type=int, default=12, help="in which bad drafters run")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="build/bench/speculation.json")

@@ -50,6 +50,9 @@ _RETRY = 10
 _STALE = 3
 _NEAR = 0.75
 _LONG_TRIAL = 3  # steps
+# Steps after the learned drafter was replaced, or did far worse or better than expected, at which it is looked at again if
+# it does not run: a batch begins all its responses at once, and beginnings tell little of what follows.
+_LOOKS = (8, 64)
 _OVERDUE = 5  # times the patience with a kind of arms: then it is looked at whatever that costs
 _CALM_STEPS = 8  # of plain decoding, at most, that are taken at one word and learned from together
 _DRAFTING_PATIENCE = 4  # other drafters are looked at as many times less often while one runs
@@ -114,7 +117,7 @@ class CostModelSelector:
         self._batch_size = 0
         self._plans: dict[int, Plan] = {}
         self._plan: Plan | None = None  # for the present batch size
-        self._is_drafter_new = False
+        self._looks_at: list[int] = []  # the steps of _LOOKS to come
         self._trial = 0  # the arm on trial, while steps are left
         self._trial_left = 0
         self._is_routine = False  # its kind of arms had not been seen for long
@@ -146,7 +149,8 @@ class CostModelSelector:
             self._refresh_at = min(self._refresh_at, self._num_observed + 1)
         self._is_on = plan.best > 0
         if not self._is_on:
-            self._calm_steps = min(_CALM_STEPS, self._refresh_at - self._num_observed)
+            until = min([self._refresh_at, *self._looks_at[:1]])
+            self._calm_steps = min(_CALM_STEPS, until - self._num_observed)
         chosen = self._strategies[plan.best]
         self._trace.chosen(batch_size, chosen, "exploit")
         return chosen
@@ -198,14 +202,19 @@ class CostModelSelector:
         if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
             self._jumped_at = self._refresh_at = self._num_observed
             self._trial_left, self._look_credit_s = 0, _MAX_LOOK_CREDIT_S
+            if strategy.is_learned:
+                self._doubt_drafter()
         is_time = self._num_observed >= self._refresh_at or self._acceptance.has_news
         if is_time and self._trial_left == 0 and self._look_credit_s >= 0.0:
             self._refresh(total_s / num_steps)
 
     def drafter_changed(self) -> None:
-        """Look at the new one once, whatever it costs: what is known is of its predecessor."""
-        self._is_drafter_new = True
+        """Look at the new one whatever it costs: what is known is of its predecessor."""
         self._end_calm()
+        self._doubt_drafter()
+
+    def _doubt_drafter(self) -> None:
+        self._looks_at = [self._num_observed + steps for steps in _LOOKS]
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
@@ -292,10 +301,11 @@ class CostModelSelector:
     def _pick_trial(self, plan: Plan) -> tuple[int, int]:
         """Arm and steps: of a kind that was not seen for long, worth it, or given up by mistake perhaps. 0 steps: none."""
         now = self._num_observed
-        if self._is_drafter_new:
-            self._is_drafter_new = False
+        if self._looks_at and now >= self._looks_at[0]:
+            del self._looks_at[0]
             learned = [arm for arm in plan.others if self._strategies[arm].is_learned]
             if learned and not self._strategies[plan.best].is_learned:
+                self._is_routine = True
                 return learned[0], 1
         for kind, checked_at in enumerate(self._checked_at):
             waited, patience = now - checked_at, self._patience(plan, kind)
@@ -361,6 +371,7 @@ class CostModelSelector:
             "num_tried": list(self._num_tried),
             "checked_at": list(self._checked_at),
             "jumped_at": self._jumped_at,
+            "looks_at": list(self._looks_at),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -375,7 +386,7 @@ class CostModelSelector:
         self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
         self._num_tried = list(state["num_tried"])
         self._batch_size, self._trial_left = 0, 0
-        self._calm_steps, self._calm_s = 0, []
+        self._calm_steps, self._calm_s, self._looks_at = 0, [], list(state["looks_at"])
         self._refresh(0.0)
 
 

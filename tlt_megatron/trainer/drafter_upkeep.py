@@ -39,6 +39,9 @@ _HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a compariso
 _HOLDOUT_BATCHES = (
     4  # of a rank: enough to tell drafters apart, little enough to cost no step anything
 )
+_TELLING_SHARE = (
+    0.05  # of a rollout's tokens: with less, a few looks at the drafter are all that there was
+)
 _LIVE_EVERY = (
     16  # updates between two looks at whether to offer a drafter in the middle of a rollout
 )
@@ -215,7 +218,8 @@ class DrafterUpkeep:
         engines hold the policy of the rollouts.
         """
         started = time.perf_counter()
-        self.publisher.observe_live(metrics.get("drafter/live_accept_length"))
+        is_telling = metrics.get("drafter/live_token_share", 0.0) >= _TELLING_SHARE
+        self.publisher.observe_live(metrics["drafter/live_accept_length"] if is_telling else None)
         self.spot.sync_newest(self.world)
         was_offered = self._settle_live()  # then that comparison stands
         metrics |= self.publisher.metrics()

@@ -151,7 +151,8 @@ class _Share:
 
 
 def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
-    """Over the passes that drafted: tokens out per request and pass, and how often a depth was accepted."""
+    """Over the passes that drafted: tokens out per request and pass, and how often a depth was accepted; and which share of all
+    tokens came from the learned drafter's passes."""
     drafting = [total for total in totals if total.accepted_by_depth]
     num_rows = sum(total.passes * total.batch_size for total in drafting)
     if not num_rows:
@@ -160,7 +161,9 @@ def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
     learned = [t for t in drafting if SpeculationStrategy.parse(t.strategy).is_learned]
     if learned:
         num_learned = sum(total.passes * total.batch_size for total in learned)
-        metrics["drafter/live_accept_length"] = sum(t.committed for t in learned) / num_learned
+        num_tokens = sum(total.committed for total in learned)
+        metrics["drafter/live_accept_length"] = num_tokens / num_learned
+        metrics["drafter/live_token_share"] = num_tokens / sum(total.committed for total in totals)
     for depth in range(max(len(total.accepted_by_depth) for total in drafting)):
         # Shallower strategies never accept so deep, and count among those that do not.
         accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)

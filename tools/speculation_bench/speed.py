@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.speculation_bench.interleaved import PLAIN, Comparison, Record, Variant
-from tools.speculation_bench.setting import Setting, adaptive_name, long_prompts
+from tools.speculation_bench.setting import COST_MODEL, Setting, adaptive_name, long_prompts
 
 _LEAST_REQUESTS = 4  # of a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one that warms up
@@ -28,12 +28,15 @@ def bench_batch_sizes(
     options: argparse.Namespace,
     console: Console,
 ) -> dict[int, Comparison]:
-    """Every variant at every batch size, each response of the same length."""
+    """Every variant at every batch size, each response of the same length; the adaptive ones with bad drafters, which are
+    judged by small differences, for more rounds."""
     prompts = long_prompts(setting, options.num_tokens)
     if not prompts:
         raise ValueError(f"--num-tokens {options.num_tokens}: no response is that long")
     fixed = [name for name, variant in variants.items() if not variant.is_close]
     close = [name for name, variant in variants.items() if variant.is_close]
+    unhelped = [name for name in close if name.startswith(f"{COST_MODEL}/")]
+    num_rounds = max(options.rounds, options.unhelped_rounds) if unhelped else options.rounds
     measured: dict[int, Comparison] = {}
     table = Table(title=f"(a) speed-up over plain decoding, {_describe(setting)}")
     for column in ("batch", f"{PLAIN} tok/s", *variants):
@@ -43,14 +46,16 @@ def bench_batch_sizes(
             setting.engine, variants, setting.clock, num_warm_ups=setting.num_warm_ups
         )
         measured[batch_size] = comparison
-        for round_index in range(options.rounds + 1):
+        for round_index in range(num_rounds + 1):
             batches = _batches(prompts, batch_size, round_index)
             params = SamplingParams(
                 max_new_tokens=num_tokens_at(batch_size, options.num_tokens),
                 temperature=options.temperature,
                 seed=100 + round_index,
             )
-            names = fixed + close if round_index <= options.fixed_rounds else close
+            names = unhelped
+            if round_index <= options.rounds:
+                names = fixed + close if round_index <= options.fixed_rounds else close
             comparison.run_round(batches, params, names)
         cells = [_cell(record) for record in comparison.records.values()]
         table.add_row(str(batch_size), f"{comparison.plain_tokens_per_s:,.0f}", *cells)

@@ -229,13 +229,15 @@ def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
 
 
 def test_a_collapsed_drafter_is_not_drafted_with(rank: Rank) -> None:
-    for step, accepted in ((1, 3.0), (2, 3.0), (3, 1.1)):
+    """Not on a few looks at it in step 3, but on a whole rollout in step 4."""
+    steps = ((1, 3.0, 1.0), (2, 3.0, 1.0), (3, 1.1, 0.02), (4, 1.1, 0.5))
+    for step, accepted, share in steps:
         rank.begin(step)
         rank.finish_other()
         rank.upkeep.run_until_preempted(step)
-        metrics = rank.publish(live_accept_length=accepted)
-        assert rank.engine.is_suspended == (step == 3)
-        assert metrics["drafter/alarm"] == float(step == 3)
+        metrics = rank.publish(live_accept_length=accepted, live_token_share=share)
+        assert rank.engine.is_suspended == (step == 4)
+        assert metrics["drafter/alarm"] == float(step == 4)
 
 
 def test_a_live_offer_that_accepts_more_is_what_all_ranks_have_in_the_end(tmp_path: Path) -> None:
