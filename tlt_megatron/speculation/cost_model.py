@@ -8,8 +8,8 @@ strategies at once (`step_cost`), so one step informs every arm. Three rules mak
 - another arm is tried only if what the trial may teach is worth more than it costs (`plan`), and only from a budget: a
   fixed share of the time, and of the time that drafting has saved. Every trial pays out of it what it lost. So trying
   costs at most that share, whatever the drafter does;
-- plain decoding, the learned drafter and retrieval are each looked at now and then, sooner if the budget permits, whatever
-  is believed.
+- plain decoding, the learned drafter and retrieval are each tried now and then, sooner if the budget permits, whatever is
+  believed; and the learned drafter soon after it was replaced or had surprised.
 One thing to know: it learns from every step whoever chose it, and what it learned is kept in its state, so a run pays for
 learning once.
 """
@@ -32,9 +32,6 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 _MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
 _NEW_BATCH = 1.25  # times the batch size before
-_AFTERMATH = (
-    3  # steps after a trial that still pay for it: caches are cold, what was made ahead is lost
-)
 _HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
 _REFRESH_S = 0.4  # between two looks at the models
 _REFRESH_STEPS = (8, 512)
@@ -52,7 +49,7 @@ _NEAR = 0.75
 _LONG_TRIAL = 3  # steps
 # Steps after the learned drafter was replaced, or did far worse or better than expected, at which it is looked at again if
 # it does not run: a batch begins all its responses at once, and beginnings tell little of what follows.
-_LOOKS = (8, 64)
+_RECHECKS = (8, 64)
 _OVERDUE = 5  # times the patience with a kind of arms: then it is looked at whatever that costs
 _CALM_STEPS = 8  # of plain decoding, at most, that are taken at one word and learned from together
 _DRAFTING_PATIENCE = 4  # other drafters are looked at as many times less often while one runs
@@ -117,7 +114,7 @@ class CostModelSelector:
         self._batch_size = 0
         self._plans: dict[int, Plan] = {}
         self._plan: Plan | None = None  # for the present batch size
-        self._looks_at: list[int] = []  # the steps of _LOOKS to come
+        self._rechecks_at: list[int] = []  # the steps of _RECHECKS to come
         self._trial = 0  # the arm on trial, while steps are left
         self._trial_left = 0
         self._is_routine = False  # its kind of arms had not been seen for long
@@ -149,7 +146,7 @@ class CostModelSelector:
             self._refresh_at = min(self._refresh_at, self._num_observed + 1)
         self._is_on = plan.best > 0
         if not self._is_on:
-            until = min([self._refresh_at, *self._looks_at[:1]])
+            until = min([self._refresh_at, *self._rechecks_at[:1]])
             self._calm_steps = min(_CALM_STEPS, until - self._num_observed)
         chosen = self._strategies[plan.best]
         self._trace.chosen(batch_size, chosen, "exploit")
@@ -214,7 +211,7 @@ class CostModelSelector:
         self._doubt_drafter()
 
     def _doubt_drafter(self) -> None:
-        self._looks_at = [self._num_observed + steps for steps in _LOOKS]
+        self._rechecks_at = [self._num_observed + steps for steps in _RECHECKS]
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
@@ -301,8 +298,8 @@ class CostModelSelector:
     def _pick_trial(self, plan: Plan) -> tuple[int, int]:
         """Arm and steps: of a kind that was not seen for long, worth it, or given up by mistake perhaps. 0 steps: none."""
         now = self._num_observed
-        if self._looks_at and now >= self._looks_at[0]:
-            del self._looks_at[0]
+        if self._rechecks_at and now >= self._rechecks_at[0]:
+            del self._rechecks_at[0]
             learned = [arm for arm in plan.others if self._strategies[arm].is_learned]
             if learned and not self._strategies[plan.best].is_learned:
                 self._is_routine = True
@@ -371,7 +368,7 @@ class CostModelSelector:
             "num_tried": list(self._num_tried),
             "checked_at": list(self._checked_at),
             "jumped_at": self._jumped_at,
-            "looks_at": list(self._looks_at),
+            "rechecks_at": list(self._rechecks_at),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -386,7 +383,7 @@ class CostModelSelector:
         self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
         self._num_tried = list(state["num_tried"])
         self._batch_size, self._trial_left = 0, 0
-        self._calm_steps, self._calm_s, self._looks_at = 0, [], list(state["looks_at"])
+        self._calm_steps, self._calm_s, self._rechecks_at = 0, [], list(state["rechecks_at"])
         self._refresh(0.0)
 
 
