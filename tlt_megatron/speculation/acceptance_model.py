@@ -45,6 +45,7 @@ _JUMP_SIGMAS = 4.0
 _SUDDEN_SIGMAS = 5.0  # of a single step,
 _SUDDEN_VARIANCE = 1.5  # where a few tokens are no news in any case
 _JUMP = 4.0  # variance of a jump; from good to useless x falls by 4
+_BEGINNING = 8  # steps of a new batch in which no jump is seen: all its responses begin at once, as they seldom go on
 _JUMP_REQUESTS = (
     4.0  # so many that jump together are as likely of another text as before another drafter
 )
@@ -69,6 +70,7 @@ class AcceptanceModel:
         self._noted: dict[SpeculationStrategy, list[int]] = {}  # reached at depth 0, 1, 2, ..
         self._batch_size = 0  # of the latest step
         self._text_size = 0  # batch size that the text summands stand for
+        self._beginning = 0  # steps of it that are left
         self._surprise = 0.0
         self._surprise_variance = 0.0
         self._news = 0.0  # residuals since the last fit
@@ -98,6 +100,7 @@ class AcceptanceModel:
     def resize(self, batch_size: int) -> None:
         """So many requests run now. Fit before others join."""
         self._batch_size = batch_size
+        self._beginning = _BEGINNING
         self._age_text(0)
         self._estimates = None
 
@@ -186,6 +189,9 @@ class AcceptanceModel:
         residual = accepted - batch_size * mean
         self._news += residual
         self._news_variance += batch_size * request_variance
+        if self._beginning > 0:
+            self._beginning -= 1
+            return False
         self._surprise = _JUMP_MEMORY * self._surprise + residual
         self._surprise_variance = _JUMP_MEMORY**2 * self._surprise_variance + variance
         is_slow = abs(self._surprise) > _JUMP_SIGMAS * math.sqrt(self._surprise_variance)

@@ -47,8 +47,8 @@ _RETRY = 10
 _STALE = 3
 _NEAR = 0.75
 _LONG_TRIAL = 3  # steps
-# Steps after the learned drafter was replaced, or did far worse or better than expected, at which it is looked at again if
-# it does not run: a batch begins all its responses at once, and beginnings tell little of what follows.
+# Steps after the learned drafter was replaced, given up, or did far worse or better than expected, at which it is looked at
+# again if it does not run: a batch begins all its responses at once, and beginnings tell little of what follows.
 _RECHECKS = (8, 64)
 _OVERDUE = 5  # times the patience with a kind of arms: then it is looked at whatever that costs
 _CALM_STEPS = 8  # of plain decoding, at most, that are taken at one word and learned from together
@@ -144,6 +144,8 @@ class CostModelSelector:
             return chosen
         if plan.best > 0 and not self._is_on:
             self._refresh_at = min(self._refresh_at, self._num_observed + 1)
+        elif plan.best == 0 and self._is_on:
+            self._doubt_drafter()
         self._is_on = plan.best > 0
         if not self._is_on:
             until = min([self._refresh_at, *self._rechecks_at[:1]])

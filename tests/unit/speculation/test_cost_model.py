@@ -110,13 +110,16 @@ def test_speculation_is_turned_off_when_the_drafter_goes_bad(batch_size: int) ->
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_speculation_is_turned_on_when_the_drafter_gets_good(batch_size: int) -> None:
     """Off for long: the next look at the drafter comes within `probe_every` steps, and then it stays on."""
-    for seed in range(4):
+    of_oracle = []
+    for seed in range(8):
         world, selector = SyntheticDecoding(seed=seed, quality=0.02), CostModelSelector(ARMS)
         assert run_selector(selector, world, [batch_size] * 600).chosen.count(OFF) > 500
         world.quality = 0.85
         score = run_selector(selector, world, [batch_size] * 600)
         assert score.chosen[200:].count(OFF) < 0.15 * 400
-        assert run_selector(selector, world, [batch_size] * 300).of_oracle > 0.9
+        of_oracle.append(run_selector(selector, world, [batch_size] * 300).of_oracle)
+    assert min(of_oracle) > 0.85
+    assert sum(of_oracle) / len(of_oracle) > 0.97
 
 
 def test_the_best_arm_follows_the_quality_of_the_drafter() -> None:
