@@ -35,13 +35,20 @@ $(VENV)/.done: setup.py
 	@$(PY) -m pip install -q -e ".[dev,report]"
 	@touch $@; echo "set-up: done"
 
-quickstart: setup  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with speculation and spot training
+quickstart-policy: setup
 	@echo "quickstart 1/2: the tiny policy and its task (made once, cached in build/tiny_policy)"
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) -m tools.expand_layers --model build/tiny_policy --extra 8 --out build/quickstart_policy
+
+quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with speculation and spot training
 	@echo "quickstart 2/2: GRPO on 2 ranks -> $(RUN_DIR)"
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
+
+quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
+	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"
+	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) -m torch.distributed.run --standalone --nproc-per-node 2 \
+	  launch/pretrain_rl.py --config examples/quickstart.yaml rollout.engine=sglang run.dir=$(RUN_DIR)
 
 drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_drafter
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
@@ -91,4 +98,4 @@ bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help setup setup-sglang test-sglang quickstart drafter test test-gpu lint bench bench-gpu clean
+.PHONY: help setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang drafter test test-gpu lint bench bench-gpu clean

@@ -5,6 +5,7 @@ All scores are sums of expected values, and the noise is seeded, so nothing here
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -120,6 +121,50 @@ def test_speculation_is_turned_on_when_the_drafter_gets_good(batch_size: int) ->
         of_oracle.append(run_selector(selector, world, [batch_size] * 300).of_oracle)
     assert min(of_oracle) > 0.85
     assert sum(of_oracle) / len(of_oracle) > 0.97
+
+
+def test_a_bad_moment_does_not_end_speculation_for_long() -> None:
+    """Six steps that accept next to nothing, as beginnings of responses may: given up, and taken up again."""
+    for seed in range(4):
+        world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
+        run_selector(selector, world, [32] * 300)
+        world.quality = 0.02
+        assert OFF in run_selector(selector, world, [32] * 6).chosen
+        world.quality = 0.85
+        assert run_selector(selector, world, [32] * 80).chosen.count(OFF) < 30
+
+
+def test_a_new_batch_that_begins_badly_goes_on_drafting() -> None:
+    for seed in range(4):
+        world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
+        run_selector(selector, world, [32] * 300)
+        run_selector(selector, world, [2] * 50)
+        world.quality = 0.02
+        run_selector(selector, world, [32] * 3)
+        world.quality = 0.85
+        assert run_selector(selector, world, [32] * 40).chosen.count(OFF) < 4
+
+
+def test_a_bad_drafter_is_never_given_up_for_good() -> None:
+    """Though what it would have to read grows with every step that it does not run, and with it the price of a look."""
+    for seed in range(8):
+        world, selector = SyntheticDecoding(seed=seed, quality=0.02), CostModelSelector(ARMS)
+        run_selector(selector, world, [8] * 300)
+        chosen = run_selector(selector, world, [8] * 1200).chosen
+        looks = [step for step, strategy in enumerate(chosen) if not strategy.is_off]
+        gaps = [b - a for a, b in itertools.pairwise([0, *looks, len(chosen)])]
+        assert max(gaps) <= 510
+
+
+def test_every_pass_has_a_decision_though_calm_ones_are_learned_from_together() -> None:
+    world, selector = SyntheticDecoding(seed=0, quality=0.02), CostModelSelector(ARMS)
+    run_selector(selector, world, [8] * 300)
+    selector.decisions()
+    chosen = run_selector(selector, world, [8] * 203 + [5] * 100).chosen
+    decisions = selector.decisions()
+    assert [decision.strategy for decision in decisions] == chosen
+    assert all(decision.tokens_per_s is not None for decision in decisions)
+    assert selector.state_dict()["num_observed"] == 603
 
 
 def test_the_best_arm_follows_the_quality_of_the_drafter() -> None:

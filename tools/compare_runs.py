@@ -1,0 +1,70 @@
+"""Whether two RL runs drew the same tokens and got the same rewards: that speculation, or another engine, changed nothing.
+
+    python tools/compare_runs.py runs/plain runs/speculative
+
+Both with logging.rollouts=true. Compares the steps that both have, response by response, and what the policy learned from
+them. Exit code 1 if a token or a reward differs, and the first step where one does is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.step_measures import Run, StepRecord, read_run
+
+LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
+
+
+def main() -> int:
+    """Print what is the same; 0 if all tokens and rewards are."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
+    folders = parser.parse_args().runs
+    missing = [str(folder) for folder in folders if not (folder / "rollouts").is_dir()]
+    if missing:
+        parser.error(f"no rollouts/ in {', '.join(missing)}: the run needs logging.rollouts=true")
+    one, other = (read_run(folder) for folder in folders)
+    if not one.keys() & other.keys():
+        parser.error(f"{folders[0]} and {folders[1]} have no step in common")
+    lines, is_same = compare(one, other)
+    print("\n".join(lines))
+    return 0 if is_same else 1
+
+
+def compare(one: Run, other: Run) -> tuple[list[str], bool]:
+    """What to print of the steps that both have, and whether all tokens and rewards are equal."""
+    steps = sorted(one.keys() & other.keys())
+    differing = [step for step in steps if one[step].responses != other[step].responses]
+    num_tokens = sum(one[step].num_tokens for step in steps)
+    num_responses = sum(len(one[step].responses) for step in steps)
+    lines = [
+        f"steps compared: {len(steps)} (of {len(one)} and {len(other)})",
+        f"responses: {num_responses:,}, tokens: {num_tokens:,}",
+    ]
+    if differing:
+        first = differing[0]
+        num_same = _num_same(one[first], other[first])
+        lines.append(
+            f"tokens or rewards differ in {len(differing)} steps, first in step {first}"
+            f" ({num_same} of {len(one[first].responses)} responses are the same there)"
+        )
+    else:
+        lines.append("tokens and rewards: identical")
+    for name in LEARNED:
+        known = [s for s in steps if name in one[s].metrics and name in other[s].metrics]
+        if known:
+            largest = max(abs(one[s].metrics[name] - other[s].metrics[name]) for s in known)
+            lines.append(f"{name}: largest difference {largest:g}")
+    return lines, not differing
+
+
+def _num_same(one: StepRecord, other: StepRecord) -> int:
+    return sum(response == other.responses.get(key) for key, response in one.responses.items())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
