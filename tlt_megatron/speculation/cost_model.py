@@ -118,13 +118,15 @@ class CostModelSelector:
         self._trial = 0  # the arm on trial, while steps are left
         self._trial_left = 0
         self._is_routine = False  # its kind of arms had not been seen for long
-        self._calm_steps = 0  # plain ones to be taken before anything else is considered
+        self._is_calm = False
+        self._calm_left = 0  # plain steps to be taken before anything else is considered
         self._calm_s: list[float] = []  # seconds of those that were taken
         self._trace = DecisionTrace()
 
     def choose(self, batch_size: int) -> SpeculationStrategy:
         """The best arm, or a trial that the budget pays for."""
-        if len(self._calm_s) < self._calm_steps and batch_size == self._batch_size:
+        if self._calm_left > 0 and batch_size == self._batch_size:
+            self._calm_left -= 1
             self._trace.chosen(batch_size, OFF, "exploit")
             return OFF
         self._end_calm()
@@ -149,7 +151,8 @@ class CostModelSelector:
         self._is_on = plan.best > 0
         if not self._is_on:
             until = min([self._refresh_at, *self._rechecks_at[:1]])
-            self._calm_steps = min(_CALM_STEPS, until - self._num_observed)
+            self._calm_left = min(_CALM_STEPS, until - self._num_observed) - 1
+            self._is_calm = self._calm_left >= 0
         chosen = self._strategies[plan.best]
         self._trace.chosen(batch_size, chosen, "exploit")
         return chosen
@@ -167,7 +170,7 @@ class CostModelSelector:
         arm = self._index.get(strategy)
         if arm is None:
             return
-        if self._calm_steps > 0 and arm == 0 and batch_size == self._batch_size:
+        if self._is_calm and arm == 0 and batch_size == self._batch_size:
             self._calm_s.append(seconds)
         else:
             self._end_calm()
@@ -175,7 +178,8 @@ class CostModelSelector:
 
     def _end_calm(self) -> None:
         """Learn from the plain steps that were taken without a thought."""
-        taken, self._calm_s, self._calm_steps = self._calm_s, [], 0
+        taken, self._calm_s = self._calm_s, []
+        self._calm_left, self._is_calm = 0, False
         if taken:
             self._learn(0, self._batch_size, (), taken)
 
@@ -385,7 +389,8 @@ class CostModelSelector:
         self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
         self._num_tried = list(state["num_tried"])
         self._batch_size, self._trial_left = 0, 0
-        self._calm_steps, self._calm_s, self._rechecks_at = 0, [], list(state["rechecks_at"])
+        self._is_calm, self._calm_left, self._calm_s = False, 0, []
+        self._rechecks_at = list(state["rechecks_at"])
         self._refresh(0.0)
 
 

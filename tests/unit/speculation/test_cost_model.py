@@ -167,6 +167,17 @@ def test_every_pass_has_a_decision_though_calm_ones_are_learned_from_together() 
     assert selector.state_dict()["num_observed"] == 603
 
 
+def test_it_goes_on_although_it_is_not_told_of_every_pass() -> None:
+    """As in an engine that has no hook for some: nothing is learned of them, and the next look comes all the same."""
+    world, selector = SyntheticDecoding(seed=0, quality=0.02), CostModelSelector(ARMS)
+    run_selector(selector, world, [8] * 300)
+    for _ in range(100):
+        selector.choose(8)
+    assert selector.state_dict()["num_observed"] == 300
+    world.quality = 0.85
+    assert run_selector(selector, world, [8] * 600).chosen.count(OFF) < 550
+
+
 def test_the_best_arm_follows_the_quality_of_the_drafter() -> None:
     world, selector = SyntheticDecoding(seed=0), CostModelSelector(ARMS)
 
