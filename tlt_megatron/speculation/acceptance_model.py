@@ -42,6 +42,7 @@ _OVERDISPERSION = 1.3  # steps of one request are alike
 _NEWS_SIGMAS = 2.5  # of what steps bring by chance: then it is time to fit
 _JUMP_MEMORY = 0.93  # share of the accumulated surprise that stays for the next step
 _JUMP_SIGMAS = 4.0
+_NOTHING = math.log(0.0025)  # chance of a run of steps that accept nothing at all
 _SUDDEN_SIGMAS = 5.0  # of a single step,
 _SUDDEN_VARIANCE = 1.5  # where a few tokens are no news in any case
 _JUMP = 4.0  # variance of a jump; from good to useless x falls by 4
@@ -73,6 +74,7 @@ class AcceptanceModel:
         self._beginning = 0  # steps of it that are left
         self._surprise = 0.0
         self._surprise_variance = 0.0
+        self._log_nothing = 0.0  # chance that the latest steps in a row accept nothing
         self._news = 0.0  # residuals since the last fit
         self._news_variance = 0.0
         self._estimates: AcceptanceEstimates | None = None
@@ -172,17 +174,20 @@ class AcceptanceModel:
         gradient_SN = (weight_SD[:, None, :] @ rows_SDN)[:, 0]
         covariance_SS = gradient_SN @ self._belief.covariance_NN @ gradient_SN.T
         text_S = gradient_SN[:, LEARNED_TEXT] + gradient_SN[:, RETRIEVED_TEXT]
-        expected = np.stack([mean_S, variance_S, covariance_SS.diagonal(), text_S * text_S], axis=1)
+        nothing_S = np.log1p(-np.minimum(rate_SD[:, 0], 0.999))
+        expected = np.stack(
+            [mean_S, variance_S, covariance_SS.diagonal(), text_S * text_S, nothing_S], axis=1
+        )
         self._expected = [tuple(values) for values in expected.tolist()]
         return AcceptanceEstimates(
             mean_S=mean_S, variance_S=variance_S, covariance_SS=covariance_SS
         )
 
     def _note_surprise(self, strategy: SpeculationStrategy, batch_size: int, accepted: int) -> bool:
-        """A leaky sum of residuals against its own standard deviation, in the manner of Page (1954), on both sides; and
-        single steps that leave no doubt."""
+        """A leaky sum of residuals against its own standard deviation, in the manner of Page (1954), on both sides; single
+        steps that leave no doubt; and runs of steps that accept nothing, by which few requests show it soonest."""
         self.estimates()
-        mean, request_variance, doubt, text = self._expected[self._index[strategy]]
+        mean, request_variance, doubt, text, nothing = self._expected[self._index[strategy]]
         if batch_size < self._text_size:
             doubt += text * TEXT_VARIANCE * (1.0 / batch_size - 1.0 / self._text_size)
         variance = batch_size * request_variance + (batch_size * (1.0 + mean)) ** 2 * doubt
@@ -194,9 +199,10 @@ class AcceptanceModel:
             return False
         self._surprise = _JUMP_MEMORY * self._surprise + residual
         self._surprise_variance = _JUMP_MEMORY**2 * self._surprise_variance + variance
+        self._log_nothing = 0.0 if accepted else self._log_nothing + batch_size * nothing
         is_slow = abs(self._surprise) > _JUMP_SIGMAS * math.sqrt(self._surprise_variance)
         is_sudden = abs(residual) > _SUDDEN_SIGMAS * math.sqrt(variance + _SUDDEN_VARIANCE)
-        if not (is_slow or is_sudden):
+        if not (is_slow or is_sudden or self._log_nothing < _NOTHING):
             return False
         # Trees gain over chains differently at another quality, so the shapes are in doubt again too.
         self._belief.doubt(0.1)
@@ -207,7 +213,7 @@ class AcceptanceModel:
         if strategy.num_retrieved > 0:
             self._belief.widen(RETRIEVED, share * _JUMP, limit=_JUMP)
             self._belief.widen(RETRIEVED_TEXT, (1.0 - share) * _JUMP, limit=_JUMP)
-        self._surprise = self._surprise_variance = 0.0
+        self._surprise = self._surprise_variance = self._log_nothing = 0.0
         self._estimates = None
         return True
 

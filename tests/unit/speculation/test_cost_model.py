@@ -134,6 +134,28 @@ def test_a_bad_moment_does_not_end_speculation_for_long() -> None:
         assert run_selector(selector, world, [32] * 80).chosen.count(OFF) < 30
 
 
+def test_a_last_request_that_accepts_nothing_is_soon_decoded_plainly() -> None:
+    """After many that were worth a short chain, which costs two thirds of a plain step more: one witness alone must do."""
+
+    class DearDrafts(SyntheticDecoding):
+        def seconds(
+            self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0
+        ) -> float:
+            return {0: 1.0, 3: 1.65, 6: 2.3}[strategy.num_steps] * (0.004 + 0.0003 * batch_size)
+
+    arms = [SpeculationStrategy.parse(text) for text in ("3_1_3", "6_1_6")]
+    num_drafting = []
+    for seed in range(8):
+        world = DearDrafts(seed=seed, quality=0.55, arms=arms)
+        selector = CostModelSelector(arms)
+        for _ in range(3):
+            run_selector(selector, world, [4] * 60 + [3] * 10 + [2] * 100)
+        world.quality = 0.005
+        chosen = run_selector(selector, world, [1] * 300).chosen
+        num_drafting.append(len(chosen) - chosen.count(OFF))
+    assert sum(num_drafting) / len(num_drafting) < 25
+
+
 def test_a_new_batch_that_begins_badly_goes_on_drafting() -> None:
     for seed in range(4):
         world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
