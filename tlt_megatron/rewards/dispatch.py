@@ -96,8 +96,9 @@ class Dispatcher(threading.Thread):
                 self._add_worker()
             while not self._is_closing:
                 self._take_turn()
-        except Exception as error:
-            self._on_broken(error)  # the pool's owner raises it
+        except Exception as error:  # of whatever type: the pool's owner raises it
+            log.exception("the dispatcher of reward workers has failed")
+            self._on_broken(error)
         finally:
             self._end_workers()
             self._selector.close()

@@ -39,9 +39,7 @@ _HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a compariso
 _HOLDOUT_BATCHES = (
     4  # of a rank: enough to tell drafters apart, little enough to cost no step anything
 )
-_TELLING_SHARE = (
-    0.05  # of a rollout's tokens: with less, a few looks at the drafter are all that there was
-)
+_TELLING_SHARE = 0.05  # of a rollout's tokens: with less, there were but a few looks at the drafter
 _LIVE_EVERY = (
     16  # updates between two looks at whether to offer a drafter in the middle of a rollout
 )

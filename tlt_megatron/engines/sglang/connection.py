@@ -57,6 +57,7 @@ class Connection:
 
                 engine = sglang.Engine(custom_sigquit_handler=_ignore, **arguments)
         except BaseException as error:  # an interrupt of the user must leave nothing behind either
+            log.exception("the sglang engine did not start: its processes are ended")
             self._processes.end()
             self._drop_messages()
             self._signals.restore()
