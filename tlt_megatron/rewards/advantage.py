@@ -73,5 +73,6 @@ def _reinforce_plus_plus(
             row.append(return_T)
         returns.append(row)
     flat = torch.cat([return_T for row in returns for return_T in row])
-    mean, std = flat.mean(), flat.std()
+    mean = flat.mean()
+    std = flat.std() if flat.numel() > 1 else torch.zeros_like(mean)  # of one token: NaN
     return [[((return_T - mean) / (std + STD_EPS)).float() for return_T in row] for row in returns]

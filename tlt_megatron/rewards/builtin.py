@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 _TIMEOUT_S = 5  # of reading and of comparing, each; "9^{9^{9^9}}" is short and takes forever
@@ -24,7 +25,8 @@ def score_math(
     """1.0 where the answer of the response equals the ground truth, else 0.0.
 
     The answer is what is boxed, else the last formula or number. `ground_truth` is LaTeX or plain, with or
-    without \\boxed{} or $ signs.
+    without \\boxed{} or $ signs. Where it is a plain number, the answer must be written as a number too: 39, 39.0,
+    78/2, 3.9 \\times 10^1, 3900\\% or x = 39. So \\boxed{22+17}, the question once more, scores 0 for 39.
     """
     # math-verify limits time by SIGALRM, which works in a main thread only; elsewhere the caller must
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -41,6 +43,8 @@ def score_math(
         [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
         parsing_timeout=timeout_s,
     )
+    if isinstance(gold[0], sympy.Number) and answer and not _is_written_number(answer[0]):
+        return 0.0
     return float(verify(gold, answer, timeout_seconds=timeout_s))
 
 
@@ -55,3 +59,26 @@ def score_exact(
     White space around both is ignored. Example: "3 + 4 = 7\\n#### 7" has the answer "7".
     """
     return float(solution_str.rpartition("####")[2].strip() == ground_truth.strip())
+
+
+def _is_written_number(answer: object) -> bool:
+    """Whether nothing is left to compute in an answer. math-verify keeps sums, powers and roots as they are written."""
+    if isinstance(answer, sympy.Equality):
+        answer = answer.rhs
+    if isinstance(answer, sympy.FiniteSet) and len(answer) == 1:
+        (answer,) = answer.args
+    if not isinstance(answer, sympy.Basic):
+        return True  # text, which is compared as text
+    factors = [part for part in sympy.Mul.make_args(answer) if part != -1]
+    num_plain = sum(isinstance(part, sympy.Number) for part in factors)
+    return num_plain <= 1 and all(map(_is_number_factor, factors)) and len(factors) <= 2
+
+
+def _is_number_factor(part: sympy.Basic) -> bool:
+    """A number, one over a number, a power of ten, or a percent sign."""
+    if isinstance(part, sympy.Pow):
+        base, exponent = part.args
+        return isinstance(base, sympy.Number) and (
+            exponent == -1 or (base == 10 and isinstance(exponent, sympy.Integer))
+        )
+    return isinstance(part, sympy.Number) or part == sympy.UnevaluatedExpr(sympy.Rational(1, 100))

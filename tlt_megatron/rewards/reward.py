@@ -21,6 +21,7 @@ RawScore = float | Mapping[str, object]
 RewardFunction = Callable[..., RawScore | Awaitable[RawScore]]
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, and the advantages are 0 without a word
 _BUILTIN_MODULE = "tlt_megatron.rewards.builtin"
 _BUILTINS = {"math": "score_math", "exact": "score_exact"}
 _ALLOWED = f"{', '.join(_BUILTINS)}, path/to/file.py:function or package.module:function"
@@ -54,9 +55,9 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def read_score(result: object) -> float:
-    """The reward in what a reward function returned: a finite number, or a dict that holds it as "score".
+    """The reward in what a reward function returned: a number, or a dict that holds it as "score".
 
-    ValueError for anything else.
+    ValueError for anything else, for NaN, and for more than `MAX_ABS_REWARD` in absolute value.
     """
     if isinstance(result, Mapping):
         if "score" not in result:
@@ -64,10 +65,14 @@ def read_score(result: object) -> float:
         result = result["score"]
     try:
         score = float(result)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
+    except OverflowError:  # an integer beyond float64
+        score = math.inf
     except (TypeError, ValueError):
         score = math.nan
-    if isinstance(result, str) or not math.isfinite(score):
-        raise ValueError(f"score={result!r}: must be a finite number")
+    if isinstance(result, str) or math.isnan(score) or abs(score) > MAX_ABS_REWARD:
+        raise ValueError(
+            f"score={repr(result)[:80]}: must be a finite number from {-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}"
+        )
     return score
 
 

@@ -59,6 +59,11 @@ def test_reinforce_plus_plus_penalty_counts_from_its_token_on() -> None:
     assert torch.allclose(advantages[0][0], expected, atol=1e-5)
 
 
+def test_reinforce_plus_plus_of_a_single_token_is_zero() -> None:
+    advantages = compute_advantages("reinforce_plus_plus", [(1.0,)], [(1,)])
+    assert firsts(advantages) == [[0.0]]
+
+
 def test_group_baselines_sum_the_penalty_of_a_response_into_its_reward() -> None:
     penalties = [[torch.tensor([0.25, 0.25]), torch.tensor([0.0])]]
     advantages = compute_advantages("dr_grpo", [(1.0, 0.0)], [(2, 1)], penalties)

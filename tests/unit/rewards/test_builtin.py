@@ -44,6 +44,53 @@ def test_unequal_as_mathematics(response: str, ground_truth: str) -> None:
     assert score_math("", response, ground_truth) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "ground_truth", "reward"),
+    [
+        ("39", "39", 1.0),
+        ("39.0", "39", 1.0),
+        ("+39", "39", 1.0),
+        ("(39)", "39", 1.0),
+        ("39\\text{ cm}", "39", 1.0),
+        ("\\$39", "39", 1.0),
+        ("x = 39", "39", 1.0),
+        ("22+17=39", "39", 1.0),
+        ("78/2", "39", 1.0),
+        ("\\frac{78}{2}", "39", 1.0),
+        ("-\\frac{1}{2}", "-0.5", 1.0),
+        ("1\\frac{1}{2}", "1.5", 1.0),
+        ("3 \\times 10^5", "300000", 1.0),
+        ("10^5", "100000", 1.0),
+        ("22+17", "39", 0.0),
+        ("22 + 17 + 0", "39", 0.0),
+        ("17+22", "39", 0.0),
+        ("x = 22+17", "39", 0.0),
+        ("40-1", "39", 0.0),
+        ("3 \\cdot 13", "39", 0.0),
+        ("3*13", "39", 0.0),
+        ("\\frac{22+56}{2}", "39", 0.0),
+        ("2^{10}", "1024", 0.0),
+        ("\\sqrt{1521}", "39", 0.0),
+        ("5!", "120", 0.0),
+        ("|-39|", "39", 0.0),
+        ("\\sqrt{8}", "2\\sqrt{2}", 1.0),  # the ground truth is no plain number
+        ("22+17", "22+17", 1.0),
+        ("\\frac{2\\pi}{4}", "\\frac{\\pi}{2}", 1.0),
+    ],
+)
+def test_answer_to_a_plain_number_must_be_a_number(
+    answer: str, ground_truth: str, reward: float
+) -> None:
+    assert score_math("", f"so \\boxed{{{answer}}}", ground_truth) == reward
+
+
+def test_restated_formula_outside_a_box_scores_nothing() -> None:
+    assert score_math("", "it is $22+17$", "39") == 0.0
+    assert score_math("", "it is $22+17=39$", "39") == 1.0
+    assert score_math("", "22+17", "39") == 0.0
+    assert score_math("", "22+17=39", "39") == 1.0
+
+
 @pytest.mark.parametrize("ground_truth", ["", "  "])
 def test_ground_truth_without_an_answer_is_an_error(ground_truth: str) -> None:
     with pytest.raises(ValueError, match=r"ground_truth='\s*': math-verify finds no answer"):

@@ -122,6 +122,14 @@ def test_results_without_a_finite_score_are_refused(result: object) -> None:
         read_score(result)
 
 
+@pytest.mark.parametrize("result", [1e200, -1e7, 10**400, {"score": 2e6}])
+def test_scores_too_large_to_compare_are_refused(result: object) -> None:
+    """1e200 has a variance that overflows: advantages and gradients were 0 without a word."""
+    with pytest.raises(ValueError, match="must be a finite number from -1e[+]06 to 1e[+]06"):
+        read_score(result)
+    assert read_score(1e6) == 1e6
+
+
 @pytest.mark.parametrize(
     "response,reward",
     [("<answer>4</answer>", 1.0), ("it is 4", 0.9), ("<answer>5</answer>", 0.0), ("no", 0.0)],
