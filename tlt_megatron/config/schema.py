@@ -161,7 +161,7 @@ class DrafterSection:
     unroll_steps: int = 0  # drafted steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
     unroll_decay: float = 0.8  # weight of each further step, (0, 1]
     feature_weight: float | None = None  # smooth L1 per 1 of cross entropy; None: 10, eagle3 0
-    batch_tokens: int = 4096  # packed rows of one batch, one longer sequence excepted
+    batch_tokens: int = 4096  # packed rows of one batch; longer sequences are cut into windows
     head_chunk_tokens: int = 512  # rows whose vocabulary-sized logits exist at once
     lr: float = 1e-3  # constant after warm-up
     warmup_steps: int = 20  # counted over the drafter's whole life, not per session

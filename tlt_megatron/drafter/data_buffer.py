@@ -54,6 +54,13 @@ class _Sample:
     def num_bytes(self) -> int:
         return _num_bytes(self.sequence)
 
+    def window(self, max_rows: int) -> DraftSequence:
+        """What is trained on in this turn: all of it, or the window of `max_rows` rows whose turn it is."""
+        if self.num_rows <= max_rows:
+            return self.sequence
+        turn = self.epoch % -(-self.num_rows // max_rows)
+        return self.sequence.window(min(turn * max_rows, self.num_rows - max_rows), max_rows)
+
 
 class DataBuffer:
     """Keeps sequences of this RL step and the last `section.keep_steps`, on the CPU, in `dtype`, in `section.data_bytes`.
@@ -132,7 +139,8 @@ class DataBuffer:
         return self._insert(sample)
 
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
-        """At most `max_tokens` rows, or one longer sequence; None while there is nothing to train on.
+        """At most `max_tokens` rows; None while there is nothing to train on. A longer sequence gives a window, the next one in
+        each of its turns.
 
         Within the long tail and within the rest, no sequence comes again before all others have come.
         """
@@ -147,15 +155,17 @@ class DataBuffer:
         _pick(picked, rest, max_tokens)
         _pick(picked, tail, max_tokens)  # where the rest could not fill the batch
         if tail and rest:
-            num_tail = sum(s.num_rows for s in picked if self._is_tail(s))
-            owed = self._tail_balance + share * sum(s.num_rows for s in picked) - num_tail
+            rows = {s.key: min(s.num_rows, max_tokens) for s in picked}
+            num_tail = sum(rows[s.key] for s in picked if self._is_tail(s))
+            owed = self._tail_balance + share * sum(rows.values()) - num_tail
             self._tail_balance = max(-float(max_tokens), min(float(max_tokens), owed))
         else:
             self._tail_balance = 0.0
+        batch = pack_batch([sample.window(max_tokens) for sample in picked])
         for sample in picked:
             sample.epoch += 1
         self._counts["num_batches"] += 1
-        return pack_batch([sample.sequence for sample in picked])
+        return batch
 
     def put_back(self) -> None:
         """Undo the last `next_batch`, which nobody trained on. Nothing has come or gone since then."""
@@ -315,7 +325,7 @@ def _pick(
     """Add samples of `pool` in turn, those already picked left out, until `wanted` rows came or no more fit.
 
     One that does not fit is passed over, but then nobody of a later epoch is taken: it comes first the next time, and
-    the first of a batch may exceed `max_tokens`, so that everybody's turn comes.
+    the first of a batch may be longer than `max_tokens` (it is cut), so that everybody's turn comes.
     """
     room = max_tokens - sum(sample.num_rows for sample in picked)
     taken = {sample.key for sample in picked}

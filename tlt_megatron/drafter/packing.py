@@ -49,6 +49,17 @@ class DraftSequence:
             loss_start=len(rollout.prompt_ids),
         )
 
+    def window(self, start: int, num_rows: int) -> DraftSequence:
+        """The part that fills rows `start` to `start + num_rows` of this sequence. It attends to nothing before itself."""
+        states = slice(start, start + num_rows + 1)
+        hidden = self.final_hidden
+        return DraftSequence(
+            token_ids=self.token_ids[start : start + num_rows + _MIN_TOKENS - 1],
+            features=self.features[states],
+            final_hidden=None if hidden is None else hidden[states],
+            loss_start=max(0, self.loss_start - start),
+        )
+
     @property
     def num_rows(self) -> int:
         """Rows that the sequence fills in a batch."""

@@ -139,7 +139,9 @@ def _gather_values(part: DistributedOptimizer) -> dict[Tensor, dict[str, Tensor]
         for bucket_index, (start, end) in enumerate(buffer.bucket_indices):
             shard_ranges = bucket_ranges[bucket_index]["param_map"]
             for key in _STATE_KEYS:
-                shard = torch.zeros((end - start) // group.size(), device=buffer.grad_data.device)
+                shard = torch.zeros(
+                    (end - start) // group.size()
+                )  # over gloo: no GPU holds a stage
                 for parameter, spans in shard_ranges.items():
                     state = part._get_main_param_and_optimizer_states(parameter)
                     local = spans["gbuf_local"]
@@ -152,10 +154,10 @@ def _gather_values(part: DistributedOptimizer) -> dict[Tensor, dict[str, Tensor]
 
 
 def _gather_first(shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """The shards of all members, one after the other, on the CPU of the first; None elsewhere."""
+    """The shards of all members (CPU tensors), one after the other, on the first; None elsewhere."""
     if group.size() == 1:
-        return shard.cpu()
+        return shard
     is_first = group.rank() == 0
     shards = [torch.empty_like(shard) for _ in range(group.size())] if is_first else None
     dist.gather(shard, shards, dst=dist.get_process_group_ranks(group)[0], group=group)
-    return torch.cat([part.cpu() for part in shards]) if shards is not None else None
+    return torch.cat(shards) if shards is not None else None

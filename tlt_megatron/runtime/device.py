@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+_STATUS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,24 @@ class Device:
         """Memory that this rank can still take: of its GPU, or its share of what the host has available."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return _host_available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def process_bytes(self) -> int:
+        """Host memory that this process holds already, on a CPU; 0 on a GPU."""
+        return 0 if self.is_cuda else _status_bytes("VmRSS")
+
+    def reset_peak(self) -> None:
+        """Forget the peak, so that `peak_bytes` is that of the time from now on."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        elif _CLEAR_PEAK.exists():
+            _CLEAR_PEAK.write_text("5")  # proc(5): resets the peak of the resident set
+
+    def peak_bytes(self) -> int:
+        """Most memory that this process held since `reset_peak`; 0 where the system does not tell."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_reserved(self.torch_device)
+        return _status_bytes("VmHWM")
 
     def synchronize(self) -> None:
         """Wait for the device; for clocks only, never on a hot path."""
@@ -45,6 +64,27 @@ class Device:
     def set_rng_state(self, state: Tensor) -> None:
         """Restore what `rng_state` gave on a GPU."""
         torch.cuda.set_rng_state(state, self.torch_device)
+
+
+def _host_available_bytes() -> int:
+    """What the host could give without swapping, page cache included; less where a control group allows less."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _kibibytes(meminfo.read_text(), "MemAvailable") * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def _status_bytes(name: str) -> int:
+    return _kibibytes(_STATUS.read_text(), name) * 1024 if _STATUS.exists() else 0
+
+
+def _kibibytes(text: str, name: str) -> int:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
 
 
 class GraphMemory:

@@ -33,7 +33,7 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import attach_drafter, drafter_tap_layers
 from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
 from tlt_megatron.trainer.evaluate import Evaluator
-from tlt_megatron.trainer.graph_log import graph_lines, mebibytes
+from tlt_megatron.trainer.graph_log import graph_lines
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
@@ -79,6 +79,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
         phases = Phases(
             stack.enter_context(closing(_open_timeline(config, run_dir, world))),
             stack.enter_context(closing(_open_progress(config, world))),
+            device,
         )
         worker = RolloutWorker(
             engine,
@@ -204,7 +205,6 @@ def build_engine(
 
 
 def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
-    """Says what memory it will take, and refuses what cannot fit, before taking it."""
     model = load_model_config(config.model.path)
     engine = EmbeddedEngine(
         model,
@@ -213,23 +213,10 @@ def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
         max_prompt_tokens=config.data.max_prompt_tokens,
         tap_layers=drafter_tap_layers(config, model),
     )
-    plan, free = engine.memory_plan(), device.free_bytes()
-    log.info(
-        "rollout engine of each rank: weights %s, KV %s (%d tokens), activations %s; free %s",
-        *(mebibytes(plan.weights_bytes), mebibytes(plan.kv_bytes), plan.kv_tokens),
-        *(mebibytes(plan.activations_bytes), mebibytes(free)),
-    )
     strategies = config.speculation.strategies if config.speculation.enabled else []
     graphs = engine.graph_plan([SpeculationStrategy.parse(text) for text in strategies])
     for line in graph_lines(graphs, is_used=engine.has_graphs):
         log.info("%s", line)
-    needed = plan.total_bytes + (graphs.bytes_pool() if engine.has_graphs else 0)
-    if needed > free:
-        raise ValueError(
-            f"the rollout engine needs {mebibytes(needed)}, {mebibytes(free)} are free: "
-            f"lower rollout.max_batch_size={config.rollout.max_batch_size} or set rollout.kv_cache_tokens "
-            f"(now {config.rollout.kv_cache_tokens}, planned {plan.kv_tokens})"
-        )
     return engine
 
 

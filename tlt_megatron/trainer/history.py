@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tlt_megatron.trainer.gain import SpeculationGain
@@ -28,6 +29,8 @@ class RunHistory:
         self.evals: list[tuple[int, float]] = []
         self.series: dict[str, list[float]] = {name: [] for name in _SERIES}
         self.gain: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}  # of each phase of the memory ledger
+        self.planned_bytes: int | None = None
         self.seconds_before = 0.0
         self._started = time.perf_counter()
 
@@ -44,6 +47,15 @@ class RunHistory:
         for name, values in self.series.items():
             if name in metrics:
                 values.append(metrics[name])
+
+    def add_memory(self, peak_bytes: Mapping[str, int]) -> None:
+        """Note the peak memory of phases; the largest of the run stays."""
+        for phase, peak in peak_bytes.items():
+            self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
+
+    def add_memory_plan(self, num_bytes: int) -> None:
+        """Note the peak that the memory ledger predicts for a rank."""
+        self.planned_bytes = num_bytes
 
     def add_eval(self, step: int, accuracy: float) -> None:
         """Note one evaluation."""
@@ -62,6 +74,8 @@ class RunHistory:
             if self.generation_seconds
             else None,
             "seconds_total": self._seconds(),
+            "memory_peak_gb": max(self.peak_bytes.values()) / 1e9 if self.peak_bytes else None,
+            "memory_planned_gb": self.planned_bytes / 1e9 if self.planned_bytes else None,
         } | self._drafting_summary()
 
     def _drafting_summary(self) -> dict[str, float]:

@@ -155,6 +155,7 @@ class RLTrainer:
             self.checkpoints.save(
                 self.step, state, save_part=self.upkeep.save_into if self.upkeep else None
             )
+        self._note_memory()
 
     def start(
         self, resume_root: Path | None, attach_drafter: Callable[[], DrafterUpkeep | None]
@@ -199,10 +200,18 @@ class RLTrainer:
         metrics["timing_s/step"] = time.perf_counter() - started
         metrics["perf/throughput"] = metrics["rollout/num_tokens"] / metrics["timing_s/step"]
         metrics["training/policy_version"] = float(self.step)
+        metrics |= self._note_memory()
         self.history.add_step(metrics)
         self._write(metrics)
         self.progress.step(self.step, metrics)
         self.phases.timeline.flush()
+
+    def _note_memory(self) -> dict[str, float]:
+        """Peaks of the phases since the last call, of the rank that took most, for metrics and summary."""
+        ranks = gather_objects(self.phases.take_peaks(), self.world)
+        peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
+        self.history.add_memory(peaks)
+        return {f"memory/peak_gb/{phase}": peak / 1e9 for phase, peak in peaks.items()}
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self.metrics is not None:

@@ -1,4 +1,4 @@
-"""One call for each phase of a step: a span in the trace, seconds in the metrics, a word on the display."""
+"""One call for each phase of a step: a span in the trace, seconds and peak memory in the metrics, a word on the display."""
 
 from __future__ import annotations
 
@@ -6,28 +6,54 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.memory import Phase
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
+
+# The column of the memory ledger that a phase belongs to; evaluations are made of others.
+_LEDGER_PHASES = {
+    "ROLLOUT": Phase.ROLLOUT,
+    "WAIT": Phase.SPOT,
+    "PUBLISH": Phase.SPOT,
+    "LOGPROB": Phase.UPDATE,
+    "UPDATE": Phase.UPDATE,
+    "SYNC": Phase.WEIGHT_SYNC,
+    "CHECKPOINT": Phase.CHECKPOINT,
+}
 
 
 class Phases:
     """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and to this rank's lane of the trace."""
 
-    def __init__(self, timeline: Timeline, progress: Progress) -> None:
+    def __init__(self, timeline: Timeline, progress: Progress, device: Device) -> None:
         self.timeline = timeline
         self.progress = progress
+        self._device = device
         self._seconds: dict[str, float] = {}
+        self._peak_bytes: dict[Phase, int] = {}
 
     @contextmanager
     def __call__(self, name: str, timing: str, **args: object) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         self.progress.phase(name)
+        ledger_phase = _LEDGER_PHASES.get(name)
+        if ledger_phase:
+            self._device.reset_peak()
         start = time.perf_counter()
         with self.timeline.span(name, **args):
             yield
+        if ledger_phase:
+            peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
+            self._peak_bytes[ledger_phase] = peak
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 
     def take_timings(self) -> dict[str, float]:
         """timing_s/* since the last call, of this rank."""
         seconds, self._seconds = self._seconds, {}
         return {f"timing_s/{name}": value for name, value in seconds.items()}
+
+    def take_peaks(self) -> dict[Phase, int]:
+        """Peak memory in bytes of each phase since the last call, of this rank: resident memory on a CPU, reserved on a GPU."""
+        peaks, self._peak_bytes = self._peak_bytes, {}
+        return peaks

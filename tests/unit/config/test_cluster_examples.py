@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.memory import check_memory, estimate_memory
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.trainer.memory_ledger import make_ledger
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 GPU_FREE_BYTES = 79 << 30
 QWEN_7B = {
+    "model_type": "qwen2",
+    "rope_theta": 1e6,
     "hidden_size": 3584,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
@@ -44,8 +48,9 @@ def test_a_cluster_example_fits(
     here = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.parquet"]
     config = load_config(EXAMPLES / f"{name}.yaml", [*here, f"data.eval={tmp_path}/eval.parquet"])
     check_layout(config, world_size)
-    estimate = estimate_memory(config, world_size, is_cuda=True)
-    check_memory(estimate, config, GPU_FREE_BYTES)
-    # Not by a wide margin: a third of it is not enough, so the estimate counts what there is.
+    gpu = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
+    ledger = make_ledger(config, world_size, gpu)
+    ledger.check(GPU_FREE_BYTES)
+    # Not by a wide margin: a third of it is not enough, so the ledger counts what there is.
     with pytest.raises(ValueError, match="usable"):
-        check_memory(estimate, config, GPU_FREE_BYTES // 3)
+        ledger.check(GPU_FREE_BYTES // 3)

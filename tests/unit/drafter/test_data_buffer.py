@@ -430,3 +430,20 @@ def test_resume_equals_straight_run(has_final_hidden: bool) -> None:
     smaller.load_state_dict({"tensors": tensors, "values": values})
     assert 0 < smaller.num_bytes <= 3 * bytes_of(100)
     assert smaller.stats()["buffer/num_evicted"] > values["counts"]["num_evicted"]
+
+
+def test_a_sequence_longer_than_a_batch_is_trained_window_by_window() -> None:
+    """No batch exceeds its rows; over its turns every row of the sequence comes."""
+    buffer = make_buffer(**ALL)
+    buffer.add(make_sequence(100, 90), 0)
+    whole = buffer.next_batch(1000)
+    rows: set[tuple[float, ...]] = set()
+    for _ in range(6):
+        batch = buffer.next_batch(20)
+        assert batch.num_rows == 20
+        assert batch.position_ids.tolist() == list(range(20))
+        rows |= {tuple(row) for row in batch.features.tolist()}
+    assert rows == {tuple(row) for row in whole.features.tolist()}
+    buffer.put_back()
+    again = buffer.next_batch(20)  # a batch that was put back is the next one
+    assert torch.equal(again.features, batch.features)

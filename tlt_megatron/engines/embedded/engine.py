@@ -98,6 +98,7 @@ class EmbeddedEngine:
             num_taps=len(self._tap_layers),
             has_packed_weights=packs(self._dtype, self._device.torch_device),
             has_graphs=self._graphs.has_graphs,
+            verify_rows=1 if self._speculation is None else self._speculation.verify_rows,
         )
 
     def _make_graphs(self) -> GraphPool:

@@ -8,6 +8,7 @@ import torch
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.sizes import ModelSizes
 
 PAGE_TOKENS = 64  # positions of one KV page
 
@@ -16,6 +17,7 @@ PAGE_TOKENS = 64  # positions of one KV page
 class MemoryPlan:
     """Bytes that an engine will take, known before it takes them."""
 
+    weight_item_bytes: int  # of one weight
     weights_bytes: int
     kv_bytes: int
     kv_tokens: int  # positions that kv_bytes hold
@@ -65,6 +67,7 @@ def plan_memory(
     num_taps: int = 0,
     has_packed_weights: bool = False,
     has_graphs: bool = False,
+    verify_rows: int = 1,
 ) -> MemoryPlan:
     """What `EmbeddedEngine` will allocate. A drafter, which needs `draft_slots` behind each sequence, adds its key-value
     layer, and the tokens and features that it reads: the last hidden state and `num_taps` more.
@@ -72,19 +75,20 @@ def plan_memory(
     With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
     `max_prompt_tokens`, with one group that is only partly in. `has_packed_weights`: matrices are held twice (`Matrix`).
     `has_graphs`: graphs need lanes, in which every response has its prompt before it, and a scratch page; what they take
-    themselves is the `GraphPlan`'s.
+    themselves is the `GraphPlan`'s. `verify_rows` are the rows per request of the widest verify pass, 1 without speculation.
     """
     has_drafter = draft_slots > 0
     item = getattr(torch, section.dtype).itemsize
-    d, f, v = model.hidden_size, model.ffn_size, model.vocab_size
+    sizes = ModelSizes.of(model)
+    d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
     num_fused = model.num_heads + 2 * model.num_kv_heads
-    matrices = d * (num_fused + model.num_heads) * model.head_dim + 3 * d * f
-    layer = matrices + 2 * d
-    layer += num_fused * model.head_dim * model.has_qkv_bias
-    layer += (model.num_heads + model.num_kv_heads) * model.head_dim * model.has_qk_norm
-    weights = layer * model.num_layers + d + v * d * (1 if model.tie_word_embeddings else 2)
+    weights = sizes.total
+    # The engine repeats a head norm for every head.
+    weights += (
+        sizes.num_layers * (num_fused - model.num_kv_heads - 2) * model.head_dim * model.has_qk_norm
+    )
     if has_packed_weights:
-        weights += matrices * model.num_layers + v * d
+        weights += sizes.matrices * sizes.num_layers + v * d
 
     kv_tokens = PAGE_TOKENS * _num_pages(
         section,
@@ -100,12 +104,15 @@ def plan_memory(
 
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
     prefill = section.prefill_chunk_tokens * per_token * item
-    decode = section.max_batch_size * (per_token * item + v * (item + 4 * 8))
+    # Logits, then float32 logits and log-probs, and noise and its sum with the logits in float64.
+    num_rows = section.max_batch_size * verify_rows
+    decode = num_rows * (per_token * item + v * (item + 2 * 4 + 3 * 8))
     if section.batch_invariant and has_drafter:  # keys and values of every query's path, in order
         copied = draft_slots * 2 * PAGE_TOKENS * 2 * model.num_kv_heads * model.head_dim
         decode += section.max_batch_size * copied * item
     outputs = section.max_batch_size * section.max_new_tokens * 16
     return MemoryPlan(
+        weight_item_bytes=item,
         weights_bytes=weights * item,
         kv_bytes=kv,
         kv_tokens=kv_tokens,

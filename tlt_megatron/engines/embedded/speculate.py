@@ -94,6 +94,7 @@ class Speculation:
         self.is_suspended = False  # the learned drafter is not to be used
         self.drafter_version = 0  # counts what `load_drafter` was given
         self.draft_slots = draft_slots_of(drafting)
+        self.verify_rows = max((s.num_rows for s in drafting), default=1)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

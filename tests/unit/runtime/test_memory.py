@@ -1,0 +1,51 @@
+"""The ledger's sums, its table and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_megatron.runtime.memory import MemoryClaim, MemoryLedger, Phase
+
+MIB = 1 << 20
+LEDGER = MemoryLedger(
+    [
+        MemoryClaim(name="policy", num_bytes=600 * MIB, lower="parallel.tensor=1"),
+        MemoryClaim(
+            name="kv",
+            num_bytes=300 * MIB,
+            phases=frozenset({Phase.ROLLOUT}),
+            lower="rollout.max_batch_size=64",
+        ),
+        MemoryClaim(
+            name="activations",
+            num_bytes=100 * MIB,
+            phases=frozenset({Phase.UPDATE}),
+            lower="mcore.micro_batch_tokens=8192",
+        ),
+        MemoryClaim(name="nothing", num_bytes=0),
+    ]
+)
+
+
+def test_a_claim_counts_in_the_phases_that_hold_it() -> None:
+    assert LEDGER.bytes_in(Phase.ROLLOUT) == 900 * MIB
+    assert LEDGER.bytes_in(Phase.UPDATE) == 700 * MIB
+    assert LEDGER.bytes_in(Phase.CHECKPOINT) == 600 * MIB
+    assert (LEDGER.peak_phase, LEDGER.peak_bytes) == (Phase.ROLLOUT, 900 * MIB)
+
+
+def test_the_table_has_a_row_for_each_claim_and_the_sums() -> None:
+    head, *rows, sums = [line.split() for line in LEDGER.lines()]
+    assert head[-5:] == [str(phase) for phase in Phase]
+    assert [row[0] for row in rows] == ["policy", "kv", "activations"]
+    assert sums == ["sum", "900", "600", "700", "600", "600"]
+
+
+def test_a_phase_that_does_not_fit_is_refused_with_the_settings_of_its_largest_claims() -> None:
+    LEDGER.check(950 * MIB)
+    message = (
+        r"rollout phase takes 900 MiB of a rank, 893 MiB are usable: "
+        r"change parallel\.tensor=1 or rollout\.max_batch_size=64"
+    )
+    with pytest.raises(ValueError, match=message):
+        LEDGER.check(940 * MIB)

@@ -1,0 +1,148 @@
+"""The ledger of a run against sums by hand, for the Qwen2.5-7B shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlt_megatron.config.load import load_config
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.memory import MemoryLedger, Phase
+from tlt_megatron.trainer.memory_ledger import make_ledger
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e6,
+}
+GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
+
+
+CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
+
+
+def ledger_of(
+    tmp_path: Path, overrides: str = "", world_size: int = 1, device: Device = GPU
+) -> MemoryLedger:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
+    base = "model.dtype=bfloat16 rollout.dtype=bfloat16 rollout.kv_cache_tokens=102400"
+    config = load_config(None, [f"model.path={tmp_path}", *base.split(), *overrides.split()])
+    return make_ledger(config, world_size, device)
+
+
+def claim(ledger: MemoryLedger, name: str) -> int:
+    (num_bytes,) = (c.num_bytes for c in ledger.claims if c.name.startswith(name))
+    return num_bytes
+
+
+def sizes_of(tmp_path: Path) -> ModelSizes:
+    return ModelSizes.of(load_model_config(tmp_path))
+
+
+def test_an_unsharded_rank_holds_everything(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    total = sizes_of(tmp_path).total
+    assert total == pytest.approx(7.615e9, rel=1e-3)  # of the model card
+    assert claim(ledger, "policy") == pytest.approx(total * 2, rel=1e-3)
+    assert claim(ledger, "gradients") == pytest.approx(total * 4, rel=1e-3)
+    assert claim(ledger, "optimizer") == pytest.approx(total * 12, rel=1e-3)
+    assert claim(ledger, "engine weights") == total * 2
+    slots = 102400 + 64  # and the scratch page of the graphs
+    assert claim(ledger, "engine KV (102400 tokens)") == slots * (2 * 4 * 128 * 28 + 1) * 2
+
+
+def test_a_batch_smaller_than_a_micro_batch_bounds_the_activations(tmp_path: Path) -> None:
+    batch = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512"
+    small = ledger_of(tmp_path, f"{batch} rollout.max_new_tokens=512")
+    assert claim(small, "activations") == 2 * 1024 * 28 * 17 * 3584 * 2
+    assert claim(small, "logits") == 2 * 1024 * 152064 * 8
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, name, factor",
+    [
+        ("parallel.tensor=2", 2, "policy", 1 / 2),
+        ("parallel.tensor=2", 2, "engine weights", 1),
+        ("", 8, "optimizer", 1 / 8),
+        ("", 8, "gradients", 1),
+        ("mcore.use_distributed_optimizer=false", 8, "optimizer", 1),
+        ("rollout.kv_cache_tokens=51200", 1, "engine KV", 51264 / 102464),
+        ("mcore.recompute=full", 1, "activations", 1 / 17),
+        ("parallel.tensor=2 parallel.sequence=true", 2, "activations", 1 / 2),
+        ("parallel.tensor=2", 2, "activations", 11 / 17),
+    ],
+)
+def test_what_is_shared_out_shrinks(
+    tmp_path: Path, overrides: str, world_size: int, name: str, factor: float
+) -> None:
+    base, shared = ledger_of(tmp_path), ledger_of(tmp_path, overrides, world_size)
+    assert claim(shared, name) == pytest.approx(claim(base, name) * factor, rel=1e-5)
+
+
+def test_an_sglang_engine_is_cut_over_its_ranks(tmp_path: Path) -> None:
+    sglang = 'rollout.engine=sglang sglang.engine_args={"tp_size":4}'
+    ledger = ledger_of(tmp_path, sglang, 4)
+    assert claim(ledger, "engine weights") == sizes_of(tmp_path).total * 2 // 4
+    assert claim(ledger, "engine KV") == 102400 * 1024 * 28 * 2 // 4
+
+
+def test_a_reference_policy_is_counted(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path, "algorithm.kl_coef=0.1")
+    assert claim(ledger, "reference policy") == claim(ledger, "policy")
+
+
+def test_verify_passes_are_counted_row_by_row(tmp_path: Path) -> None:
+    plain = ledger_of(tmp_path)
+    speculating = ledger_of(
+        tmp_path, 'speculation.enabled=true speculation.strategies=["ngram_7","ngram_3"]'
+    )
+    rows = 64 * (8 - 1)  # seven drafted tokens and the root, in place of one row
+    more = claim(speculating, "decode and verify") - claim(plain, "decode and verify")
+    assert more > rows * 152064 * 34  # logits, log-probs and noise alone
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, num_bytes",
+    [
+        ("", 1, 16 * 1000 * 3584 * 4),
+        ("parallel.tensor=2", 4, 4 * 1000 * 3584 * 4),
+        ("parallel.pipeline=2", 2, 16 * 1000 * 3584 * 4),
+        ("drafter.algorithm=eagle3", 1, 4 * 16 * 1000 * 3584 * 4),
+        ("spot.data_bytes=1000000", 1, 1000000),
+        ("algorithm.recompute_log_probs=always", 1, None),  # before there are activations
+    ],
+)
+def test_states_tapped_in_the_update_lie_beside_its_activations(
+    tmp_path: Path, overrides: str, world_size: int, num_bytes: int | None
+) -> None:
+    base = (
+        "speculation.enabled=true spot.enabled=true spot.data_bytes=10000000000"
+        " rollout.num_prompts=2 rollout.num_samples=8 data.max_prompt_tokens=400"
+        " rollout.max_new_tokens=600"
+    )
+    ledger = ledger_of(tmp_path, f"{base} {overrides}", world_size, CPU)
+    (taps,) = [c for c in ledger.claims if c.name == "tapped states"] or [None]
+    assert (taps and taps.num_bytes) == num_bytes
+    assert taps is None or taps.phases == {Phase.UPDATE}
+
+
+def test_training_a_drafter_is_counted(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path, "speculation.enabled=true spot.enabled=true")
+    sizes = sizes_of(tmp_path)
+    own = sizes.layer + 3 * sizes.hidden**2
+    assert claim(ledger, "drafter in training") == own * 16
+    assert claim(ledger, "engine drafter") == own * 2
+    assert claim(ledger, "engine graphs") > 0
+    assert ledger.bytes_in(Phase.SPOT) > ledger_of(tmp_path).bytes_in(Phase.SPOT) + own * 16

@@ -1,0 +1,78 @@
+"""What drafter training takes of a rank's memory, from sizes alone. Called by trainer/memory_ledger.py."""
+
+from __future__ import annotations
+
+from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.drafter.loss import make_objective
+from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.runtime.memory import MemoryClaim, Phase
+
+_TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments in float32
+_MOVED_BYTES = 12  # weight and moments once more, while a session levels its members or a candidate is published
+_NUM_AUX_LAYERS = 3  # of an EAGLE-3 drafter, and the final states beside them
+_STATE_BYTES = 4  # of a tapped state: float32, whatever the policy computes in
+
+
+def drafter_parameters(sizes: ModelSizes) -> int:
+    """Of the drafter's own: one layer, and the fusion in front of it (three states wide at most)."""
+    return sizes.layer + 3 * sizes.hidden**2
+
+
+def spot_claims(
+    sizes: ModelSizes,
+    *,
+    drafter: DrafterSection,
+    spot: SpotSection,
+    borrowed_item_bytes: int,
+    step_tokens: int,
+    taps_in_update: bool,
+    is_cuda: bool,
+) -> list[MemoryClaim]:
+    """Claims of spot training on one rank.
+
+    `borrowed_item_bytes` is the width of embedding and head where the engine lives in another process, else 0. `step_tokens`
+    are all tokens of a step on this rank. `taps_in_update`: hidden states are taken in the update's own forward pass, beside
+    its activations. Data and tapped states lie in host memory, so on a GPU they are no claim.
+    """
+    own = drafter_parameters(sizes)
+    num_states = 1 + (_NUM_AUX_LAYERS if drafter.algorithm == "eagle3" else 0)
+    item = 2 if drafter.dtype == "bfloat16" else 4
+    rows = drafter.batch_tokens
+    # Of a row and unroll step: states in and out, fused pair, queries to values, gate, up and their product.
+    per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item
+    head = 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
+    data = f"spot.data_bytes={spot.data_bytes}"
+    buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item
+    tapped = step_tokens * num_states * sizes.hidden * _STATE_BYTES
+    claims = [
+        MemoryClaim(name="drafter in training", num_bytes=own * _TRAINED_BYTES),
+        MemoryClaim(
+            name="drafter, borrowed tables", num_bytes=2 * sizes.table * borrowed_item_bytes
+        ),
+        MemoryClaim(
+            name="drafter data",
+            num_bytes=0 if is_cuda else min(spot.data_bytes, buffered),
+            lower=data,
+        ),
+        MemoryClaim(
+            name="drafter batch",
+            num_bytes=rows * per_row * make_objective(drafter).num_steps + head,
+            phases=frozenset({Phase.SPOT}),
+            lower=f"drafter.batch_tokens={drafter.batch_tokens}",
+        ),
+        MemoryClaim(
+            name="drafter on the move",
+            num_bytes=own * _MOVED_BYTES,
+            phases=frozenset({Phase.SPOT}),
+        ),
+    ]
+    if taps_in_update and not is_cuda:
+        claims.append(
+            MemoryClaim(
+                name="tapped states",
+                num_bytes=min(spot.data_bytes, tapped),
+                phases=frozenset({Phase.UPDATE}),
+                lower=data,
+            )
+        )
+    return claims

@@ -1,0 +1,102 @@
+"""What the Megatron policy takes of a rank's memory, from sizes alone. Called by trainer/memory_ledger.py."""
+
+from __future__ import annotations
+
+from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
+from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, Phase
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_GRAD_BYTES = 4  # Megatron sums gradients in float32
+# Adam: two moments, and a float32 copy of weights that are not float32.
+_OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
+# Elements that one layer saves for its backward pass, per token. On CUDA: 17 D, of which tensor parallelism does not cut 5
+# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2, in 16 bits). On a CPU
+# nothing is fused: 7.25 D, 5 F and 5.5 of the query width were counted with torch's saved-tensor hooks.
+_FUSED_UNCUT, _FUSED_CUT = 5.0, 12.0  # of D
+_UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
+# The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) of what one micro-batch takes.
+_HEAP_FACTOR = 1.3
+# Host bytes per parameter on the first data-parallel rank while it writes a checkpoint, measured: master weights and two
+# moments gathered in float32, and half as much again in the writer's buffers.
+_CHECKPOINT_BYTES = 18
+
+
+def policy_claims(
+    sizes: ModelSizes,
+    *,
+    model: ModelSection,
+    parallel: ParallelSection,
+    mcore: McoreSection,
+    num_data_parallel: int,
+    has_reference: bool,
+    batch_tokens: int,
+    longest: int,
+    is_cuda: bool,
+) -> list[MemoryClaim]:
+    """Claims of the fullest rank. `batch_tokens` is what a data-parallel rank trains on in one update at most, `longest` its
+    longest sequence, both in tokens."""
+    own = _parameters_of_a_rank(sizes, parallel)
+    item = _ITEM_BYTES[model.dtype]
+    num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
+    layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
+    micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
+    micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
+    # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
+    kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
+    return [
+        MemoryClaim(name="policy", num_bytes=own * item, lower=layout),
+        MemoryClaim(
+            name="reference policy", num_bytes=own * item * has_reference, lower="algorithm.kl_coef"
+        ),
+        MemoryClaim(name="gradients", num_bytes=own * _GRAD_BYTES, lower=layout),
+        MemoryClaim(
+            name="optimizer",
+            num_bytes=own * _OPTIMIZER_BYTES[model.dtype] // num_shards,
+            lower=layout,
+        ),
+        MemoryClaim(
+            name="activations",
+            num_bytes=micro_tokens * _activation_bytes(sizes, item, parallel, mcore, is_cuda),
+            phases=kept_in,
+            lower=f"{micro_batch} or mcore.recompute={mcore.recompute!r}",
+        ),
+        MemoryClaim(
+            name="logits and their gradient",
+            num_bytes=2 * 4 * micro_tokens * sizes.vocab // parallel.tensor,
+            phases=frozenset({Phase.UPDATE}),
+            lower=micro_batch,
+        ),
+        MemoryClaim(
+            name="checkpoint buffers",
+            num_bytes=0 if is_cuda else own * _CHECKPOINT_BYTES,  # in host memory
+            phases=frozenset({Phase.CHECKPOINT}),
+            lower=layout,
+        ),
+        MemoryClaim(
+            name="exported layer",
+            num_bytes=2 * max(sizes.layer, sizes.table) * 4,
+            phases=frozenset({Phase.WEIGHT_SYNC}),
+        ),
+    ]
+
+
+def _parameters_of_a_rank(sizes: ModelSizes, parallel: ParallelSection) -> int:
+    num_tables = 1 if parallel.pipeline > 1 else sizes.num_tables
+    layers = sizes.num_layers // parallel.pipeline * sizes.layer
+    return (layers + num_tables * sizes.table) // parallel.tensor
+
+
+def _activation_bytes(
+    sizes: ModelSizes, item: int, parallel: ParallelSection, mcore: McoreSection, is_cuda: bool
+) -> int:
+    """Of one token. The first of p stages holds the activations of p micro-batches of L / p layers each."""
+    if is_cuda:
+        uncut, cut = _FUSED_UNCUT * sizes.hidden, _FUSED_CUT * sizes.hidden
+    else:
+        uncut = _UNFUSED_D * sizes.hidden
+        cut = _UNFUSED_F * sizes.ffn + _UNFUSED_Q * sizes.query
+    if mcore.recompute == "full":
+        uncut, cut = sizes.hidden, 0.0
+    elements = uncut / (parallel.tensor if parallel.sequence else 1) + cut / parallel.tensor
+    return int(sizes.num_layers * elements * item * (1.0 if is_cuda else _HEAP_FACTOR))

@@ -1,0 +1,86 @@
+"""The memory ledger: what each component says it will take, summed by phase and checked before anything is allocated.
+
+Components make `MemoryClaim`s from sizes alone (mcore/memory.py, engines/embedded/memory_plan.py, drafter/memory.py);
+trainer/memory_ledger.py collects them. `Device.peak_bytes` gives the measured counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+_USABLE_SHARE = 0.95  # of what is free: fragmentation and communication buffers are in no claim
+_MIB = 1 << 20
+
+
+class Phase(StrEnum):
+    """A part of the RL step with a memory peak of its own."""
+
+    ROLLOUT = "rollout"
+    SPOT = "spot"  # drafter training on idle ranks, and the publication of a drafter
+    UPDATE = "update"  # log-prob passes included
+    WEIGHT_SYNC = "weight_sync"
+    CHECKPOINT = "checkpoint"
+
+
+ALL_PHASES = frozenset(Phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryClaim:
+    """What one thing takes of a rank's memory, and when.
+
+    Example: `MemoryClaim(name="kv", num_bytes=5 << 30, phases=frozenset({Phase.ROLLOUT}), lower="rollout.max_batch_size=64")`.
+    """
+
+    name: str
+    num_bytes: int
+    phases: frozenset[Phase] = ALL_PHASES  # in which it is held
+    lower: str = ""  # settings that make it smaller, with their present values
+
+
+class MemoryLedger:
+    """The claims of one rank, the fullest one."""
+
+    def __init__(self, claims: Iterable[MemoryClaim]) -> None:
+        self.claims = tuple(claim for claim in claims if claim.num_bytes)
+
+    def bytes_in(self, phase: Phase) -> int:
+        """Sum of the claims that are held in `phase`."""
+        return sum(claim.num_bytes for claim in self.claims if phase in claim.phases)
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase that takes most."""
+        return max(Phase, key=self.bytes_in)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the fullest phase takes."""
+        return self.bytes_in(self.peak_phase)
+
+    def lines(self) -> list[str]:
+        """A table in MiB: one row for each claim, one column for each phase, and the sums."""
+        width = max(len(claim.name) for claim in self.claims) if self.claims else 0
+        rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
+        for claim in sorted(self.claims, key=lambda claim: -claim.num_bytes):
+            shown = f"{claim.num_bytes / _MIB:,.0f}"
+            rows.append((claim.name, tuple(shown if p in claim.phases else "-" for p in Phase)))
+        sums = tuple(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase)
+        rows.append(("sum", sums))
+        width = max(len(name) for name, _ in rows)
+        return [f"{name:<{width}}" + "".join(f"{c:>13}" for c in cells) for name, cells in rows]
+
+    def check(self, free_bytes: int) -> None:
+        """ValueError if the fullest phase takes more than is free, with the settings of its largest claims."""
+        usable = int(free_bytes * _USABLE_SHARE)
+        if self.peak_bytes <= usable:
+            return
+        held = [c for c in self.claims if self.peak_phase in c.phases and c.lower]
+        largest = sorted(held, key=lambda claim: -claim.num_bytes)[:2]
+        advice = " or ".join(claim.lower for claim in largest)
+        raise ValueError(
+            f"memory: the {self.peak_phase} phase takes {self.peak_bytes / _MIB:,.0f} MiB of a rank,"
+            f" {usable / _MIB:,.0f} MiB are usable: change {advice}"
+        )

@@ -1,0 +1,157 @@
+"""The memory ledger of a run: the claims of every component, from the settings. Called by the launcher before anything is
+allocated; the loop reports the measured peaks beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.drafter.memory import drafter_parameters, spot_claims
+from tlt_megatron.engines.embedded.graph_plan import GraphPlan
+from tlt_megatron.engines.embedded.memory_plan import lane_tokens, plan_memory
+from tlt_megatron.engines.embedded.speculate import draft_slots_of
+from tlt_megatron.mcore.memory import policy_claims
+from tlt_megatron.models.config import ModelConfig, load_model_config
+from tlt_megatron.models.matrix import packs
+from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.trainer.build_drafter import drafter_tap_layers
+
+# Measured on x86-64: libraries that are loaded after the check (Megatron-core, transformers, gloo), and on CUDA the context.
+_LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 1 << 30}
+# An awake engine is what a phase has; asleep it keeps its weights on a CPU, and gives back all but nothing on a GPU.
+_AWAKE = frozenset({Phase.ROLLOUT, Phase.SPOT, Phase.WEIGHT_SYNC, Phase.CHECKPOINT})
+
+
+def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLedger:
+    """The ledger of the fullest rank. Reads the model's config.json; allocates nothing."""
+    model = load_model_config(config.model.path)
+    sizes = ModelSizes.of(model)
+    num_replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    sequences = config.rollout.num_prompts * config.rollout.num_samples
+    per_update = -(-sequences // config.algorithm.num_minibatches)
+    library_bytes = _LIBRARY_BYTES[device.torch_device.type]
+    claims = [
+        MemoryClaim(name="libraries", num_bytes=library_bytes + device.process_bytes()),
+        *policy_claims(
+            sizes,
+            model=config.model,
+            parallel=config.parallel,
+            mcore=config.mcore,
+            num_data_parallel=num_replicas,
+            has_reference=config.algorithm.kl_coef > 0,
+            batch_tokens=-(-per_update // num_replicas) * longest,
+            longest=longest,
+            is_cuda=device.is_cuda,
+        ),
+        *_engine_claims(config, model, sizes, device),
+    ]
+    if config.spot.enabled:
+        # A data-parallel rank's answers are dealt out over its tensor-parallel ranks.
+        sharers = world_size // config.parallel.pipeline
+        claims += spot_claims(
+            sizes,
+            drafter=config.drafter,
+            spot=config.spot,
+            borrowed_item_bytes=0 if config.rollout.engine == "embedded" else _item_bytes(config),
+            step_tokens=-(-sequences // sharers) * longest,
+            taps_in_update=not config.algorithm.has_logprob_pass,
+            is_cuda=device.is_cuda,
+        )
+    return MemoryLedger(claims)
+
+
+def _engine_claims(
+    config: RunConfig, model: ModelConfig, sizes: ModelSizes, device: Device
+) -> list[MemoryClaim]:
+    if config.rollout.engine == "sglang":
+        return _sglang_claims(config, sizes)
+    rollout = config.rollout
+    texts = config.speculation.strategies if config.speculation.enabled else []
+    strategies = [SpeculationStrategy.parse(text) for text in texts]
+    has_graphs = rollout.cuda_graphs and device.is_cuda
+    draft_slots = draft_slots_of(strategies)
+    is_packed = packs(getattr(torch, rollout.dtype), device.torch_device)
+    plan = plan_memory(
+        model,
+        rollout,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        draft_slots=draft_slots,
+        num_taps=len(drafter_tap_layers(config, model)),
+        has_packed_weights=is_packed,
+        has_graphs=has_graphs,
+        verify_rows=max((s.num_rows for s in strategies), default=1),
+    )
+    weights_in = _AWAKE if device.is_cuda else ALL_PHASES
+    phases = frozenset({Phase.ROLLOUT})
+    claims = [
+        MemoryClaim(name="engine weights", num_bytes=plan.weights_bytes, phases=weights_in),
+        MemoryClaim(
+            name=f"engine KV ({plan.kv_tokens} tokens)",
+            num_bytes=plan.kv_bytes,
+            phases=frozenset({Phase.ROLLOUT, Phase.SPOT}),
+            lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.kv_cache_tokens={rollout.kv_cache_tokens}",
+        ),
+        MemoryClaim(
+            name="decode and verify passes",
+            num_bytes=plan.activations_bytes,
+            phases=phases,
+            lower=f"rollout.max_batch_size={rollout.max_batch_size} or speculation.strategies",
+        ),
+    ]
+    if config.speculation.enabled and config.speculation.is_learned:
+        own = drafter_parameters(sizes) * plan.weight_item_bytes * (2 if is_packed else 1)
+        claims.append(MemoryClaim(name="engine drafter", num_bytes=own, phases=weights_in))
+    if has_graphs:
+        lane = lane_tokens(
+            rollout, max_prompt_tokens=config.data.max_prompt_tokens, draft_slots=draft_slots
+        )
+        graphs = GraphPlan(
+            model,
+            strategies,
+            max_batch_size=rollout.max_batch_size,
+            max_length=lane,
+            item_bytes=plan.weight_item_bytes,
+        )
+        claims.append(
+            MemoryClaim(
+                name="engine graphs",
+                num_bytes=graphs.bytes_pool(),
+                phases=frozenset({Phase.ROLLOUT, Phase.SPOT}),
+                lower="speculation.strategies",
+            )
+        )
+    return claims
+
+
+def _sglang_claims(config: RunConfig, sizes: ModelSizes) -> list[MemoryClaim]:
+    """Of the engine's own process, which shares the rank's device."""
+    rollout, item, ranks = config.rollout, _item_bytes(config), config.ranks_per_engine
+    kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (
+        config.data.max_prompt_tokens + rollout.max_new_tokens
+    )
+    kv_layers = sizes.num_layers
+    weights = sizes.total
+    if config.speculation.enabled and config.speculation.is_learned:
+        kv_layers += 1
+        weights += drafter_parameters(sizes)
+    tp = f"sglang.engine_args.tp_size={ranks}"
+    return [
+        MemoryClaim(
+            name="engine weights", num_bytes=weights * item // ranks, phases=_AWAKE, lower=tp
+        ),
+        MemoryClaim(
+            name=f"engine KV ({kv_tokens} tokens)",
+            num_bytes=kv_tokens * sizes.kv * kv_layers * item // ranks,
+            phases=_AWAKE - {Phase.WEIGHT_SYNC},
+            lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.kv_cache_tokens={rollout.kv_cache_tokens} or {tp}",
+        ),
+    ]
+
+
+def _item_bytes(config: RunConfig) -> int:
+    dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+    return dtype.itemsize
