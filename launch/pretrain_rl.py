@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
+from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if config.checkpoint.resume == "auto" and not config.run.dir:
             raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
+        check_files(config)
         check_layout(config, world_size)
     except ValueError as error:
         return _refuse(error)

@@ -383,6 +383,33 @@ def test_missing_and_misshaped_tensors_are_named_on_every_rank(
     )
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_tied_embeddings_with_another_head_in_the_files_are_refused_on_every_rank(
+    tmp_path: Path, is_equal: bool
+) -> None:
+    """The ends of the head are those of the embedding, so that the comparison before launch cannot see it."""
+    source = make_tiny_hf(tmp_path / "source", "qwen2", tied=True, num_layers=2)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[256, 3] += 0.0 if is_equal else 1.0
+        tensors["lm_head.weight"] = head
+
+    path = _edit(source, tmp_path / "edited", change)
+
+    def rank(groups: ProcessGroups) -> str:
+        try:
+            _build(path, LAYOUTS["pp2"], groups)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    first, second = _on_ranks(LAYOUTS["pp2"], rank)
+    assert first == second
+    assert bool(first) != is_equal
+    assert is_equal or "tie_word_embeddings=true, but lm_head.weight is not model.embed" in first
+
+
 def test_a_parameter_that_the_table_does_not_know_is_refused(
     references: dict[str, Reference],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -15,9 +16,33 @@ import yaml
 
 from tlt_megatron.config.schema import RunConfig
 
+# Keys that a user may expect under another name than the one they have.
+_RENAMED = {"drafter.path": "speculation.drafter", "model.drafter": "speculation.drafter"}
+
+
+class _DuplicateKeyError(ValueError):
+    """A key that stands twice in one mapping."""
+
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader in which 1e-6 is a number, as everyone expects; plain YAML 1.1 reads it as a string."""
+    """SafeLoader in which 1e-6 is a number, as everyone expects (plain YAML 1.1 reads it as a string), and in which a key that
+    stands twice in a mapping is an error (plain YAML keeps the last)."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """The mapping's node. _DuplicateKeyError names the key and both lines."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                first = lines[key.tag, key.value]
+                raise _DuplicateKeyError(
+                    f"key {key.value!r} stands in line {first} and again in line {line}: must stand once"
+                )
+            lines[key.tag, key.value] = line
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -59,6 +84,8 @@ def dump_config(config: RunConfig) -> str:
 def _parse(text: str, name: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
+    except _DuplicateKeyError as error:
+        raise ValueError(f"{name}: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
 
@@ -90,8 +117,9 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            meant = _RENAMED.get(name, near[0])
             raise ValueError(
-                f"{name}={value!r}: unknown key; did you mean {near[0]}? (known: {', '.join(sorted(known))})"
+                f"{name}={value!r}: unknown key; did you mean {meant}? (known: {', '.join(sorted(known))})"
             )
         hint = hints[key]
         values[key] = (
@@ -103,7 +131,8 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
 
 
 def _convert(value: object, hint: object, name: str) -> object:
-    """Check `value` against the annotation; the one widening allowed is int -> float."""
+    """Check `value` against the annotation; the one widening allowed is int -> float. No number may be infinite or NaN."""
+    _check_finite(value, name)
     origin = typing.get_origin(hint) or hint
     if origin is types.UnionType:
         options = typing.get_args(hint)
@@ -116,6 +145,18 @@ def _convert(value: object, hint: object, name: str) -> object:
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
         raise ValueError(f"{name}={value!r}: must be {origin.__name__}, not {_kind(value)}")
     return value
+
+
+def _check_finite(value: object, name: str) -> None:
+    """ValueError for a NaN or an infinity, also inside of a list or a table."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be a finite number")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, f"{name}.{key}")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_finite(item, f"{name}[{index}]")
 
 
 def _kind(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.ranges import one_of, require
 
 
@@ -70,6 +71,13 @@ class AlgorithmSection:
         one_of("algorithm.kl_placement", self.kl_placement, ("loss", "reward"))
         one_of("algorithm.recompute_log_probs", self.recompute_log_probs, ("auto", "always"))
         one_of("algorithm.kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
+        require(
+            self.kl_estimator != "k1" or self.kl_placement == "reward",
+            "algorithm.kl_estimator",
+            self.kl_estimator,
+            "k2 or k3 where algorithm.kl_placement='loss' (the gradient of k1 is zero on average),"
+            " or set algorithm.kl_placement=reward",
+        )
         require(0 < self.clip_low <= 1, "algorithm.clip_low", self.clip_low, "in (0, 1]")
         require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "> 0")
         require(
@@ -134,7 +142,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McoreSection:
-    """Megatron-core. `transformer` is passed verbatim to its TransformerConfig, after ours."""
+    """Megatron-core. `transformer` goes verbatim to its TransformerConfig, after ours: what does not change the model."""
 
     micro_batch_tokens: int = 8192  # packed tokens of one at most, one longer sequence excepted
     recompute: str = "none"  # activation recompute: none | selective | full
@@ -149,11 +157,4 @@ class McoreSection:
             ">= 1",
         )
         one_of("mcore.recompute", self.recompute, ("none", "selective", "full"))
-        for name in ("hidden_dropout", "attention_dropout"):
-            rate = self.transformer.get(name, 0)
-            require(
-                not rate,
-                f"mcore.transformer.{name}",
-                rate,
-                "0: with dropout the log-probs before and in an update are of two policies",
-            )
+        check_transformer_fields(self.transformer)

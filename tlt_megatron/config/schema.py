@@ -46,6 +46,7 @@ class DataSection:
     input_key: str = "prompt"  # string or list of chat messages
     label_key: str = ""  # empty: label, else reward_model.ground_truth
     apply_chat_template: bool = True  # for chat messages; a string prompt is taken as it is
+    duplicate_ids: str = "refuse"  # refuse | keep; of rows with the same id and data_source
     max_prompt_tokens: int = 1024  # longer prompts are left out, counted and reported
     shuffle: bool = True
     seed: int = 0  # of the order of the prompts
@@ -54,6 +55,7 @@ class DataSection:
         _require(
             self.max_prompt_tokens >= 1, "data.max_prompt_tokens", self.max_prompt_tokens, ">= 1"
         )
+        _one_of("data.duplicate_ids", self.duplicate_ids, ("refuse", "keep"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,6 @@ class DrafterSection:
     """The learned drafter and its training. One step trains on one packed batch per member."""
 
     algorithm: str = "eagle"  # eagle | hass | eagle3
-    path: str = ""  # folder of a drafter, EAGLE / EAGLE-3 layout; empty: random weights
     aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three layers; empty: default
     dtype: str = "float32"  # of training arithmetic: float32 | bfloat16; weights stay float32
     unroll_steps: int = 0  # drafted steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
@@ -230,6 +231,12 @@ class SpotSection:
             value = getattr(self, name)
             _require(0 <= value < 1, f"spot.{name}", value, "in [0, 1)")
         _require(self.max_updates >= 0, "spot.max_updates", self.max_updates, ">= 0")
+        _require(
+            self.publish != "live" or self.holdout_share > 0,
+            "spot.holdout_share",
+            self.holdout_share,
+            "> 0 where spot.publish='live' (a drafter is compared on the hold-out before it is published)",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +360,18 @@ class RunConfig:
             "rollout.batch_invariant",
             self.rollout.batch_invariant,
             f"false where rollout.engine={self.rollout.engine!r}",
+        )
+        _require(
+            self.rollout.engine == "embedded" or self.spot.publish != "live",
+            "spot.publish",
+            self.spot.publish,
+            f"step where rollout.engine={self.rollout.engine!r} (its drafter changes between rollouts alone)",
+        )
+        _require(
+            self.eval.interval == 0 or bool(self.data.eval),
+            "eval.interval",
+            self.eval.interval,
+            "0 where data.eval is empty (there is nothing to evaluate)",
         )
         needs_drafter = self.speculation.enabled and self.speculation.is_learned
         _require(

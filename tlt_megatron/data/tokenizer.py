@@ -6,12 +6,13 @@ is added to a string prompt: a text that needs a BOS token holds it already.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tlt_megatron.config.model_shape import read_eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load from a local model folder. Code that the folder may hold is never run.
 
-    The stop tokens are the tokenizer's eos token and those of generation_config.json. ValueError names a folder
-    that is missing or holds no tokenizer.
+    The stop tokens are the tokenizer's eos token and those of config.json and generation_config.json. ValueError names
+    a folder that is missing or holds no tokenizer.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -78,22 +79,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(
             f"model.path={str(path)!r}: its tokenizer cannot be loaded: {error}"
         ) from error
-    stop_token_ids = _generation_eos(folder)
+    stop_token_ids = read_eos_token_ids(folder)
     if hf.eos_token_id is not None:
         stop_token_ids.append(hf.eos_token_id)
     if not stop_token_ids:
         log.warning("%s names no eos token: every response runs to max_new_tokens", folder)
     return Tokenizer(hf, stop_token_ids, folder)
-
-
-def _generation_eos(folder: Path) -> list[int]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return []
-    eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    if eos is None:
-        return []
-    token_ids = eos if isinstance(eos, list) else [eos]
-    if not all(type(token_id) is int for token_id in token_ids):
-        raise ValueError(f"{file}: eos_token_id={eos!r} must be an integer or a list of integers")
-    return token_ids

@@ -18,7 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tlt_megatron.models.config import RopeConfig
+from tlt_megatron.config.draft_folder import (
+    ARCHITECTURES,
+    SIZES,
+    draft_rope,
+    read_draft_settings,
+)
 from tlt_megatron.models.draft_model import (
     DraftConfig,
     DraftModel,
@@ -31,17 +36,6 @@ WEIGHTS_FILE = "model.safetensors"
 # In a folder of its own: SGLang reads every .safetensors file beside config.json as weights.
 TRAINER_FILE = "training/state.safetensors"
 _OWN_KEY = "tlt_megatron"  # what config.json says beyond the layout
-_HF_NAMES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
-_SIZES = {  # ours -> Hugging Face's
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "ffn_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
-}
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -89,7 +83,7 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
     if rope.kind == "llama3":
         parameters |= {name: getattr(rope, name) for name in _LLAMA3_FIELDS}
     hf: dict[str, Any] = {
-        "architectures": [_HF_NAMES[config.architecture]],
+        "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_act": "silu",
@@ -100,7 +94,7 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
         "rope_parameters": parameters,
         "dtype": dtype_name,
     }
-    hf |= {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
+    hf |= {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     if config.is_eagle3:
         hf["draft_vocab_size"] = None  # the whole vocabulary, through the target's head
         hf["eagle_config"] = {
@@ -113,49 +107,17 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
 
 def load_draft_config(path: str | Path) -> DraftConfig:
     """Read config.json of a drafter. ValueError says what is missing or not supported."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"drafter.path={str(path)!r}: must be a folder with config.json")
-    hf = json.loads(file.read_text(encoding="utf-8"))
-    names = {theirs: ours for ours, theirs in _HF_NAMES.items()}
-    found = (hf.get("architectures") or ["none"])[0]
-    if found not in names:
-        raise ValueError(f"{file}: architectures={found!r}: must be one of {', '.join(names)}")
-    missing = [theirs for theirs in _SIZES.values() if theirs not in hf and theirs != "head_dim"]
-    if missing:
-        raise ValueError(f"{file}: lacks {', '.join(missing)}")
-    hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
-    pruned = hf.get("draft_vocab_size")
-    for name, value, allowed in (
-        ("draft_vocab_size", pruned, (None, hf["vocab_size"])),
-        ("num_hidden_layers", hf.get("num_hidden_layers", 1), (1,)),
-        ("norm_output", hf.get("norm_output", False), (False,)),
-        ("fc_norm", hf.get("fc_norm"), (None, False)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{file}: {name}={value!r} is not supported; only {allowed}")
+    hf = read_draft_settings(path)
+    names = {theirs: ours for ours, theirs in ARCHITECTURES.items()}
     eagle = hf.get("eagle_config") or {}
     target = (hf.get(_OWN_KEY) or {}).get("target")
     return DraftConfig(
-        architecture=names[found],
-        rope=_rope_of(hf),
+        architecture=names[hf["architectures"][0]],
+        rope=draft_rope(hf, Path(path) / "config.json"),
         aux_layer_ids=tuple(eagle.get("eagle_aux_hidden_state_layer_ids", ())),
         target=TargetFingerprint(**target) if target else None,
-        **{ours: hf[theirs] for ours, theirs in _SIZES.items()},
+        **{ours: hf[theirs] for ours, theirs in SIZES.items()},
     )
-
-
-def _rope_of(hf: Mapping[str, Any]) -> RopeConfig:
-    """From transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling` before it."""
-    rope = hf.get("rope_parameters") or {
-        "rope_theta": hf.get("rope_theta", 10000.0),
-        **(hf.get("rope_scaling") or {}),
-    }
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type={kind!r} is not supported; default, linear or llama3")
-    fields = {name: rope[name] for name in ("factor", *_LLAMA3_FIELDS) if name in rope}
-    return RopeConfig(theta=float(rope["rope_theta"]), kind=kind, **fields)
 
 
 def load_drafter(

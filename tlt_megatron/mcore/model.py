@@ -7,13 +7,13 @@ attention and norm. Both have the same parameters under names that `weight_map` 
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tlt_megatron.config.mcore_fields import check_transformer_fields
+from tlt_megatron.config.model_shape import check_megatron_rope
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu
 from tlt_megatron.models.config import ModelConfig, RopeConfig
@@ -23,28 +23,6 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-# Fields that other settings own, or on whose value the correctness of this package rests -> what to do instead.
-_RESERVED_FIELDS = {
-    "tensor_model_parallel_size": "set parallel.tensor",
-    "pipeline_model_parallel_size": "set parallel.pipeline",
-    "sequence_parallel": "set parallel.sequence",
-    "params_dtype": "set model.dtype",
-    "pipeline_dtype": "set model.dtype",
-    "bf16": "set model.dtype",
-    "fp16": "set model.dtype=bfloat16",
-    "recompute_granularity": "set mcore.recompute",
-    "perform_initialization": "without it Megatron leaves out the marks of tensor-parallel parameters, and gradient norms are wrong",
-    "calculate_per_token_loss": "the loss is always summed over tokens and divided by their count",
-    "variable_seq_lengths": "micro-batches are packed, so their lengths always vary",
-    "context_parallel_size": "context parallelism is not supported",
-    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
-}
-_LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
@@ -99,7 +77,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of `config`, with `section.transformer` laid over ours word for word.
 
-    ValueError for a field that does not exist (naming the nearest that does) or that another setting owns.
+    ValueError for a field that would change the model, or that another setting owns.
     """
     if device.is_cuda != torch.cuda.is_available():
         raise ValueError(
@@ -109,17 +87,7 @@ def transformer_config(
     cpu.install()
     from megatron.core.transformer import TransformerConfig
 
-    known = [field.name for field in dataclasses.fields(TransformerConfig)]
-    for name, value in section.transformer.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"mcore.transformer.{name}={value!r}: unknown field of Megatron's TransformerConfig; did you mean {near}?"
-            )
-        if name in _RESERVED_FIELDS:
-            raise ValueError(
-                f"mcore.transformer.{name}={value!r}: not allowed here; {_RESERVED_FIELDS[name]}"
-            )
+    check_transformer_fields(section.transformer)
     fields = (
         _architecture_fields(config)
         | _layout_fields(parallel, dtype)
@@ -199,11 +167,7 @@ def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope.factor
     elif rope.kind == "llama3":
-        for name, fixed in _LLAMA3_ROPE.items():
-            if getattr(rope, name) != fixed:
-                raise ValueError(
-                    f"rope {name}={getattr(rope, name)} of a llama3 scaling: Megatron supports only {fixed}"
-                )
+        check_megatron_rope(rope)
         arguments |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
     elif rope.kind != "default":
         raise ValueError(f"rope kind={rope.kind!r}: must be one of default, linear, llama3")

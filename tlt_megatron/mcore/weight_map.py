@@ -235,7 +235,7 @@ def load_hf_weights(
     """Fill this rank's shard of the unwrapped `model` from `source`, reading only the tensors of its own stage.
 
     Every rank must call it. ValueError, the same on every rank, names all tensors that are missing or of another
-    shape, and parameters of the model that the table does not know.
+    shape, parameters of the model that the table does not know, and a head of its own where embeddings are tied.
     """
     parameters = dict(model.named_parameters())
     rows = stage_rows(model, config)
@@ -250,10 +250,24 @@ def load_hf_weights(
             shard = split(row, tensors, config, groups.tp.rank, groups.tp.size)
             assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
             parameter.data.copy_(shard)
+    if groups.world.is_first:
+        problems += _untied_head(config, source)
     # Agreed on, so that no rank goes on into a collective that a failed one will never join.
     found = sorted({problem for rank in gather_objects(problems, groups.world) for problem in rank})
     if found:
         raise ValueError(f"model.path={str(source.path)!r}: {'; '.join(found)}")
+
+
+def _untied_head(config: ModelConfig, source: HfReader) -> list[str]:
+    """What is wrong if the files hold a head that the configuration says is the embedding."""
+    head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
+    if not config.tie_word_embeddings or head not in source or embedding not in source:
+        return []
+    if torch.equal(source[head].float(), source[embedding].float()):
+        return []
+    return [
+        f"tie_word_embeddings=true, but {head} is not {embedding}: set it to false in config.json, or remove {head}"
+    ]
 
 
 def _read(

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-INDEX_NAME = "model.safetensors.index.json"
+from tlt_megatron.config.weight_files import INDEX_NAME, find_tensors
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs launches
 _CPU_CHUNK_ELEMENTS = 1 << 18
@@ -22,30 +23,29 @@ CHECKSUM_MODULUS = 1 << 63
 
 
 class HfReader:
-    """Tensors of a safetensors folder by name, read one at a time.
+    """Tensors of a safetensors folder by name, read one at a time; with an index, the index alone says from which files.
 
-    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a tensor that is not there.
+    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a tensor that is not there, ValueError a file that is
+    missing or truncated.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"model.path={str(path)!r}: must hold .safetensors files")
-        self._handles = [safe_open(file, framework="pt") for file in files]
-        self._owner = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
+        self._tensors = find_tensors(self.path)
+        files = {tensor.file for tensor in self._tensors.values()}
+        self._handles = {file: safe_open(file, framework="pt") for file in files}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._owner
+        return name in self._tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._owner:
+        if name not in self._tensors:
             raise KeyError(f"{name} is not in {self.path}")
-        return self._owner[name].get_tensor(name)
+        return self._handles[self._tensors[name].file].get_tensor(name)
 
     def names(self) -> list[str]:
         """All tensor names."""
-        return sorted(self._owner)
+        return sorted(self._tensors)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, one at a time."""
@@ -95,6 +95,8 @@ def save_hf_model(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    else:  # one that an earlier model left behind would win
+        (path / INDEX_NAME).unlink(missing_ok=True)
     _copy_companions(source, path, dtype)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tlt_megatron.config.load import dump_config
+from tlt_megatron.config.preflight import risky_settings
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -63,6 +64,9 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
     Cheap checks come first: reward function and prompts are refused before any model is built.
     """
     resume_root = _resume_root(config, run_dir)
+    if world.is_first:
+        for line in risky_settings(config):
+            log.warning("%s", line)
     with ExitStack() as stack:
         rewards = stack.enter_context(_start_rewards(config))
         tokenizer = load_tokenizer(config.model.path)
@@ -104,7 +108,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
             weight_sync=WeightSync(
                 model, engine, dtype=getattr(torch, config.rollout.dtype), world=world
             ),
-            evaluator=_build_evaluator(config, worker, tokenizer),
+            evaluator=_build_evaluator(config, worker, tokenizer, world),
             checkpoints=CheckpointManager(
                 run_dir / "checkpoints", model, keep=config.checkpoint.keep, world=world
             ),
@@ -232,7 +236,9 @@ def _train_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     )
 
 
-def _build_evaluator(config: RunConfig, worker: RolloutWorker, tokenizer: Tokenizer) -> Evaluator:
+def _build_evaluator(
+    config: RunConfig, worker: RolloutWorker, tokenizer: Tokenizer, world: Group
+) -> Evaluator:
     prompts = []
     if config.data.eval:
         held_out = load_prompts(config.data.eval, tokenizer, config.data)

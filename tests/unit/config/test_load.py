@@ -62,15 +62,15 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
             "logging.wandb_project=a=b",
             "reward.function=",
             "data.shuffle=false",
-            "mcore.transformer.window_size=[128, 0]",
-            "mcore.transformer.a.b=1e-5",
+            "sglang.engine_args.window_size=[128, 0]",
+            "sglang.engine_args.a.b=1e-5",
         ],
     )
     assert config.model.path == "some/folder with spaces"
     assert config.logging.wandb_project == "a=b"
     assert config.reward.function == ""
     assert config.data.shuffle is False
-    assert config.mcore.transformer == {"window_size": [128, 0], "a": {"b": 1e-5}}
+    assert config.sglang.engine_args == {"window_size": [128, 0], "a": {"b": 1e-5}}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_dump_of_a_changed_configuration_reads_back_equal(tmp_path: Path) -> Non
             "optimizer.eps=1.25e-12",
             "algorithm.kl_coef=0.001",
             "parallel={tensor: 2, sequence: true}",
-            "mcore.transformer={window: [1, 2], nested: {a: 1e-5, b: null, c: '1e-5'}}",
+            "sglang.engine_args={window: [1, 2], nested: {a: 1e-5, b: null, c: '1e-5'}}",
         ],
     )
     assert load_config(write(tmp_path, dump_config(config))) == config

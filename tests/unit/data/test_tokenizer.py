@@ -23,6 +23,15 @@ def test_stop_tokens_without_generation_config(tokenizer_folder: Path, tmp_path:
     assert load_tokenizer(folder).stop_token_ids == (1, 2)
 
 
+@pytest.mark.parametrize("eos, expected", [(3, (1, 2, 3)), ([3, 4], (1, 2, 3, 4)), (None, (1, 2))])
+def test_stop_tokens_of_the_model_config_join(
+    tokenizer_folder: Path, tmp_path: Path, eos: object, expected: tuple[int, ...]
+) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": eos}))
+    assert load_tokenizer(folder).stop_token_ids == expected
+
+
 def test_generation_config_with_wrong_eos_is_refused(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -185,7 +185,7 @@ def test_unsupported_configs_are_refused(
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"drafter\.path=.*config\.json"):
+    with pytest.raises(ValueError, match=r"speculation\.drafter=.*config\.json"):
         load_draft_config(tmp_path / "none")
     save_drafter(tmp_path, make_draft_model("eagle"))
     file = tmp_path / "config.json"

@@ -1,0 +1,103 @@
+"""What the checks before launch let pass, and what the run is warned of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.model_files import write_drafter, write_model, write_safetensors, zeros
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.preflight import check_files, risky_settings
+from tlt_megatron.config.weight_files import INDEX_NAME
+
+
+def check(folder: Path, *overrides: str) -> None:
+    (folder / "train.jsonl").write_text("{}\n")
+    base = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl"]
+    check_files(load_config(None, [*base, f"run.dir={folder}/runs/first", *overrides]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3", "head_dim": 8},
+        {"eos_token_id": [1, 31]},
+        {"rope_parameters": None, "rope_theta": 5e5},
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+    ],
+    ids=str,
+)
+def test_a_supported_model_passes_and_nothing_is_left_behind(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    write_model(tmp_path / "model", **config)
+    check(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "train.jsonl"]
+
+
+def test_stale_files_beside_an_index_do_not_count(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "model")
+    shard = "model-00001-of-00001.safetensors"
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / shard)
+    (tmp_path / "model" / INDEX_NAME).write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, shard)})
+    )
+    stale = {"model.norm.weight": zeros((3,)), "other": zeros((1,), "F8_E4M3")}
+    write_safetensors(tmp_path / "model" / "consolidated.safetensors", stale)
+    check(tmp_path)
+
+
+def test_shards_without_an_index_and_an_equal_tied_head_pass(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "model", tie_word_embeddings=True)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": zeros((2,))}
+    write_safetensors(tmp_path / "model" / "model-2.safetensors", head | derived)
+    check(tmp_path)
+
+
+def test_a_drafter_counts_only_where_it_is_used(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_drafter(tmp_path / "drafter", hidden_size=24)
+    named = f"speculation.drafter={tmp_path}/drafter"
+    check(tmp_path, named)
+    check(tmp_path, named, "speculation.enabled=true", "speculation.strategies=[ngram_4]")
+    with pytest.raises(ValueError, match="must be the policy's, 16"):
+        check(tmp_path, named, "speculation.enabled=true")
+    write_drafter(tmp_path / "drafter")
+    check(tmp_path, named, "speculation.enabled=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, is_named",
+    [
+        ([], False),
+        (["rollout.top_p=0.9"], True),
+        (["rollout.top_k=40"], True),
+        (["rollout.top_p=0.9", "algorithm.tis_cap=2"], False),
+    ],
+)
+def test_truncated_sampling_without_correction_is_named(
+    overrides: list[str], is_named: bool
+) -> None:
+    found = risky_settings(load_config(None, overrides))
+    assert len(found) == is_named
+    for line in found:
+        assert all(key in line for key in ("rollout.top_p=", "rollout.top_k=", "algorithm.tis_cap"))
+
+
+def test_a_merged_yaml_mapping_is_no_duplicate(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: &base {seed: 1, num_steps: 2}\ndata: {<<: {seed: 4}, seed: 5}\n")
+    assert load_config(path).data.seed == 5
+
+
+def test_k1_in_the_reward_and_live_with_a_hold_out_are_allowed() -> None:
+    load_config(None, ["algorithm.kl_estimator=k1", "algorithm.kl_placement=reward"])
+    load_config(None, ["spot.publish=live", "spot.holdout_share=0.1"])
+    load_config(None, ["eval.interval=2", "data.eval=x.jsonl"])
+    load_config(None, ["mcore.transformer.tp_comm_overlap=true"])

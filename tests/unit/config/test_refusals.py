@@ -1,0 +1,320 @@
+"""What files alone can tell is refused by the launcher in one line, with exit code 2, before torch is imported.
+
+All cases go through `main` in one fresh process in which an import of torch fails; a few go through the command line too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.model_files import write_drafter, write_model, write_safetensors, write_tokenizer, zeros
+
+REPO = Path(__file__).resolve().parents[3]
+INDEX = "model.safetensors.index.json"
+DRAFTS = (
+    "speculation.enabled=true",
+    "speculation.strategies=['2_1_2']",
+    "speculation.drafter={0}/drafter",
+)
+# Runs main on each line of standard input (a JSON list of arguments) and prints exit code and stderr.
+DRIVER = """
+import contextlib, io, json, sys
+for name in ("torch", "transformers", "numpy", "megatron", "safetensors", "pyarrow", "rich"):
+    sys.modules[name] = None  # an import fails
+from launch.pretrain_rl import main
+for line in sys.stdin:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            code = main(json.loads(line))
+        except BaseException as error:
+            code = repr(error)
+    print(json.dumps([code, stderr.getvalue()]))
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is changed in a good run's folder, the settings, and the message (an expression)."""
+
+    name: str
+    message: str
+    change: Callable[[Path], object] = lambda folder: None
+    overrides: tuple[str, ...] = field(default=())  # {0}: the run's folder
+
+
+def model(**config: object) -> Callable[[Path], object]:
+    return lambda folder: write_model(folder / "model", **config)
+
+
+def weights(file: str = "model.safetensors", drop: str = "", **extra) -> Callable[[Path], object]:
+    """The model's weights without `drop` and with `extra` (shape or tensor; __ for a dot)."""
+
+    def change(folder: Path) -> None:
+        tensors = write_model(folder / "model")
+        for name, tensor in extra.items():
+            is_shape = not isinstance(tensor[0], str)
+            tensors[name.replace("__", ".")] = zeros(tensor) if is_shape else tensor
+        tensors = {name: tensor for name, tensor in tensors.items() if name != drop}
+        write_safetensors(folder / "model" / file, tensors)
+
+    return change
+
+
+def text(path: str, content: str | bytes) -> Callable[[Path], object]:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / path).write_bytes(data)
+
+
+def remove(path: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / path).unlink()
+
+
+def cut(path: str, num_bytes: int) -> Callable[[Path], object]:
+    """The first bytes stay; a negative number: all but so many."""
+
+    def change(folder: Path) -> None:
+        data = (folder / path).read_bytes()
+        (folder / path).write_bytes(data[:num_bytes])
+
+    return change
+
+
+def index(**weight_map: str) -> Callable[[Path], object]:
+    names = {name.replace("__", "."): file for name, file in weight_map.items()}
+    return text(f"model/{INDEX}", json.dumps({"weight_map": names}))
+
+
+def tied(folder: Path) -> None:
+    tensors = write_model(folder / "model", tie_word_embeddings=True)
+    dtype, shape, data = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = (dtype, shape, b"\1" + data[1:])
+    write_safetensors(folder / "model" / "model.safetensors", tensors)
+
+
+def drafter(**config: object) -> Callable[[Path], object]:
+    return lambda folder: write_drafter(folder / "drafter", **config)
+
+
+def llama3(**fields: object) -> dict[str, object]:
+    return {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0} | fields
+
+
+MODEL = r"model\.path='[^']*/model': "
+CASES = [
+    # config.json
+    Case("no model folder", r"model\.path='': must be a folder with config\.json", overrides=("model.path=",)),
+    Case("absent model folder", r"model\.path='/absent': must be a folder", overrides=("model.path=/absent",)),
+    Case("config is not JSON", r"config\.json: cannot be read as JSON", text("model/config.json", "{")),
+    Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
+    Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, qwen2, qwen3", model(model_type="mixtral")),
+    Case("no model type", r"model_type=None is not supported", model(model_type=None)),
+    Case("sizes", MODEL + r"config\.json lacks num_hidden_layers, vocab_size" , text("model/config.json", '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}')),
+    Case("size of another type", r"hidden_size='16': must be an integer >= 1", model(hidden_size="16")),
+    Case("heads", r"num_attention_heads=4 must be a multiple of num_key_value_heads=3", model(num_key_value_heads=3)),
+    Case("activation", r"hidden_act='gelu' is not supported; only 'silu'", model(hidden_act="gelu")),
+    Case("mlp bias", r"mlp_bias=True is not supported; only False", model(mlp_bias=True)),
+    Case("attention bias", r"attention_bias=True is not supported for llama", model(attention_bias=True)),
+    Case("sliding window", r"use_sliding_window=True is not supported", model(use_sliding_window=True)),
+    Case("yarn", r"rope_type='yarn' is not supported; must be one of default, linear, llama3", model(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
+    Case("yarn as transformers 4 wrote it", r"rope_type='yarn' is not supported", model(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
+    Case("dynamic rope", r"rope_type='dynamic' is not supported", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
+    Case("linear rope without factor", r"rope_type='linear' lacks factor", model(rope_parameters={"rope_type": "linear"})),
+    Case("llama3 rope that Megatron lacks", MODEL + r"rope high_freq_factor=8\.0 of a llama3 scaling: Megatron supports only 4\.0", model(rope_parameters=llama3(low_freq_factor=1.0, high_freq_factor=8.0, original_max_position_embeddings=8192))),
+    Case("partial rotation", r"partial_rotary_factor=0\.5 is not supported", model(partial_rotary_factor=0.5)),
+    Case("quantized by config", MODEL + r"config\.json quantization_config says that the weights are quantized \(quant_method='fp8'\)", model(quantization_config={"quant_method": "fp8"})),
+    Case("eos beyond the vocabulary", r"config\.json: eos_token_id=\[1, 32\] must be < vocab_size=32", model(eos_token_id=[1, 32])),
+    Case("eos of another type", r"config\.json: eos_token_id='</s>' must be an integer or a list of integers", model(eos_token_id="</s>")),
+    Case("generation config", r"generation_config\.json: eos_token_id=\[2, 99\] must be < vocab_size=32", text("model/generation_config.json", '{"eos_token_id": [2, 99]}')),
+    # safetensors
+    Case("no safetensors", MODEL + r".*: must hold \.safetensors files", remove("model/model.safetensors")),
+    Case("another format", r"must hold \.safetensors files \(pytorch_model\.bin must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
+    Case("truncated data", MODEL + r".*/model\.safetensors: is truncated: \d+ bytes, its header says \d+", cut("model/model.safetensors", -1)),
+    Case("truncated header", r"/model\.safetensors: is truncated, or not safetensors: 100 bytes, header \d+", cut("model/model.safetensors", 100)),
+    Case("empty file", r"/model\.safetensors: is truncated, or not safetensors: 0 bytes", text("model/model.safetensors", "")),
+    Case("header is not JSON", r"/model\.safetensors: has a header that is not safetensors'", text("model/model.safetensors", b"\4" + bytes(7) + b"abcd")),
+    Case("bytes behind", r"has bytes behind its last tensor", lambda f: (f / "model/model.safetensors").open("ab").write(b"x")),
+    Case("git-lfs pointer", r"/model\.safetensors: is a git-lfs pointer", text("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
+    Case("missing tensor", MODEL + r"its files lack model\.norm\.weight$", weights(drop="model.norm.weight")),
+    Case("another shape", MODEL + r"model\.norm\.weight has shape \[17\], config\.json makes it \[16\]", weights(model__norm__weight=(17,))),
+    Case("bias without a place", MODEL + r"its files hold tensors that a llama of this config\.json does not have: model\.layers\.0\.self_attn\.q_proj\.bias", weights(model__layers__0__self_attn__q_proj__bias=(16,))),
+    Case("more layers", r"does not have: model\.layers\.2\.input_layernorm\.weight", weights(model__layers__2__input_layernorm__weight=(16,))),
+    Case("fp8", MODEL + r"model\.safetensors holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight in F8_E4M3; use the checkpoint in one of F16, BF16, F32, F64", weights(model__layers__0__mlp__up_proj__weight=zeros((24, 16), "F8_E4M3"))),
+    Case("scales", r"holds quantized weights: model\.layers\.0\.mlp\.up_proj\.weight_scale_inv in F32", weights(model__layers__0__mlp__up_proj__weight_scale_inv=(1,))),
+    Case("int8", r"holds quantized weights: .*down_proj\.weight in I8", weights(model__layers__0__mlp__down_proj__weight=zeros((16, 24), "I8"))),
+    Case("tied with another head", MODEL + r"tie_word_embeddings=true, but the files hold a lm_head\.weight that is not model\.embed_tokens\.weight", tied),
+    Case("index names a missing file", MODEL + r".*model\.safetensors\.index\.json: names files that are not there: model-00002-of-00002\.safetensors", index(model__norm__weight="model-00002-of-00002.safetensors")),
+    Case("index names a missing tensor", r"index\.json: names tensors that their files do not hold: other\.weight \(model\.safetensors\)", index(other__weight="model.safetensors")),
+    Case("index without a map", r"index\.json: must hold weight_map", text(f"model/{INDEX}", "{}")),
+    Case("two models in a folder", r"tensor \S+ stands in model\.safetensors and in old\.safetensors: remove the files", weights("old.safetensors")),
+    # tokenizer
+    Case("no tokenizer", MODEL + r"must hold a tokenizer, one of tokenizer\.json", remove("model/tokenizer.json")),
+    Case("tokenizer too large", MODEL + r"tokenizer\.json has token ids up to 39, more than vocab_size=32 of config\.json holds", lambda f: write_tokenizer(f / "model", 40)),
+    Case("added token too large", r"tokenizer\.json has token ids up to 32, more than vocab_size=32", text("model/tokenizer.json", '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 32}]}')),
+    # drafter
+    Case("absent drafter", r"speculation\.drafter='[^']*/absent': must be a folder with config\.json", overrides=(*DRAFTS, "speculation.drafter={0}/absent")),
+    Case("drafter of another kind", r"drafter/config\.json: architectures='LlamaForCausalLM': must be one of", drafter(architectures=["LlamaForCausalLM"]), DRAFTS),
+    Case("drafter without a size", r"drafter/config\.json: lacks intermediate_size", drafter(intermediate_size=None), DRAFTS),
+    Case("drafter's rope", r"drafter/config\.json: rope_type='yarn' is not supported", drafter(rope_parameters={"rope_type": "yarn"}), DRAFTS),
+    Case("drafter of another policy", r"speculation\.drafter='[^']*/drafter': hidden_size=24 must be the policy's, 16", drafter(hidden_size=24), DRAFTS),
+    Case("drafter without weights", r"speculation\.drafter=.*must hold \.safetensors files", remove("drafter/model.safetensors"), DRAFTS),
+    Case("truncated drafter", r"speculation\.drafter=.*/drafter/model\.safetensors: is truncated", cut("drafter/model.safetensors", -2), DRAFTS),
+    Case("drafter by its old key", r"drafter\.path='x': unknown key; did you mean speculation\.drafter\?", overrides=("drafter.path=x",)),
+    # run folder and prompts
+    Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': must be a folder that can be written; .*: Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),
+    Case("run.dir that cannot be written", r"run\.dir='/proc/run': must be a folder that can be written; /proc: ", overrides=("run.dir=/proc/run",)),
+    Case("no prompts", r"data\.train='': must be an existing", overrides=("data.train=",)),
+    Case("absent prompts", r"data\.train='/absent\.jsonl': must be an existing \.jsonl or \.parquet file", overrides=("data.train=/absent.jsonl",)),
+    Case("absent eval", r"data\.eval='/absent\.parquet': must be an existing", overrides=("data.eval=/absent.parquet",)),
+    Case("prompts of another kind", r"config\.json': must be an existing \.jsonl or \.parquet file", overrides=("data.train={0}/model/config.json",)),
+    Case("empty prompts", r"data\.train=.*: is empty, must hold at least one row", text("train.jsonl", "")),
+    Case("truncated parquet", r"data\.eval=.*: is truncated, or not a parquet file", text("eval.parquet", b"PAR1 and no more"), ("data.eval={0}/eval.parquet",)),
+    # settings
+    Case("duplicate key", r"key 'lr' stands in line 6 and again in line 7: must stand once", lambda f: (f / "run.yaml").open("a").write("optimizer:\n  lr: 1.0\n  lr: 2.0\n")),
+    Case("duplicate section", r"key 'data' stands in line 2 and again in line 5", lambda f: (f / "run.yaml").open("a").write("data: {seed: 3}\n")),
+    Case("duplicate key of an override", r"override 'run=\{seed: 1, seed: 2\}': key 'seed' stands", overrides=("run={seed: 1, seed: 2}",)),
+    Case("k1 as a loss", r"algorithm\.kl_estimator='k1': must be k2 or k3 where algorithm\.kl_placement='loss'", overrides=("algorithm.kl_estimator=k1",)),
+    Case("live without hold-out", r"spot\.holdout_share=0\.0: must be > 0 where spot\.publish='live'", overrides=("spot.publish=live", "spot.holdout_share=0")),
+    Case("live with SGLang", r"spot\.publish='live': must be step where rollout\.engine='sglang'", overrides=("spot.publish=live", "rollout.engine=sglang")),
+    Case("evaluation without prompts", r"eval\.interval=2: must be 0 where data\.eval is empty", overrides=("eval.interval=2",)),
+    *(
+        Case(f"{key}={value}", re.escape(key) + rf"={shown}: must be a finite number", overrides=(f"{key}={value}",))
+        for key, value, shown in (
+            ("algorithm.kl_coef", ".nan", "nan"),
+            ("algorithm.entropy_coef", ".inf", "inf"),
+            ("algorithm.clip_high", ".inf", "inf"),
+            ("optimizer.weight_decay", "-.inf", "-inf"),
+            ("optimizer.clip_grad", ".inf", "inf"),
+            ("drafter.feature_weight", ".nan", "nan"),
+            ("run.group_timeout_s", ".inf", "inf"),
+            ("sglang.engine_args.mem_fraction_static", ".nan", "nan"),
+        )
+    ),
+    *(
+        Case(f"mcore.transformer.{name}", rf"mcore\.transformer\.{name}=.*: not allowed.*{hint}", overrides=(f"mcore.transformer.{name}={value}",))
+        for name, value, hint in (
+            ("num_layers", 3, r"the model is that of model\.path"),
+            ("hidden_size", 32, r"the model is that of model\.path"),
+            ("ffn_hidden_size", 32, r"the model is that of model\.path"),
+            ("num_attention_heads", 2, r"the model is that of model\.path"),
+            ("num_query_groups", 1, r"the model is that of model\.path"),
+            ("kv_channels", 8, r"the model is that of model\.path"),
+            ("normalization", "LayerNorm", r"the model is that of model\.path"),
+            ("layernorm_epsilon", 0.25, r"the model is that of model\.path"),
+            ("activation_func", "gelu", r"the model is that of model\.path"),
+            ("gated_linear_unit", "false", r"the model is that of model\.path"),
+            ("add_bias_linear", "true", r"the model is that of model\.path"),
+            ("add_qkv_bias", "true", r"the model is that of model\.path"),
+            ("qk_layernorm", "true", r"the model is that of model\.path"),
+            ("rotary_interleaved", "true", r"the model is that of model\.path"),
+            ("window_size", "[8, 0]", r"the model is that of model\.path"),
+            ("softmax_scale", 1.0, r"the model is that of model\.path"),
+            ("num_moe_experts", 2, r"the model is that of model\.path"),
+            ("fp8", "e4m3", r"the model is that of model\.path"),
+            ("hidden_dropout", 0.1, "of two policies"),
+            ("bf16", "true", r"set model\.dtype"),
+            ("tensor_model_parallel_size", 2, r"set parallel\.tensor"),
+            ("context_parallel_size", 2, "not supported"),
+            ("perform_initialization", "false", "gradient norms are wrong"),
+            ("recompute_granularity", "full", r"set mcore\.recompute"),
+            ("recompute_num_layer", 2, r"did you mean recompute_num_layers\?"),
+        )
+    ),
+]  # fmt: skip
+
+
+def make_run(folder: Path) -> None:
+    """A run that passes every check: model, drafter, prompts and run.yaml."""
+    folder.mkdir()
+    write_model(folder / "model")
+    write_drafter(folder / "drafter")
+    (folder / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    (folder / "run.yaml").write_text(
+        f"model: {{path: {folder}/model}}\n"
+        f"data: {{train: {folder}/train.jsonl, max_prompt_tokens: 16}}\n"
+        "rollout: {max_new_tokens: 32}\n"
+        f"run: {{dir: {folder}/run}}\n"
+    )
+
+
+def arguments(folder: Path, overrides: tuple[str, ...]) -> list[str]:
+    return ["--config", f"{folder}/run.yaml", *(text.replace("{0}", str(folder)) for text in overrides)]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | str, str]]:
+    """Exit code and standard error of every case, by name, from one process without torch."""
+    root, lines = tmp_path_factory.mktemp("refusals"), []
+    for number, case in enumerate(CASES):
+        folder = root / str(number)
+        make_run(folder)
+        case.change(folder)
+        lines.append(json.dumps(arguments(folder, case.overrides)))
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        cwd=REPO,
+        env=environment(),
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    return dict(zip([case.name for case in CASES], found, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_files_tell_is_refused_in_one_line_before_torch(
+    case: Case, answers: dict[str, tuple[int | str, str]]
+) -> None:
+    code, stderr = answers[case.name]
+    assert code == 2, (code, stderr)
+    assert re.fullmatch(r"pretrain_rl: [^\n]*\n", stderr), stderr
+    assert re.search(case.message, stderr.rstrip("\n")), stderr
+
+
+def test_the_command_line_refuses_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    cut("model/model.safetensors", -1)(tmp_path / "run")
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    for name in ("torch", "transformers", "numpy"):
+        (poison / f"{name}.py").write_text("raise SystemExit('was imported')\n")
+    done = subprocess.run(
+        [sys.executable, "launch/pretrain_rl.py", *arguments(tmp_path / "run", ())],
+        cwd=REPO,
+        env=environment() | {"PYTHONPATH": f"{poison}:{REPO}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"pretrain_rl: .*is truncated.*\n", done.stderr), done.stderr
+
+
+def test_a_rank_beside_the_first_refuses_without_a_line(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    remove("model/tokenizer.json")(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "launch/pretrain_rl.py", *arguments(tmp_path / "run", ())],
+        cwd=REPO,
+        env=environment() | {"RANK": "1", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (2, "")

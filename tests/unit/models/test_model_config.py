@@ -1,0 +1,118 @@
+"""config.json read without transformers says what transformers says, and weights are read where the index says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_files import CONFIG, write_model
+from tests.tiny_models import KINDS, make_tiny_hf, tiny_config
+from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.config.weight_files import INDEX_NAME
+from tlt_megatron.mcore.weight_map import (
+    EMBEDDING_ROW,
+    FINAL_NORM_ROW,
+    hf_shapes,
+    layer_rows,
+    lm_head_row,
+)
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader, save_hf_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rope_parameters": None},
+        {"rope_parameters": None, "rope_theta": 12345.0},
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4}},
+        {"rope_parameters": LLAMA3},
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": None, "rms_norm_eps": None},
+        {"head_dim": 8},
+        {"num_attention_heads": 32, "hidden_size": 128, "num_key_value_heads": None},
+    ],
+    ids=str,
+)
+def test_config_is_read_as_transformers_reads_it(
+    tmp_path: Path, kind: str, change: dict[str, Any]
+) -> None:
+    from transformers import AutoConfig
+
+    settings = {k: v for k, v in (CONFIG | {"model_type": kind} | change).items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    hf, own = AutoConfig.from_pretrained(tmp_path), load_model_config(tmp_path)
+    default_dim = hf.hidden_size // hf.num_attention_heads
+    assert own.head_dim == (getattr(hf, "head_dim", None) or default_dim)
+    assert own.num_kv_heads == hf.num_key_value_heads
+    assert own.rms_norm_eps == hf.rms_norm_eps
+    assert own.tie_word_embeddings == hf.tie_word_embeddings
+    rope = hf.rope_parameters
+    assert (own.rope.kind, own.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    for name in ("factor", "low_freq_factor", "original_max_position_embeddings"):
+        assert getattr(own.rope, name) == rope.get(name, getattr(own.rope, name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_expected_tensors_are_those_that_transformers_saves(
+    tmp_path: Path, kind: str, tied: bool
+) -> None:
+    folder = make_tiny_hf(tmp_path, kind, tied=tied, num_layers=2)
+    saved = load_file(folder / "model.safetensors")
+    expected = tensor_shapes(load_model_config(folder))
+    assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == expected
+
+
+@pytest.mark.parametrize("switches", [{}, {"has_qkv_bias": True, "has_qk_norm": False}])
+def test_expected_tensors_are_those_of_megatrons_table(switches: dict[str, bool]) -> None:
+    config = tiny_config(**switches)
+    rows = [EMBEDDING_ROW, FINAL_NORM_ROW, lm_head_row(config)]
+    rows += [row for n in range(config.num_layers) for row in layer_rows(config, n, n)]
+    table = {
+        name: shape
+        for row in rows
+        for name, shape in zip(row.hf_names, hf_shapes(row, config), strict=True)
+    }
+    assert table == tensor_shapes(config)
+
+
+def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
+    save_file({"a": torch.full((1,), 7.0)}, tmp_path / "zz_stale.safetensors")
+    with pytest.raises(ValueError, match=r"a stands in one\.safetensors and in two\.safetensors"):
+        HfReader(tmp_path)
+    weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    reader = HfReader(tmp_path)
+    assert (reader["a"].item(), reader["b"].item()) == (1.0, 0.0)
+    assert reader.names() == ["a", "b"]
+
+
+def test_an_export_of_one_file_removes_an_older_index(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_model(source)
+    tensors = [("a", torch.ones(4)), ("b", torch.zeros(4))]
+    save_hf_model(target, tensors, source, dtype=torch.float32, max_shard_bytes=16)
+    assert (target / INDEX_NAME).is_file()
+    save_hf_model(target, [("a", torch.full((4,), 2.0))], source, dtype=torch.float32)
+    for stale in target.glob("model-*"):
+        stale.unlink()
+    assert HfReader(target)["a"].tolist() == [2.0] * 4

@@ -1,0 +1,58 @@
+"""config.json of a drafter (EAGLE / EAGLE-3 layout), read and checked without torch: what is missing or not supported.
+
+Called before launch (`preflight.py`) and by `drafter.checkpoint.load_draft_config`, which makes the record of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tlt_megatron.config.model_shape import RopeConfig, read_json, rope_config
+
+ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
+SIZES = {  # ours -> Hugging Face's
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+def read_draft_settings(path: str | Path) -> dict[str, Any]:
+    """The checked settings, with head_dim filled in. ValueError says what is missing or not supported."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"speculation.drafter={str(path)!r}: must be a folder with config.json")
+    hf = read_json(file)
+    found = (hf.get("architectures") or ["none"])[0]
+    if found not in ARCHITECTURES.values():
+        raise ValueError(
+            f"{file}: architectures={found!r}: must be one of {', '.join(ARCHITECTURES.values())}"
+        )
+    missing = [theirs for theirs in SIZES.values() if theirs not in hf and theirs != "head_dim"]
+    if missing:
+        raise ValueError(f"{file}: lacks {', '.join(missing)}")
+    hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+    for name, value, allowed in (
+        ("draft_vocab_size", hf.get("draft_vocab_size"), (None, hf["vocab_size"])),
+        ("num_hidden_layers", hf.get("num_hidden_layers", 1), (1,)),
+        ("norm_output", hf.get("norm_output", False), (False,)),
+        ("fc_norm", hf.get("fc_norm"), (None, False)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{file}: {name}={value!r} is not supported; only {allowed}")
+    draft_rope(hf, file)
+    return hf
+
+
+def draft_rope(hf: dict[str, Any], file: Path) -> RopeConfig:
+    """The rotary embedding of a drafter. ValueError names the file."""
+    try:
+        return rope_config(hf)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error

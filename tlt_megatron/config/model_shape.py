@@ -1,0 +1,263 @@
+"""The shape of a decoder-only policy, read once from config.json; the engines, the drafter and the Megatron builder build
+from this record. Families: Llama, Qwen2/2.5, Qwen3 (dense). Imports neither torch nor transformers, so that a model that is
+not supported is refused before they are loaded; the defaults of absent keys are those of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "llama3")
+MEGATRON_LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_SIZES = (
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+_DEFAULT_THETA = 10000.0
+_DEFAULT_EPS = 1e-6
+_QWEN_KV_HEADS = 32  # of transformers' Qwen2Config and Qwen3Config
+_QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. `kind` "default", "linear" or "llama3"; the llama3 fields are those of Llama 3.1."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and switches of one model. D = hidden_size, F = ffn_size, N/K = query/kv heads, H = head_dim, L, V."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. ValueError names the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Read `config.json` in the folder `path`. ValueError for a family or an option that is not supported."""
+    file = Path(path) / "config.json"
+    if not str(path) or not file.is_file():
+        raise ValueError(f"model.path={str(path)!r}: must be a folder with config.json")
+    hf = read_json(file)
+    try:
+        return _model_config(hf)
+    except ValueError as error:
+        raise ValueError(f"model.path={str(path)!r}: config.json {error}") from error
+
+
+def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
+    kind = hf.get("model_type")
+    if kind not in SUPPORTED_MODEL_TYPES:
+        allowed = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ValueError(f"model_type={kind!r} is not supported; must be one of {allowed}")
+    missing = [name for name in _SIZES if hf.get(name) is None]
+    if missing:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    _check_options(hf)
+    heads = _size(hf, "num_attention_heads")
+    kv_heads = _size(hf, "num_key_value_heads", heads if kind == "llama" else _QWEN_KV_HEADS, heads)
+    hidden = _size(hf, "hidden_size")
+    head_dim = _head_dim(hf, hidden, heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    return ModelConfig(
+        model_type=kind,
+        vocab_size=_size(hf, "vocab_size"),
+        hidden_size=hidden,
+        ffn_size=_size(hf, "intermediate_size"),
+        num_layers=_size(hf, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(hf, "rms_norm_eps", _DEFAULT_EPS),
+        rope=rope_config(hf),
+        max_position_embeddings=_size(hf, "max_position_embeddings"),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        has_qkv_bias=kind == "qwen2",
+        has_qk_norm=kind == "qwen3",
+    )
+
+
+def _check_options(hf: Mapping[str, Any]) -> None:
+    """Refuse what would make another function of the same tensors."""
+    kind = hf["model_type"]
+    for option, allowed in (
+        ("hidden_act", "silu"),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("is_encoder_decoder", False),
+    ):
+        value = hf.get(option, allowed)
+        if value != allowed:
+            raise ValueError(f"{option}={value!r} is not supported; only {allowed!r}")
+    if kind != "qwen2" and hf.get("attention_bias", False):
+        raise ValueError(
+            f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
+        )
+    if "sliding_attention" in (hf.get("layer_types") or ()):
+        raise ValueError("layer_types with sliding_attention is not supported")
+
+
+def _size(hf: Mapping[str, Any], name: str, absent: int = 0, null: int = 0) -> int:
+    value = hf.get(name, absent)
+    value = null if value is None else value
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+    return value
+
+
+def _number(hf: Mapping[str, Any], name: str, absent: float) -> float:
+    value = hf.get(name, absent)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}={value!r}: must be a number > 0")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be finite")
+    return float(value)
+
+
+def _head_dim(hf: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if hf.get("head_dim") is not None:
+        head_dim = _size(hf, "head_dim")
+    elif hf["model_type"] == "qwen3" and "head_dim" not in hf:
+        head_dim = _QWEN3_HEAD_DIM
+    elif hidden % heads:
+        raise ValueError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+    else:
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: must be even, rotary embeddings turn pairs")
+    return head_dim
+
+
+def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
+    """From transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling` before it."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters={rope!r}: must be an object")
+    rope = {"rope_theta": hf.get("rope_theta", _DEFAULT_THETA)} | rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"rope_type={kind!r} is not supported; must be one of {', '.join(ROPE_KINDS)}"
+        )
+    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor={partial!r} is not supported; only 1.0")
+    if kind == "llama3":
+        rope = {"original_max_position_embeddings": hf["max_position_embeddings"]} | rope
+    needed = {"linear": ("factor",), "llama3": ("factor", *MEGATRON_LLAMA3_ROPE)}.get(kind, ())
+    missing = [name for name in needed if rope.get(name) is None]
+    if missing:
+        raise ValueError(f"rope_type={kind!r} lacks {', '.join(missing)}")
+    scaling: dict[str, Any] = {name: _number(rope, name, 0.0) for name in needed}
+    if kind == "llama3":
+        scaling["original_max_position_embeddings"] = _size(
+            rope, "original_max_position_embeddings"
+        )
+    return RopeConfig(theta=_number(rope, "rope_theta", _DEFAULT_THETA), kind=kind, **scaling)
+
+
+def check_megatron_rope(rope: RopeConfig) -> None:
+    """ValueError for a llama3 scaling that Megatron cannot express."""
+    if rope.kind != "llama3":
+        return
+    for name, fixed in MEGATRON_LLAMA3_ROPE.items():
+        if getattr(rope, name) != fixed:
+            raise ValueError(
+                f"rope {name}={getattr(rope, name)} of a llama3 scaling: Megatron supports only {fixed}"
+            )
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model in Hugging Face's names; tied embeddings have no lm_head."""
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, ffn, vocab = config.hidden_size, config.ffn_size, config.vocab_size
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, heads),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    if config.has_qkv_bias:
+        layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", heads), ("k", kv), ("v", kv))}
+    if config.has_qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for number in range(config.num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def read_eos_token_ids(folder: Path, vocab_size: int | None = None) -> list[int]:
+    """The stop tokens that config.json and generation_config.json name, in no order. ValueError names file and value of what
+    is no token id, or lies beyond `vocab_size`."""
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        eos = read_json(file).get("eos_token_id") if file.is_file() else None
+        if eos is None:
+            continue
+        token_ids = eos if isinstance(eos, list) else [eos]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+            raise ValueError(
+                f"{file}: eos_token_id={eos!r} must be an integer or a list of integers >= 0"
+            )
+        if vocab_size is not None and any(token_id >= vocab_size for token_id in token_ids):
+            raise ValueError(f"{file}: eos_token_id={eos!r} must be < vocab_size={vocab_size}")
+        found += token_ids
+    return found

@@ -1,0 +1,177 @@
+"""What can be known from files before torch is imported: the policy's folder, the drafter's, the tokenizer, the prompts'
+files, the run's folder. Called by the launcher, so that such a mistake costs a moment and one line.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt_megatron.config.draft_folder import read_draft_settings
+from tlt_megatron.config.model_shape import (
+    ModelConfig,
+    check_megatron_rope,
+    load_model_config,
+    read_eos_token_ids,
+    read_json,
+    tensor_shapes,
+)
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.config.weight_files import (
+    StoredTensor,
+    check_not_quantized,
+    find_tensors,
+    name_some,
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # old Llama checkpoints store what is computed anyway
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 1 << 16  # of the beginning and the end of a tensor
+_PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a parquet file
+
+
+def check_files(config: RunConfig) -> None:
+    """ValueError, in one line, for what a run would stumble over later. Reads configs, headers and the tokenizer, no weights."""
+    policy = _check_policy(config.model.path)
+    if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
+        _check_drafter(Path(config.speculation.drafter), policy)
+    _check_prompts("data.train", config.data.train)
+    if config.data.eval:
+        _check_prompts("data.eval", config.data.eval)
+    if config.run.dir:
+        _check_writable(Path(config.run.dir))
+
+
+def risky_settings(config: RunConfig) -> list[str]:
+    """Settings that are allowed and bias what is learned, one sentence each, for a warning at the start."""
+    rollout, found = config.rollout, []
+    is_truncated = rollout.top_p < 1 or rollout.top_k > 0
+    if is_truncated and config.algorithm.tis_cap == 0:
+        found.append(
+            f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} cut the distribution that responses are drawn"
+            " from, and algorithm.tis_cap=0 does not correct for it: the policy gradient is biased."
+            " Set top_p=1 and top_k=0, or algorithm.tis_cap >= 1"
+        )
+    return found
+
+
+def _check_policy(path: str) -> ModelConfig:
+    config, folder = load_model_config(path), Path(path)
+    try:
+        check_megatron_rope(config.rope)
+        tensors = find_tensors(folder)
+        check_not_quantized(read_json(folder / "config.json"), tensors)
+        _check_tied(config, tensors)
+        _check_shapes(config, tensors)
+        _check_tokenizer(folder, config.vocab_size)
+        read_eos_token_ids(folder, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"model.path={path!r}: {error}") from error
+    return config
+
+
+def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    """The files hold the tensors of this architecture, and no others: a bias that is not read would be lost."""
+    shapes = tensor_shapes(config)
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise ValueError(f"its files lack {name_some(missing)}")
+    known = shapes.keys() | ({_LM_HEAD} if config.tie_word_embeddings else set())
+    extra = [n for n in tensors if n not in known and not n.endswith(_DERIVED_TENSORS)]
+    if extra:
+        raise ValueError(
+            f"its files hold tensors that a {config.model_type} of this config.json does not have: {name_some(extra)}"
+        )
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            found = list(tensors[name].shape)
+            raise ValueError(f"{name} has shape {found}, config.json makes it {list(shape)}")
+
+
+def _check_tied(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    """Compares the ends alone; loading compares the whole (`mcore/weight_map.py`)."""
+    if not config.tie_word_embeddings or not {_LM_HEAD, _EMBEDDING} <= tensors.keys():
+        return
+    head, embedding = tensors[_LM_HEAD], tensors[_EMBEDDING]
+    is_same = head.shape == embedding.shape
+    if is_same and head.dtype == embedding.dtype:
+        is_same = _ends(head) == _ends(embedding)
+    if not is_same:
+        raise ValueError(
+            f"tie_word_embeddings=true, but the files hold a {_LM_HEAD} that is not {_EMBEDDING}: "
+            f"set it to false in config.json, or remove {_LM_HEAD}"
+        )
+
+
+def _ends(tensor: StoredTensor) -> tuple[bytes, bytes]:
+    count = min(_COMPARED_BYTES, tensor.end - tensor.start)
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        first = file.read(count)
+        file.seek(tensor.end - count)
+        return first, file.read(count)
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"must hold a tokenizer, one of {', '.join(_TOKENIZER_FILES)}")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    highest = _highest_token_id(read_json(file))
+    if highest >= vocab_size:
+        raise ValueError(
+            f"tokenizer.json has token ids up to {highest}, more than vocab_size={vocab_size} of config.json holds"
+        )
+
+
+def _highest_token_id(tokenizer: Mapping[str, Any]) -> int:
+    vocab = (tokenizer.get("model") or {}).get("vocab") or ()
+    token_ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    added = [token["id"] for token in tokenizer.get("added_tokens") or ()]
+    return max(max(token_ids, default=-1), max(added, default=-1))
+
+
+def _check_drafter(folder: Path, policy: ModelConfig) -> None:
+    settings = read_draft_settings(folder)
+    try:
+        check_not_quantized(settings, find_tensors(folder))
+        for name, size in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
+            if settings[name] != size:
+                raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
+    except ValueError as error:
+        raise ValueError(f"speculation.drafter={str(folder)!r}: {error}") from error
+
+
+def _check_prompts(key: str, path: str) -> None:
+    file = Path(path)
+    if not path or file.suffix not in (".jsonl", ".parquet") or not file.is_file():
+        raise ValueError(f"{key}={path!r}: must be an existing .jsonl or .parquet file")
+    try:
+        with file.open("rb") as stream:
+            first = stream.read(len(_PARQUET_MAGIC))
+            stream.seek(-min(len(_PARQUET_MAGIC), file.stat().st_size), 2)
+            last = stream.read()
+    except OSError as error:
+        raise ValueError(f"{key}={path!r}: cannot be read: {error.strerror}") from error
+    if not first:
+        raise ValueError(f"{key}={path!r}: is empty, must hold at least one row")
+    if file.suffix == ".parquet" and not (first == last == _PARQUET_MAGIC):
+        raise ValueError(f"{key}={path!r}: is truncated, or not a parquet file")
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Tries it where the folder is, or will be: permissions alone do not tell of read-only and full disks."""
+    parent = run_dir.absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={str(run_dir)!r}: must be a folder that can be written; {parent}: {error.strerror}"
+        ) from error
