@@ -6,6 +6,7 @@ A plain `python launch/pretrain_rl.py ...` runs one rank. Bad input ends with ex
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -20,9 +21,11 @@ from tlt_megatron.config.load import dump_config, load_config
 from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.schema import RunConfig
 
+log = logging.getLogger("launch.pretrain_rl")
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done (or stopped on request and saved), 2 bad input."""
+    """Returns the exit code: 0 done (or stopped on request and saved), 1 failed, 2 bad input."""
     options = _parse(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     overrides = list(options.overrides)
@@ -61,9 +64,16 @@ def _refuse(error: ValueError) -> int:
     return 2
 
 
+def _stop_unhealthy(error: Exception, rank: int) -> int:
+    """The same error on every rank: all log it, the first alone to the terminal."""
+    log.log(logging.ERROR if rank == 0 else logging.INFO, "%s", error)
+    return 1
+
+
 def _run(config: RunConfig, name: str) -> int:
     import torch.distributed as dist
 
+    from tlt_megatron.policy.health import UnhealthyTrainingError
     from tlt_megatron.runtime.collectives import broadcast_object
     from tlt_megatron.runtime.device import select_device
     from tlt_megatron.runtime.log import configure_logging
@@ -92,8 +102,13 @@ def _run(config: RunConfig, name: str) -> int:
         except ValueError as error:  # of prompts, reward, sizes, memory, checkpoint
             print(f"pretrain_rl (rank {world.rank}): {error}", file=sys.stderr)
             return 2
+        except UnhealthyTrainingError as error:
+            return _stop_unhealthy(error, world.rank)
         run.trainer.history.add_memory_plan(ledger.peak_bytes)
-        run.trainer.train()
+        try:
+            run.trainer.train()
+        except UnhealthyTrainingError as error:
+            return _stop_unhealthy(error, world.rank)
         finish_run(run, config, run_dir)
     dist.destroy_process_group()
     return 0

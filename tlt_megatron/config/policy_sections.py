@@ -56,6 +56,9 @@ class AlgorithmSection:
     num_minibatches: int = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: int = 1  # passes over a batch of rollouts
     recompute_log_probs: str = "auto"  # before the update: auto (not where redundant) | always
+    max_logprob_diff: float | None = (
+        None  # nats, training to rollout at the first step; None: max 1e-3, mean 0.1 with bfloat16
+    )
 
     def __post_init__(self) -> None:
         one_of(
@@ -91,6 +94,12 @@ class AlgorithmSection:
             "algorithm.tis_cap",
             self.tis_cap,
             "0 (off) or >= 1",
+        )
+        require(
+            self.max_logprob_diff is None or self.max_logprob_diff > 0,
+            "algorithm.max_logprob_diff",
+            self.max_logprob_diff,
+            "> 0 (null: by dtype)",
         )
         require(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, ">= 0")
         for name in ("num_minibatches", "num_epochs"):

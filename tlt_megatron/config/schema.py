@@ -307,10 +307,12 @@ class RunSection:
     seed: int = 0  # of sampling noise
     device: str = "auto"  # auto: cuda where there is one | cpu | cuda
     group_timeout_s: float = 1800.0  # a collective that waits longer fails, naming the rank
+    max_bad_updates: int = 3  # in a row, skipped or not finite; the run then ends with exit code 1
 
     def __post_init__(self) -> None:
         _require(self.num_steps >= 0, "run.num_steps", self.num_steps, ">= 0")
         _one_of("run.device", self.device, ("auto", "cpu", "cuda"))
+        _require(self.max_bad_updates >= 1, "run.max_bad_updates", self.max_bad_updates, ">= 1")
         _require(self.group_timeout_s > 0, "run.group_timeout_s", self.group_timeout_s, "> 0")
 
 

@@ -5,6 +5,7 @@ Every rank is given the whole batch and picks its share by arithmetic, so ranks 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,15 @@ from tlt_megatron.policy.batching import (
     response_slices,
     split_evenly,
 )
+from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import HiddenTap, LossFunction, LossResult, PolicyModel
 from tlt_megatron.policy.loss import PolicyLoss, kl_estimate
 from tlt_megatron.rewards.advantage import compute_advantages
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import Experience, MicroBatch, Rollout, ScoredGroup, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 RolloutKey = tuple[int, int]  # (index of the group in the batch, sample_index)
 
@@ -75,14 +79,22 @@ class PolicyTrainer:
         micro_batch_tokens: int,
         temperature: float,
         max_new_tokens: int,
+        health: TrainingHealth | None = None,
     ) -> None:
+        """`health` stops a run that trains wrongly; without it the numbers are reported alone."""
         self.model = model
         self.section = section
         self.groups = groups
         self.micro_batch_tokens = micro_batch_tokens
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
+        self.health = health
         self.loss = PolicyLoss(section)
+
+    @property
+    def is_last_update_good(self) -> bool:
+        """Whether the newest update was applied with finite numbers; true before the first one."""
+        return self.health is None or self.health.num_bad == 0
 
     def infer_logprobs(
         self, scored: Sequence[ScoredGroup], tap: HiddenTap | None = None
@@ -104,7 +116,7 @@ class PolicyTrainer:
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
             difference = _engine_difference(packs, [p.policy_logprobs for p in predicted])
-            metrics = self._compare_engines(difference)
+            metrics = self._compare_engines(difference, scored)
             tap = None
         if self.section.kl_coef:
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
@@ -119,12 +131,16 @@ class PolicyTrainer:
         )
 
     def update(self, inference: Inference) -> dict[str, float]:
-        """num_epochs passes of num_minibatches optimizer steps; metrics averaged over the batch."""
+        """num_epochs passes of num_minibatches optimizer steps; metrics averaged over the batch.
+
+        UnhealthyTrainingError, on all ranks, as `health` decides: before the first update where the engines disagree.
+        """
         advantages = self._advantages(inference)
         totals = dict.fromkeys((*self.loss.metric_names, "loss_count", "num_tokens"), 0.0)
         last: dict[str, float] = {}
-        num_updates = num_skipped = 0
-        grad_norms = []
+        engines: dict[str, float] = {}
+        num_skipped = 0
+        grad_norms: list[float] = []
         recorded = _RecordedLoss(self.loss)
         loss_fn = recorded if inference.old_logprobs is None else self.loss
         for _ in range(self.section.num_epochs):
@@ -137,19 +153,27 @@ class PolicyTrainer:
                 sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
                 for name, value in sums.items():
                     totals[name] += value
+                if inference.old_logprobs is None:
+                    engines = self._compare_in_update(inference, recorded.policy_logprobs)
                 stats = self.model.optimizer_step()
                 grad_norms.append(stats.grad_norm)
                 num_skipped += stats.is_skipped
-                num_updates += 1
                 last["actor/lr"] = stats.lr
         means = self._means(totals)
-        if inference.old_logprobs is None:
-            means |= self._compare_in_update(inference.minibatches[0], recorded.policy_logprobs)
+        if num_skipped and self.groups.world.is_first:
+            log.warning(
+                "step %d: %d of %d updates were skipped, gradient norm %s: weights and optimizer are unchanged",
+                *(_step_of(inference.scored), num_skipped, len(grad_norms), grad_norms[-1]),
+            )
+        if self.health is not None:
+            loss = means["actor/pg_loss"]
+            self.health.check_updates(_step_of(inference.scored), grad_norms, loss)
         return {
             **means,
+            **engines,
             **last,
             "actor/grad_norm": sum(grad_norms) / len(grad_norms),
-            "actor/num_updates": float(num_updates),
+            "actor/num_updates": float(len(grad_norms)),
             "actor/num_skipped_updates": float(num_skipped),
         }
 
@@ -221,44 +245,44 @@ class PolicyTrainer:
         }
 
     def _compare_in_update(
-        self, packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
+        self, inference: Inference, policy_logprobs: Sequence[Tensor]
     ) -> dict[str, float]:
         """`_compare_engines` of an update's forward pass, whose log-probs the last pipeline stage alone has seen."""
         pp = self.groups.pp
         known = [logprobs_P.cpu() for logprobs_P in policy_logprobs]
-        mine = _engine_difference(packs, known) if pp.is_last else None
-        return self._compare_engines(broadcast_object(mine, pp, source=pp.size - 1))
+        mine = _engine_difference(inference.minibatches[0], known) if pp.is_last else None
+        difference = broadcast_object(mine, pp, source=pp.size - 1)
+        return self._compare_engines(difference, inference.scored)
 
-    def _compare_engines(self, difference: _Difference) -> dict[str, float]:
+    def _compare_engines(
+        self, difference: EngineDifference, scored: Sequence[ScoredGroup]
+    ) -> dict[str, float]:
         """How far the rollout engine's log-probs of the raw policy are from the training engine's, per token."""
-        parts = gather_objects(difference, self.groups.dp)
-        name = "train/train_rollout_logprob_abs_diff"
-        return {
-            name: sum(part.total for part in parts) / sum(part.num_tokens for part in parts),
-            f"{name}_max": max(part.largest for part in parts),
-        }
+        everyones = EngineDifference.over(gather_objects(difference, self.groups.dp))
+        if self.health is not None:
+            self.health.check_engines(_step_of(scored), everyones)
+        return everyones.metrics()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Difference:
-    """Of one data-parallel rank's tokens, |rollout log-prob - training log-prob|."""
-
-    total: float
-    largest: float
-    num_tokens: int
+def _step_of(scored: Sequence[ScoredGroup]) -> int:
+    """The RL step, from 1: the version of the policy that rolled out is the number of steps done before."""
+    return scored[0].group.rollouts[0].policy_version + 1
 
 
-def _engine_difference(packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]) -> _Difference:
+def _engine_difference(
+    packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
+) -> EngineDifference:
     theirs = _by_key(packs, policy_logprobs)
-    total = largest = 0.0
-    num_tokens = 0
-    for pack in packs:
-        for key, rollout in zip(pack.keys, pack.rollouts, strict=True):
-            diff_T = (theirs[key] - rollout.policy_logprobs).abs()
-            total += float(diff_T.sum(dtype=torch.float64))
-            largest = max(largest, float(diff_T.max()))
-            num_tokens += diff_T.numel()
-    return _Difference(total=total, largest=largest, num_tokens=num_tokens)
+    pairs = [
+        (theirs[key], rollout.policy_logprobs)
+        for pack in packs
+        for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+    ]
+    none = torch.empty(0)
+    return EngineDifference.of(
+        torch.cat([none, *(training_T for training_T, _ in pairs)]),
+        torch.cat([none, *(rollout_T for _, rollout_T in pairs)]),
+    )
 
 
 def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:

@@ -21,6 +21,7 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.device import Device
@@ -194,6 +195,11 @@ def _build_policy_trainer(
         micro_batch_tokens=config.mcore.micro_batch_tokens,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
+        health=TrainingHealth(
+            max_bad_updates=config.run.max_bad_updates,
+            max_diff=config.algorithm.max_logprob_diff,
+            dtypes=(config.model.dtype, config.rollout.dtype),
+        ),
     )
 
 

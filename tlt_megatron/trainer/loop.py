@@ -92,7 +92,11 @@ class RLTrainer:
             self.train_step()
             if self._is_due(self.settings.eval_interval):
                 self.evaluate()
-            if self._is_due(self.settings.checkpoint_interval):
+            # checkpoints of steps without an update would drive the last good one out
+            if (
+                self._is_due(self.settings.checkpoint_interval)
+                and self.policy_trainer.is_last_update_good
+            ):
                 self.save_checkpoint()
         if self.step == self.settings.num_steps and self.history.last_eval_step != self.step:
             self.evaluate()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.policy.health import check_weights
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
@@ -24,16 +25,23 @@ class ChecksummedTensors:
         self._tensors = tensors
         self._dtype = dtype
         self._total = 0
+        self._nonfinite = ""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors:
             tensor = tensor.detach().to(self._dtype)
             self._total += checksum_tensor(name, tensor)
+            if not self._nonfinite and not bool(torch.isfinite(tensor).all()):
+                self._nonfinite = name
             yield name, tensor
 
     def checksum(self) -> int:
         """Of all tensors that have passed."""
         return self._total % CHECKSUM_MODULUS
+
+    def nonfinite(self) -> str:
+        """The first tensor that has passed with NaN or infinity in it, "" for none."""
+        return self._nonfinite
 
 
 class WeightSync:
@@ -50,11 +58,14 @@ class WeightSync:
     def push_policy(self, version: int) -> int:
         """Give every engine the current policy as `version`; returns the checksum. A collective of all ranks.
 
-        RuntimeError names the ranks whose engine would hold something else.
+        RuntimeError names the ranks whose engine would hold something else; UnhealthyTrainingError the weights that
+        are not finite. Both come on every rank, so the policy of a finished step is checked before it is saved.
         """
         stream = ChecksummedTensors(self.model.export_hf_weights(), self.dtype)
         self.engine.load_weights(stream, version=version, checksum=stream.checksum)
-        checksums = gather_objects(stream.checksum(), self.world)
+        sent = gather_objects((stream.checksum(), stream.nonfinite()), self.world)
+        check_weights(version, [nonfinite for _, nonfinite in sent])
+        checksums = [checksum for checksum, _ in sent]
         strays = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
         if strays:
             raise RuntimeError(

@@ -125,7 +125,7 @@ def test_results_without_a_finite_score_are_refused(result: object) -> None:
 @pytest.mark.parametrize("result", [1e200, -1e7, 10**400, {"score": 2e6}])
 def test_scores_too_large_to_compare_are_refused(result: object) -> None:
     """1e200 has a variance that overflows: advantages and gradients were 0 without a word."""
-    with pytest.raises(ValueError, match="must be a finite number from -1e[+]06 to 1e[+]06"):
+    with pytest.raises(ValueError, match=r"must be a finite number from -1e[+]06 to 1e[+]06"):
         read_score(result)
     assert read_score(1e6) == 1e6
 

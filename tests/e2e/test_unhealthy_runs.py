@@ -1,0 +1,154 @@
+"""Training that goes wrong stops with exit code 1, one line and the last good checkpoint, by the user's own doors."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.ranks import run_ranks
+from tests.tiny_task import launch, metric_rows, run, run_forked
+from tlt_megatron.policy.health import UnhealthyTrainingError
+from tlt_megatron.trainer.weight_sync import ChecksummedTensors
+
+pytestmark = pytest.mark.e2e
+
+EVERY_STEP = ("checkpoint.interval=1", "checkpoint.keep=0", "data.eval=")
+
+
+def saved_steps(run_dir: Path) -> list[str]:
+    return sorted(folder.name for folder in (run_dir / "checkpoints").glob("iter_*"))
+
+
+def said(stderr: str) -> list[str]:
+    """The error lines of a rank."""
+    return [line for line in stderr.splitlines() if " ERROR " in line]
+
+
+def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
+    config: Path, tmp_path: Path
+) -> None:
+    run(2, config, tmp_path, "run.num_steps=1", *EVERY_STEP)
+    done = launch(
+        2,
+        *("--config", config, "--resume", "auto", f"run.dir={tmp_path}", *EVERY_STEP),
+        *("optimizer.lr=1e37", "optimizer.weight_decay=100", "run.num_steps=9"),
+    )
+    assert done.returncode == 1
+    assert len(said(done.stderr)) == 1, done.stderr[-5000:]
+    assert "step 2: weights of the policy are NaN or infinite" in said(done.stderr)[0]
+    assert "Check optimizer.lr" in said(done.stderr)[0]
+    assert saved_steps(tmp_path) == ["iter_0000001"]
+    pointer = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert pointer.read_text() == "1"
+
+
+@pytest.mark.parametrize("layout", ["parallel.tensor=1", "parallel.pipeline=2"])
+def test_updates_skipped_in_a_row_end_the_run_and_keep_the_good_checkpoints(
+    config: Path, tmp_path: Path, layout: str
+) -> None:
+    """Weights of 1e15 are finite, but what is computed with them is not: every further update is skipped."""
+    run(2, config, tmp_path, layout, "run.num_steps=1", *EVERY_STEP)
+    again = ("--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=2", "data.eval=")
+    results = run_forked(
+        2,
+        *("--config", config, f"run.dir={tmp_path}", layout, *again),
+        *("optimizer.lr=1e15", "run.num_steps=99", "run.max_bad_updates=2"),
+    )
+    assert [code for code, _ in results] == [1, 1]
+    (line,) = said(results[0][1])
+    assert "step 4: 2 updates in a row were skipped or not finite" in line
+    assert "gradient norm nan" in line
+    assert said(results[1][1]) == []
+    assert saved_steps(tmp_path) == ["iter_0000001", "iter_0000002"]
+    rows = {row["step"]: row for row in metric_rows(tmp_path)}
+    assert rows[2]["actor/num_skipped_updates"] == 0
+    assert rows[3]["actor/num_skipped_updates"] == 1
+    assert rows[3]["train/train_rollout_logprob_abs_diff_max"] is None, "NaN is not hidden"
+
+
+def test_a_model_with_nan_in_it_is_refused_before_the_first_step(
+    config: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(config.parent / "model", model)
+    (shard,) = model.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    [(code, stderr)] = run_forked(
+        1, "--config", config, f"run.dir={tmp_path}/run", f"model.path={model}"
+    )
+    assert code == 1
+    assert "step 0: weights of the policy are NaN or infinite, model.norm.weight" in stderr
+    assert saved_steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("passes", ["auto", "always"])
+@pytest.mark.parametrize("layout", ["parallel.tensor=1", "parallel.pipeline=2"])
+def test_engine_with_other_weights_is_noticed_before_the_first_update(
+    config: Path, tmp_path: Path, passes: str, layout: str
+) -> None:
+    """The engine is given weights of its own after the run's: it rolls out another policy than the one in training."""
+    from tlt_megatron.config.load import load_config
+    from tlt_megatron.runtime.device import select_device
+    from tlt_megatron.runtime.process_groups import init_world
+    from tlt_megatron.trainer.build import build_run
+
+    settings = load_config(
+        str(config), [layout, f"algorithm.recompute_log_probs={passes}", "data.eval="]
+    )
+
+    def rank() -> tuple[str, bool]:
+        device = select_device("cpu")
+        world = init_world(device.backend, 60.0)
+        with build_run(settings, tmp_path, world, device) as built:
+            before = {name: tensor.clone() for name, tensor in built.model.export_hf_weights()}
+            other = ChecksummedTensors(
+                ((name, tensor * 1.01) for name, tensor in before.items()), torch.float64
+            )
+            built.trainer.engine.load_weights(other, version=0, checksum=other.checksum)
+            with pytest.raises(UnhealthyTrainingError) as caught:
+                built.trainer.train()
+            after = dict(built.model.export_hf_weights())
+            return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
+
+    for message, is_unchanged in run_ranks(2, rank, has_world=False):
+        assert "step 1: training and rollout log-probs of " in message
+        assert "differ by max" in message
+        assert "rope" in message
+        assert is_unchanged
+    assert saved_steps(tmp_path) == []
+
+
+def test_difference_above_the_users_bound_ends_the_run(config: Path, tmp_path: Path) -> None:
+    arguments = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5", *EVERY_STEP)
+    results = run_forked(2, "--config", config, f"run.dir={tmp_path}", *arguments)
+    assert [code for code, _ in results] == [1, 1]
+    (line,) = said(results[0][1])
+    assert "allowed is mean 1e-05 (model.dtype=float32, rollout.dtype=bfloat16)" in line
+    assert saved_steps(tmp_path) == []
+
+
+def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
+    config: Path, tmp_path: Path
+) -> None:
+    """A reward of 1e200 made every advantage 0, and the run learned nothing without a word."""
+    (tmp_path / "huge.py").write_text(
+        "def huge(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1e200 * len(solution_str)\n"
+    )
+    zero = ("reward.on_error=zero", "run.num_steps=1", "data.eval=")
+    [(code, stderr)] = run_forked(
+        1,
+        *("--config", config, f"run.dir={tmp_path}", f"reward.function={tmp_path}/huge.py:huge"),
+        *zero,
+    )
+    assert code == 0
+    assert "prompt_id='train:" in stderr
+    assert "must be a finite number from -1e+06 to 1e+06" in stderr
+    (row,) = metric_rows(tmp_path)
+    assert row["reward/num_errors"] == 16

@@ -1,0 +1,150 @@
+"""What stops a run that trains wrongly without an error: engines that disagree, updates and weights that are not finite.
+
+Used by the policy trainer, the weight sync and the launcher. Every check gets numbers that are the same on all ranks,
+so all ranks stop at the same place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+EXACT_DTYPES = ("float32", "float64")
+MAX_DIFF_EXACT = 1e-3  # nats, of the worst token; float32 engines measured on a 135M model: 5e-5
+MEAN_DIFF_ROUNDED = (
+    0.1  # nats, of the mean token, where bfloat16 takes part: its worst token may be off by 1
+)
+
+
+class UnhealthyTrainingError(RuntimeError):
+    """The run must stop, on every rank. The message says at which step, what is wrong and where to search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDifference:
+    """|training - rollout| of the sampled tokens: of log-probs in nats, and of probabilities. NaN stays NaN."""
+
+    num_tokens: int
+    logprob_sum: float
+    logprob_max: float
+    prob_sum: float
+    prob_square_sum: float
+    prob_max: float
+
+    @classmethod
+    def of(cls, training_N: Tensor, rollout_N: Tensor) -> EngineDifference:
+        """Of N log-probs of the raw policy (temperature 1, nothing cut) each; N may be 0."""
+        training_N, rollout_N = training_N.double(), rollout_N.double()
+        logprob_N = (training_N - rollout_N).abs()
+        prob_N = (training_N.exp() - rollout_N.exp()).abs()
+        return cls(
+            num_tokens=logprob_N.numel(),
+            logprob_sum=float(logprob_N.sum()),
+            logprob_max=float(logprob_N.max()) if logprob_N.numel() else 0.0,
+            prob_sum=float(prob_N.sum()),
+            prob_square_sum=float(prob_N.square().sum()),
+            prob_max=float(prob_N.max()) if prob_N.numel() else 0.0,
+        )
+
+    @classmethod
+    def over(cls, parts: Sequence[EngineDifference]) -> EngineDifference:
+        """Of all tokens of `parts` together."""
+        return cls(
+            num_tokens=sum(part.num_tokens for part in parts),
+            logprob_sum=sum(part.logprob_sum for part in parts),
+            logprob_max=_max([part.logprob_max for part in parts]),
+            prob_sum=sum(part.prob_sum for part in parts),
+            prob_square_sum=sum(part.prob_square_sum for part in parts),
+            prob_max=_max([part.prob_max for part in parts]),
+        )
+
+    @property
+    def logprob_mean(self) -> float:
+        return self.logprob_sum / self.num_tokens
+
+    def metrics(self) -> dict[str, float]:
+        """Under slime's name for log-probs and verl's for probabilities."""
+        prob_mean = self.prob_sum / self.num_tokens
+        variance = self.prob_square_sum / self.num_tokens - prob_mean**2
+        return {
+            "train/train_rollout_logprob_abs_diff": self.logprob_mean,
+            "train/train_rollout_logprob_abs_diff_max": self.logprob_max,
+            "training/rollout_probs_diff_mean": prob_mean,
+            "training/rollout_probs_diff_max": self.prob_max,
+            # rounding may make it negative; NaN is kept
+            "training/rollout_probs_diff_std": 0.0 if variance < 0 else math.sqrt(variance),
+        }
+
+
+class TrainingHealth:
+    """The checks of one run: the first batch of a fresh or resumed run, and every update.
+
+    `max_diff` replaces the default bound on the difference of the engines, None keeps it.
+    """
+
+    def __init__(
+        self, *, max_bad_updates: int, max_diff: float | None, dtypes: tuple[str, str]
+    ) -> None:
+        """`dtypes` are those of training and of rollouts."""
+        self._max_bad_updates = max_bad_updates
+        self._dtypes = dtypes
+        self._is_exact = all(dtype in EXACT_DTYPES for dtype in dtypes)
+        default = MAX_DIFF_EXACT if self._is_exact else MEAN_DIFF_ROUNDED
+        self._bound = default if max_diff is None else max_diff
+        self._is_compared = False
+        self.num_bad = 0  # updates in a row
+
+    def check_engines(self, step: int, difference: EngineDifference) -> None:
+        """Raises at the first batch if training and rollouts compute different policies. Before its first update."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        worst = difference.logprob_max if self._is_exact else difference.logprob_mean
+        if not worst <= self._bound:  # NaN too
+            statistic = "max" if self._is_exact else "mean"
+            raise UnhealthyTrainingError(
+                f"step {step}: training and rollout log-probs of {difference.num_tokens} sampled tokens differ by "
+                f"max {difference.logprob_max:.3g}, mean {difference.logprob_mean:.3g}; allowed is {statistic} "
+                f"{self._bound:g} (model.dtype={self._dtypes[0]}, rollout.dtype={self._dtypes[1]}). The two engines "
+                "compute different policies: check mcore.transformer, sglang.engine_args and config.json of model.path "
+                "(rope, norm, biases, tied embeddings). algorithm.max_logprob_diff sets the bound. "
+                "No update was applied in this step"
+            )
+
+    def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
+        """Raises after `max_bad_updates` updates in a row without finite numbers, counted over steps.
+
+        `grad_norms` of the step's updates, in order: an update whose norm is not finite was skipped.
+        """
+        for grad_norm in grad_norms:
+            self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
+        if not math.isfinite(loss) and self.num_bad == 0:
+            self.num_bad = 1
+        if self.num_bad >= self._max_bad_updates:
+            raise UnhealthyTrainingError(
+                f"step {step}: {self.num_bad} updates in a row were skipped or not finite "
+                f"(run.max_bad_updates={self._max_bad_updates}): gradient norm {grad_norms[-1]}, loss {loss}. "
+                "Check the rewards (critic/rewards/*), optimizer.lr and the log-probs of the batch "
+                "(train/train_rollout_logprob_abs_diff). The newest checkpoint is kept"
+            )
+
+
+def check_weights(version: int, nonfinite: Sequence[str]) -> None:
+    """Raises if weights of policy `version` are NaN or infinite; `nonfinite` names them, "" for none, by rank."""
+    named = [(rank, name) for rank, name in enumerate(nonfinite) if name]
+    if named:
+        rank, name = named[0]
+        raise UnhealthyTrainingError(
+            f"step {version}: weights of the policy are NaN or infinite, {name} first "
+            f"(on {len(named)} of {len(nonfinite)} ranks, rank {rank} first). Check optimizer.lr, optimizer.clip_grad "
+            "and actor/grad_norm of the last steps, or the model or checkpoint where no update was made. "
+            "They are not saved; the newest checkpoint is kept"
+        )
+
+
+def _max(values: Sequence[float]) -> float:
+    """The largest; NaN if any is, which `max` may hide."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
