@@ -52,6 +52,10 @@ class PassRecord:
     accepted_by_depth: tuple[int, ...]  # [d - 1]: requests that accepted >= d drafted tokens
 
 
+class GenerationStopped(RuntimeError):
+    """Generation was ended because `should_stop` said so."""
+
+
 class RolloutEngine(Protocol):
     """Generates responses with the weights it was last given, and refuses to without."""
 
