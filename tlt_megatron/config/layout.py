@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 
@@ -29,14 +32,39 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"parallel.pipeline={pp} does not divide num_hidden_layers={model.num_layers} of {config.model.path}"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    slack = sglang_slack(config)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + slack
+    behind = f" + {slack} of sglang's slack" if slack else ""
     if longest > model.max_position_embeddings:
         raise ValueError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} = {longest} exceeds max_position_embeddings="
+            f"{config.rollout.max_new_tokens}{behind} = {longest} exceeds max_position_embeddings="
             f"{model.max_position_embeddings} of {config.model.path}"
         )
     if 0 < config.rollout.kv_cache_tokens < longest:
         raise ValueError(
             f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one full sequence of {longest} tokens"
         )
+
+
+def sglang_slack(config: RunConfig) -> int:
+    """Positions that SGLang needs behind a full sequence; 0 with another engine."""
+    if config.rollout.engine != "sglang":
+        return 0
+    section = config.speculation
+    texts = section.strategies if section.enabled else []
+    return draft_slack(texts[:1] if section.selector == "fixed" else texts)
+
+
+def draft_slack(strategies: Sequence[str]) -> int:
+    """Positions behind a full sequence that SGLang's drafts write to: two passes in flight, each with the rows of the widest
+    strategy or all candidates of the deepest; 4 are SGLang's own, also without drafts. Example: `["6_1_6"]` gives 18."""
+    widest = 0
+    for text in strategies:
+        rows, reach = 1, 0
+        for part in text.split("+"):
+            numbers = [int(number) for number in re.findall(r"\d+", part)]
+            rows += numbers[-1] if numbers else 0
+            reach = max(reach, numbers[0] * numbers[1] if len(numbers) == 3 else 0)
+        widest = max(widest, rows if rows > 1 else 0, reach)
+    return 2 * widest + 4

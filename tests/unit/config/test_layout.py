@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_megatron.config.layout import check_layout
+from tlt_megatron.config.layout import check_layout, draft_slack
 from tlt_megatron.config.load import load_config
 
 SIZES = {
@@ -46,6 +46,7 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int
         ("parallel.tensor=2", 2),
         ("parallel.tensor=4 parallel.pipeline=2", 16),
         ("rollout.kv_cache_tokens=512", 1),
+        ("rollout.engine=sglang rollout.max_new_tokens=380", 1),
     ],
 )
 def test_layouts_that_fit_are_allowed(tmp_path: Path, overrides: str, world_size: int) -> None:
@@ -101,3 +102,31 @@ def test_sizes_that_tensor_parallelism_cannot_cut_are_refused(
 def test_config_json_without_sizes_is_refused_naming_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json lacks num_hidden_layers, vocab_size"):
         check(tmp_path, num_hidden_layers=None, vocab_size=None)
+
+
+def test_a_sequence_must_leave_sglang_room_for_its_drafts(tmp_path: Path) -> None:
+    text = r"rollout.max_new_tokens=384 [+] 18 of sglang's slack = 530 exceeds max_position_embeddings=512"
+    drafting = (
+        "rollout.engine=sglang speculation.enabled=true spot.enabled=true "
+        'speculation.strategies=["4_1_4","6_1_6"]'
+    )
+    with pytest.raises(ValueError, match=text):
+        check(tmp_path, drafting)
+
+
+@pytest.mark.parametrize(
+    "strategies, slack",
+    [
+        ([], 4),
+        (["off"], 4),
+        (["2_1_2", "6_1_6", "off"], 18),
+        (["4_2_8"], 22),
+        (["6_4_16"], 52),
+        (["ngram_8"], 22),
+        (["2_1_2+ngram_4"], 18),
+    ],
+)
+def test_the_slack_covers_the_widest_and_the_deepest_draft(
+    strategies: list[str], slack: int
+) -> None:
+    assert draft_slack(strategies) == slack

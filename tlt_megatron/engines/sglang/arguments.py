@@ -1,7 +1,7 @@
 """Settings -> the options of SGLang's Engine: pure functions, nothing is started here.
 
-Called by the engine. What to know: our options come from the run's own sections; everything else in `sglang.engine_args`
-is passed on as it stands, and a key that both would set is refused.
+Called by the engine. Our options come from the run's own sections; everything else in `sglang.engine_args` is passed on as it
+stands, and a key that both would set is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tlt_megatron.config.layout import draft_slack
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.sglang.noise import mark
 from tlt_megatron.speculation.strategy import SpeculationStrategy
@@ -127,7 +128,9 @@ def engine_arguments(
     """All options of the engine of one rank. ValueError names the keys of `sglang.engine_args` that are ours to set."""
     if rollout.dtype == "float64":
         raise ValueError("rollout.dtype='float64': sglang knows float32 and bfloat16")
+    strategies = speculation.strategies if speculation else ()
     longest = max_prompt_tokens + rollout.max_new_tokens
+    longest += draft_slack([str(strategy) for strategy in strategies])
     ports = free_ports(rank, 2)
     ours: dict[str, object] = {
         "model_path": model_path,
@@ -138,10 +141,9 @@ def engine_arguments(
         "nccl_port": ports[1],
         "skip_tokenizer_init": True,
         "served_model_name": mark(speculation.ranking if speculation else Ranking.NOISE),
-        "context_length": longest + _slack(speculation),
+        "context_length": longest,
         "max_running_requests": rollout.max_batch_size,
-        "max_total_tokens": rollout.kv_cache_tokens
-        or rollout.max_batch_size * (longest + _slack(speculation)),
+        "max_total_tokens": rollout.kv_cache_tokens or rollout.max_batch_size * longest,
         "chunked_prefill_size": rollout.prefill_chunk_tokens,
     }
     defaults: dict[str, object] = {"log_level": "error"}
@@ -161,15 +163,6 @@ def engine_arguments(
             " be set here"
         )
     return defaults | ours | section.engine_args
-
-
-def _slack(speculation: SpeculationPlan | None) -> int:
-    """Positions behind a sequence that drafts need."""
-    if speculation is None:
-        return 4
-    widest = max(strategy.num_rows for strategy in speculation.strategies)
-    reach = max(strategy.topk * strategy.num_steps for strategy in speculation.strategies)
-    return 2 * max(widest, reach) + 4
 
 
 def _cpu_defaults(speculation: SpeculationPlan | None) -> dict[str, object]:
