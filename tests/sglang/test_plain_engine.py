@@ -24,8 +24,9 @@ from tests.sglang.rollouts import (
     tensors_of,
     token_lists,
 )
+from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.connection import TARGET
-from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.engines.sglang.engine import MEMORY_TAGS, SglangEngine
 from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
 
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
@@ -44,7 +45,9 @@ def engines() -> Iterator[list[SglangEngine]]:
 def engine(engines: list[SglangEngine], policy_folder: Path) -> SglangEngine:
     """Awake, with the policy of version 1."""
     if not engines:
+        before = dict(os.environ)
         engines.append(start_sglang(policy_folder))
+        assert dict(os.environ) == before, "the start of an engine changes the environment"
     tensors = tensors_of(policy_folder)
     engines[0].wake()
     engines[0].load_weights(tensors, version=VERSION, checksum=lambda: checksum(tensors))
@@ -140,6 +143,46 @@ def test_a_sleeping_engine_must_be_woken(engine: SglangEngine) -> None:
         answers(engine, GREEDY)
     engine.wake()
     assert token_lists(answers(engine, GREEDY)) == before
+
+
+def test_generation_that_is_asked_to_stop_gives_up_all_requests_and_the_engine_goes_on(
+    engine: SglangEngine,
+) -> None:
+    before = token_lists(answers(engine, SAMPLED))
+    finished: list[Rollout] = []
+    # Eight run, the others wait in the scheduler or are on their way to it.
+    prompts = [Prompt(prompt_id=str(n), draw_index=n, token_ids=(8 + n % 8, 9)) for n in range(300)]
+    with pytest.raises(GenerationStopped, match="of 300 responses were given up"):
+        engine.generate(
+            prompts,
+            SamplingParams(num_samples=1, max_new_tokens=40),
+            policy_version=VERSION,
+            on_finish=finished.append,
+            should_stop=lambda: len(finished) >= 3,
+        )
+    assert 3 <= len(finished) < 300
+    num_finished = len(finished)
+    assert token_lists(answers(engine, SAMPLED)) == before
+    assert len(finished) == num_finished
+    engine.sleep()  # SGLang refuses while it holds requests
+    engine.wake()
+
+
+def test_an_error_of_one_request_ends_the_others(engine: SglangEngine) -> None:
+    def fail(rollout: Rollout) -> None:
+        raise ValueError("its reward failed")
+
+    prompts = [Prompt(prompt_id=str(n), draw_index=n, token_ids=(8 + n % 8, 9)) for n in range(100)]
+    with pytest.raises(ValueError, match="its reward failed"):
+        engine.generate(prompts, GREEDY, policy_version=VERSION, on_finish=fail)
+    engine.sleep()
+    engine.wake()
+
+
+def test_all_memory_that_sglang_can_give_back_is_named(engine: SglangEngine) -> None:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    assert sorted(MEMORY_TAGS) == sorted(GPU_MEMORY_ALL_TYPES)
 
 
 def test_a_killed_scheduler_is_reported_and_nothing_is_left_behind(

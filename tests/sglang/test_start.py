@@ -1,12 +1,37 @@
-"""Starts that fail: one clear error, in time, and nothing left behind."""
+"""Starts that fail, schedulers that hang, ranks that die: one clear error, in time, and no process left behind."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.sglang.rollouts import engine_processes, start_sglang
+from tests.tiny_task import REPO
+
+# A rank that starts an engine, stops its scheduler, asks for an answer and says what came of it.
+RANK = """
+import signal, sys, time
+from pathlib import Path
+from tests.sglang.rollouts import GREEDY, answers, engine_processes, start_sglang
+
+if __name__ == "__main__":
+    print("begin", flush=True)
+    engine = start_sglang(Path(sys.argv[1]), rank=63, request_timeout_s=4.0)
+    next(p for p in engine_processes() if "schedul" in p.name()).send_signal(signal.SIGSTOP)
+    try:
+        answers(engine, GREEDY)
+    except RuntimeError as error:
+        print(error, flush=True)
+    time.sleep(600)
+"""
+ENDED_WITHIN_S = 120.0  # of a busy machine: imports of SGLang's processes, no more
 
 
 def test_an_engine_that_is_not_up_in_time_is_an_error(policy_folder: Path) -> None:
@@ -28,3 +53,60 @@ def test_a_plugin_that_is_not_loaded_is_an_error(
     with pytest.raises(RuntimeError, match="the plugin tlt_megatron is not loaded"):
         start_sglang(policy_folder)
     assert engine_processes() == []
+
+
+@pytest.fixture
+def rank(policy_folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """The process of RANK, which has begun."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", script, policy_folder],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begin\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def sglang_children(rank: subprocess.Popen) -> list[psutil.Process]:
+    """Scheduler and detokenizer, as soon as there are both."""
+    found: list[psutil.Process] = []
+    while len(found) < 2:
+        assert rank.poll() is None
+        time.sleep(0.05)
+        children = psutil.Process(rank.pid).children(recursive=True)
+        found = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    return found
+
+
+def check_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=ENDED_WITHIN_S)
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+def test_processes_that_are_still_starting_end_with_their_rank(rank: subprocess.Popen) -> None:
+    children = sglang_children(rank)
+    rank.kill()
+    rank.wait()
+    check_ended(children)
+
+
+def test_a_hung_scheduler_is_named_and_ends_with_its_rank(rank: subprocess.Popen) -> None:
+    assert rank.stdout is not None
+    message = rank.stdout.readline()
+    children = sglang_children(rank)
+    scheduler = next(child for child in children if child.status() == psutil.STATUS_STOPPED)
+    assert f"rank 63 on {socket.gethostname()}: the sglang engine is lost" in message
+    assert "it has sent nothing for sglang.request_timeout_s=4" in message
+    assert f"sglang::scheduler (pid {scheduler.pid}, stopped)" in message
+    rank.kill()
+    rank.wait()
+    check_ended(children)

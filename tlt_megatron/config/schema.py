@@ -244,10 +244,13 @@ class SglangSection:
     """The SGLang engine. `engine_args` are passed verbatim to its Engine, after ours."""
 
     start_timeout_s: float = 600.0  # an engine that is not up by then is an error on every rank
+    # An engine that is asked something and sends nothing for so long hangs, which ends the run; longer than any prefill.
+    request_timeout_s: float = 300.0
     engine_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.start_timeout_s > 0, "sglang.start_timeout_s", self.start_timeout_s, "> 0")
+        for name in ("start_timeout_s", "request_timeout_s"):
+            _require(getattr(self, name) > 0, f"sglang.{name}", getattr(self, name), "> 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from tlt_megatron.config.schema import RunConfig, SpeculationSection
 from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.engines.sglang.connection import check_version
 from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.engines.sglang.follower import FollowerEngine
+from tlt_megatron.engines.sglang.replica import Replica
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.environment import communication_settings
+from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
 
 _START_FOLDER = "drafter_start"
 _Made = TypeVar("_Made")
@@ -28,15 +33,13 @@ def build_sglang_engine(
     config: RunConfig, device: Device, *, run_dir: Path, world: Group
 ) -> SglangEngine | FollowerEngine:
     """One engine for every `tp_size` neighbouring ranks, on the first of them. A collective of all ranks: all have an engine
-    afterwards, or all raise."""
+    afterwards, or all raise. An engine's start leaves the environment as it was, so ranks that agree before it agree after."""
+    _together(check_version, world)
+    check_communication(world)
     speculation = _with_drafter(config, run_dir, world)
-    replica_size = config.ranks_per_engine
-    if world.size % replica_size:
-        raise ValueError(
-            f"sglang.engine_args: tp_size={replica_size} must divide the {world.size} ranks"
-        )
-    if world.rank % replica_size:
-        return _together(lambda: _follow(config, speculation, device), world)
+    replica = Replica(_replica_group(config, world))
+    if not replica.is_leader:
+        return _together(lambda: _follow(config, speculation, device, replica), world)
     return _together(
         lambda: SglangEngine(
             config.model.path,
@@ -46,14 +49,48 @@ def build_sglang_engine(
             rank=world.rank,
             max_prompt_tokens=config.data.max_prompt_tokens,
             speculation=speculation,
+            replica=replica,
         ),
         world,
     )
 
 
-def _follow(config: RunConfig, speculation: SpeculationSection, device: Device) -> FollowerEngine:
+def check_communication(world: Group) -> None:
+    """RuntimeError if ranks differ in a variable that the peers of a NCCL communicator must agree on. Before the first one:
+    NCCL reads them once."""
+    settings = gather_objects(communication_settings(), world)
+    for rank, found in enumerate(settings):
+        for name, value in found.items():
+            if value != settings[0][name]:
+                raise RuntimeError(
+                    f"environment variable {name}={value!r} on rank {rank}, {settings[0][name]!r} on rank 0: must be equal on"
+                    " all ranks"
+                )
+
+
+def _replica_group(config: RunConfig, world: Group) -> Group:
+    """The ranks whose GPUs this rank's engine uses: neighbours. A collective of all ranks, as all join in forming all groups."""
+    size = config.ranks_per_engine
+    if world.size % size:
+        raise ValueError(f"sglang.engine_args: tp_size={size} must divide the {world.size} ranks")
+    if size == 1:
+        return SINGLE
+    timeout = datetime.timedelta(seconds=config.run.group_timeout_s)
+    own = SINGLE
+    for first in range(0, world.size, size):
+        members = list(range(first, first + size))
+        handle = dist.new_group(members, backend="gloo", timeout=timeout)
+        if world.rank in members:
+            own = group_of(handle)
+    return own
+
+
+def _follow(
+    config: RunConfig, speculation: SpeculationSection, device: Device, replica: Replica
+) -> FollowerEngine:
     dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-    return FollowerEngine(device, dtype, has_drafter=speculation.enabled and speculation.is_learned)
+    has_drafter = speculation.enabled and speculation.is_learned
+    return FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica)
 
 
 def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> SpeculationSection:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
-from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory, SelectorPolicy, write_config
+import pytest
+
+from tlt_megatron.engines.sglang.adaptive_policy import (
+    PolicyFactory,
+    SelectorPolicy,
+    StepResults,
+    write_config,
+)
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
@@ -35,17 +43,36 @@ def make_policy(selector: FixedSelector, agree=lambda steps: steps) -> SelectorP
     return SelectorPolicy(selector, [SpeculationStrategy.parse("2_1_2"), CHAIN], agree)
 
 
+IDS = ("a", "b", "c")
+
+
+def launch(policy: SelectorPolicy, ids: Sequence[str] = IDS) -> int | None:
+    """Choose a step and launch its pass, as SGLang's worker does; the number that the pass's result carries."""
+    policy.get_steps_for_batch(len(ids))
+    return policy.launched(ids)
+
+
+def finish(
+    policy: SelectorPolicy, number: int | None, correct: list[int], ids: Sequence[str] = IDS
+) -> None:
+    """The result of a pass, as SGLang's scheduler processes it."""
+    policy.expect(number, ids)
+    assert policy.on_verify_complete(correct, len(ids)) is None
+
+
 def test_results_are_observed_with_the_strategy_of_their_own_step() -> None:
     selector = NotingSelector()
     policy = make_policy(selector)
     assert policy.candidate_steps == [0, 2, 4]
     # With overlap scheduling the next step is chosen before the last one's result is known.
     assert policy.get_steps_for_batch(3) == 4
+    first = policy.launched(IDS)
     policy.is_off = True
     assert policy.get_steps_for_batch(3) == 0
+    second = policy.launched(IDS)
     policy.is_off = False
-    assert policy.on_verify_complete([0, 2, 4], 3) is None
-    assert policy.on_verify_complete([0, 0, 0], 3) is None
+    finish(policy, first, [0, 2, 4])
+    finish(policy, second, [0, 0, 0])
     assert selector.seen == [("4_1_4", 3, [2, 2, 1, 1]), ("off", 3, [])]
     passes = policy.take_passes()
     assert [record.strategy for record in passes] == ["4_1_4", "off"]
@@ -55,25 +82,72 @@ def test_results_are_observed_with_the_strategy_of_their_own_step() -> None:
     assert policy.take_passes() == []
 
 
+def test_a_step_whose_result_never_comes_does_not_shift_the_others() -> None:
+    selector = NotingSelector()
+    policy = make_policy(selector)
+    launch(policy, ("x",))  # SGLang drops this pass, as its requests were aborted
+    policy.is_off = True
+    second = launch(policy)
+    policy.is_off = False
+    finish(policy, second, [0, 0, 0])
+    assert [record.strategy for record in policy.take_passes()] == ["off"]
+    assert selector.seen == [("off", 3, [])]
+
+
+def test_a_result_of_other_requests_than_its_step_is_an_error() -> None:
+    policy = make_policy(NotingSelector())
+    number = launch(policy)
+    with pytest.raises(RuntimeError, match=r"step 1 was for requests \['a', 'b', 'c'\].*'b'"):
+        policy.expect(number, ("b", "a", "c"))
+    number = launch(policy)
+    policy.expect(number, IDS)
+    with pytest.raises(RuntimeError, match=r"step 2 was for 3 requests: its result is of 2"):
+        policy.on_verify_complete([1, 1], 2)
+
+
 def test_while_it_is_off_nothing_is_learned() -> None:
     selector = NotingSelector()
     policy = make_policy(selector)
     policy.is_off = True
-    assert policy.get_steps_for_batch(2) == 0
-    policy.on_verify_complete([0, 0], 2)
+    finish(policy, launch(policy, ("a", "b")), [0, 0], ("a", "b"))
     assert selector.seen == []
 
 
 def test_a_result_without_a_step_is_ignored() -> None:
     selector = NotingSelector()
-    make_policy(selector).on_verify_complete([1], 1)
+    policy = make_policy(selector)
+    assert policy.launched(("a",)) is None  # a prefill pass chooses nothing
+    finish(policy, None, [1], ("a",))
     assert selector.seen == []
+    assert policy.take_passes() == []
+
+
+def test_hooks_carry_the_number_of_a_step_on_its_result() -> None:
+    factory = PolicyFactory(lambda **settings: None)
+    factory.policy = policy = make_policy(NotingSelector())
+    steps = StepResults(factory)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid=rid) for rid in IDS])
+
+    def forward(worker: object, batch: SimpleNamespace) -> SimpleNamespace:
+        policy.get_steps_for_batch(len(batch.reqs))
+        return SimpleNamespace()
+
+    def resolve(processor: object, result: object, batch: SimpleNamespace) -> str:
+        policy.on_verify_complete([4, 4, 4], len(batch.reqs))
+        return "tokens"
+
+    results = [steps.launch(forward, None, batch) for _ in range(2)]
+    # Matched by number: the first result is lost on the way.
+    assert steps.resolve(resolve, None, results[1], batch) == "tokens"
+    assert len(policy.take_passes()) == 1
+    steps.resolve(resolve, None, results[0], batch)
+    assert policy.take_passes() == []
 
 
 def test_the_ranks_follow_the_first_one() -> None:
     policy = make_policy(NotingSelector(), agree=lambda steps: 2)
     assert policy.get_steps_for_batch(1) == 2
-    policy.on_verify_complete([2], 1)
+    finish(policy, policy.launched(("a",)), [2], ("a",))
     assert policy.take_passes()[0].strategy == "2_1_2"
 
 

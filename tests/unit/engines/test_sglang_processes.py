@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tlt_megatron.engines.sglang.processes import EngineProcesses, StartWatch, watched
+from tlt_megatron.engines.sglang.processes import (
+    EngineProcesses,
+    Silence,
+    StartWatch,
+    watched,
+)
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -44,10 +50,10 @@ def test_a_wait_ends_when_a_process_dies() -> None:
     async def answer() -> str:
         return "answer"
 
-    assert asyncio.run(watched(answer(), processes)) == "answer"
+    assert asyncio.run(watched(answer(), processes.failure)) == "answer"
     own.kill()
     with pytest.raises(RuntimeError, match=f"process {own.pid} has died"):
-        asyncio.run(watched(asyncio.sleep(600), processes))
+        asyncio.run(watched(asyncio.sleep(600), processes.failure))
     own.wait()
 
 
@@ -56,7 +62,7 @@ def test_a_complaint_ends_a_wait() -> None:
     processes.note_started()
     processes.complain(3, None)
     with pytest.raises(RuntimeError, match="reported a failure"):
-        asyncio.run(watched(asyncio.sleep(600), processes))
+        asyncio.run(watched(asyncio.sleep(600), processes.failure))
 
 
 def test_errors_of_the_work_itself_pass_through() -> None:
@@ -67,7 +73,7 @@ def test_errors_of_the_work_itself_pass_through() -> None:
         raise ValueError("its own")
 
     with pytest.raises(ValueError, match="its own"):
-        asyncio.run(watched(fail(), processes))
+        asyncio.run(watched(fail(), processes.failure))
 
 
 def test_a_start_that_takes_too_long_loses_its_processes_those_that_come_late_too() -> None:
@@ -89,3 +95,30 @@ def test_a_start_in_time_is_left_alone() -> None:
     assert child.poll() is None
     child.kill()
     child.wait()
+
+
+def test_an_engine_that_sends_nothing_is_noticed_after_a_probe_and_named() -> None:
+    processes = EngineProcesses()
+    own = subprocess.Popen(SLEEP)
+    processes.note_started()
+    own.send_signal(signal.SIGSTOP)
+    probes: list[str] = []
+    silence = Silence(lambda: 7.0, lambda: probes.append("probe"), timeout_s=0.5)
+    with pytest.raises(RuntimeError, match=r"sent nothing for sglang.request_timeout_s=0.5"):
+        asyncio.run(watched(asyncio.sleep(600), silence.failure))
+    assert probes == ["probe"]
+    assert f"(pid {own.pid}, stopped)" in processes.describe()
+    processes.end()
+    own.wait(10)  # raises if it still runs
+
+
+def test_messages_and_answered_probes_are_no_silence() -> None:
+    messages = [0.0]
+    silence = Silence(lambda: len(messages), lambda: messages.append(1.0), timeout_s=0.3)
+
+    async def work() -> str:
+        while len(messages) < 4:
+            await asyncio.sleep(0.01)
+        return "done"
+
+    assert asyncio.run(watched(work(), silence.failure)) == "done"

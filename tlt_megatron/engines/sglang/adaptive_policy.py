@@ -1,7 +1,7 @@
 """Our StrategySelector as SGLang's adaptive speculation policy.
 
 Runs in SGLang's scheduler processes in the place of `AdaptiveSpeculativeParams`; configured by the JSON file that the engine
-writes. What to know: SGLang 0.5.23 holds one set of graphs per number of steps, `topk` is 1 for all of them, and it drafts
+writes. SGLang 0.5.23 holds one set of graphs per number of steps, `topk` is 1 for all of them, and it drafts
 steps + 1 rows; so the arms here are chains and OFF, each kept captured for every batch size.
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,10 @@ from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
 
 CONFIG_KEY = "tlt_megatron"
 _MAX_PASSES = 1 << 16
@@ -67,6 +71,43 @@ class PolicyFactory:
         return self.policy
 
 
+class StepResults:
+    """Hooks around SGLang's passes: each result carries the number of its step to where it is processed."""
+
+    _NUMBER = "tlt_megatron_step"  # attribute of a GenerationBatchResult
+
+    def __init__(self, policies: PolicyFactory) -> None:
+        self._policies = policies
+
+    def launch(
+        self,
+        original: Callable[..., GenerationBatchResult],
+        worker: object,
+        batch: ScheduleBatch,
+        *args: object,
+        **kwargs: object,
+    ) -> GenerationBatchResult:
+        """Around `EAGLEWorkerV2.forward_batch_generation`, within which a step is chosen."""
+        result = original(worker, batch, *args, **kwargs)
+        if self._policies.policy is not None:
+            number = self._policies.policy.launched([request.rid for request in batch.reqs])
+            setattr(result, self._NUMBER, number)
+        return result
+
+    def resolve(
+        self,
+        original: Callable[..., object],
+        processor: object,
+        result: GenerationBatchResult,
+        batch: ScheduleBatch,
+    ) -> object:
+        """Around `_resolve_spec_v2_tokens`, within which the policy is given the result."""
+        if self._policies.policy is not None:
+            number = getattr(result, self._NUMBER, None)
+            self._policies.policy.expect(number, [request.rid for request in batch.reqs])
+        return original(processor, result, batch)
+
+
 def _agree(num_steps: int) -> int:
     """The choice of tensor-parallel rank 0: selectors go by clocks, and ranks that disagree would hang."""
     from sglang.srt.runtime_context import get_parallel
@@ -80,12 +121,21 @@ def _agree(num_steps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """One step under way."""
+class _Choice:
+    """What was chosen for the step that comes next."""
 
     strategy: SpeculationStrategy
     reason: str
-    started: float
+    started: float  # on the clock of time.perf_counter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One speculative step under way. The result of its pass carries `number`, so that it is known which step it is of."""
+
+    number: int
+    request_ids: tuple[str, ...]
+    choice: _Choice
 
 
 class SelectorPolicy:
@@ -102,8 +152,11 @@ class SelectorPolicy:
         self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
         self._agree = agree
         self._graph_sizes: list[int] | None = None
-        # Oldest first: with overlap scheduling results arrive one step later.
-        self._running: deque[_Step] = deque()
+        # By number: with overlap scheduling a result arrives when the next step has been chosen.
+        self._running: dict[int, _Step] = {}
+        self._num_chosen = 0
+        self._unmarked: _Choice | None = None  # until its pass has been launched
+        self._result_of: _Step | None = None  # whose result `on_verify_complete` is given next
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
@@ -129,29 +182,61 @@ class SelectorPolicy:
             decisions = self.selector.decisions()
             reason = decisions[-1].reason if decisions else ""
         strategy = self._by_steps[self._agree(chosen.num_steps)]
-        self._running.append(_Step(strategy=strategy, reason=reason, started=started))
+        self._unmarked = _Choice(strategy=strategy, reason=reason, started=started)
         return strategy.num_steps
+
+    def launched(self, request_ids: Sequence[str]) -> int | None:
+        """The number of the step whose pass over these requests was just launched; None if none was chosen for it."""
+        choice, self._unmarked = self._unmarked, None
+        if choice is None:
+            return None
+        self._num_chosen += 1
+        self._running[self._num_chosen] = _Step(
+            number=self._num_chosen, request_ids=tuple(request_ids), choice=choice
+        )
+        return self._num_chosen
+
+    def expect(self, number: int | None, request_ids: Sequence[str]) -> None:
+        """The result that comes next is of the step `number`. RuntimeError if that step was for other requests.
+
+        Steps before it will have no result any more: SGLang processes passes in the order in which it launched them."""
+        self._result_of = None
+        if number is None:
+            return
+        for earlier in [n for n in self._running if n < number]:
+            del self._running[earlier]
+        step = self._running.pop(number, None)
+        if step is not None and step.request_ids != tuple(request_ids):
+            raise RuntimeError(
+                f"speculative step {number} was for requests {list(step.request_ids)}: its result is of {list(request_ids)}"
+            )
+        self._result_of = step
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int
     ) -> int | None:
-        """Observe the oldest step under way. None: nothing is switched before the next choice."""
-        if not self._running:
+        """Observe the step that `expect` named. None: nothing is switched before the next choice."""
+        step, self._result_of = self._result_of, None
+        if step is None:
             return None
-        step = self._running.popleft()
+        if len(num_correct_drafts_per_req) != len(step.request_ids):
+            raise RuntimeError(
+                f"speculative step {step.number} was for {len(step.request_ids)} requests: its result is of"
+                f" {len(num_correct_drafts_per_req)}"
+            )
         now = time.perf_counter()
-        started = max(step.started, self._finished)
+        started = max(step.choice.started, self._finished)
         self._finished = now
-        accepted = accepted_by_depth(num_correct_drafts_per_req, step.strategy.num_steps)
+        accepted = accepted_by_depth(num_correct_drafts_per_req, step.choice.strategy.num_steps)
         if not self.is_off:
-            self.selector.observe(step.strategy, batch_size, accepted, now - started)
+            self.selector.observe(step.choice.strategy, batch_size, accepted, now - started)
         self._passes.append(
             PassRecord(
                 start_s=started,
                 seconds=now - started,
                 batch_size=batch_size,
-                strategy=str(step.strategy),
-                reason=step.reason,
+                strategy=str(step.choice.strategy),
+                reason=step.choice.reason,
                 num_committed=batch_size + sum(num_correct_drafts_per_req),
                 accepted_by_depth=tuple(accepted),
             )

@@ -29,6 +29,7 @@ ACCEPT_LENGTHS = "accept_lengths"  # key of a response's meta_info
 class Question(StrEnum):
     """What can be asked; the answer is JSON."""
 
+    ALIVE = "alive"  # a sign of life, no more
     MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
     CHECKSUM = "checksum"  # of the weights held, as their sender sums them
     COUNTERS = "counters"  # since they were last asked for
@@ -65,6 +66,7 @@ class Answers:
         question = Question(action.removeprefix(PREFIX))
         argument = json.loads(skip_tensor_list[0]) if skip_tensor_list else None
         answers = {
+            Question.ALIVE: lambda: True,
             Question.MISSING_HOOKS: self._missing_hooks,
             Question.CHECKSUM: lambda: held_checksum(runner.model, is_draft=role != "target"),
             Question.COUNTERS: self._take_counters,

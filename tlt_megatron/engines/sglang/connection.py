@@ -1,7 +1,7 @@
 """A running `sglang.Engine` and the way to talk to it: start within a timeout, watched waits, questions, an end.
 
-Made by the engine. What to know: SGLang installs signal and exit handlers that end every child of this process; they are
-taken back here, and a process of SGLang's that dies or complains raises in whoever waits.
+Made by the engine. SGLang installs signal and exit handlers that end every child of this process, and sets environment
+variables: both are taken back here. A process of SGLang's that dies, complains or hangs is an error of the wait for it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,31 @@ import atexit
 import gc
 import json
 import logging
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING
 
+from tlt_megatron.config.schema import SglangSection
 from tlt_megatron.engines.sglang.answers import PREFIX, Question
-from tlt_megatron.engines.sglang.processes import EngineProcesses, Signals, StartWatch, watched
-from tlt_megatron.runtime.environment import environment
+from tlt_megatron.engines.sglang.processes import (
+    EngineProcesses,
+    Signals,
+    Silence,
+    StartWatch,
+    watched,
+)
+from tlt_megatron.runtime.environment import environment, owned_engine, unless_set
 
 if TYPE_CHECKING:
     from sglang import Engine
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
 log = logging.getLogger(__name__)
 
+SGLANG_VERSION = "0.5.23"  # the plugin's hooks are those of this release
 TARGET, DRAFT = "target", "draft"  # SGLang's `selector`: whose weights
 
 
@@ -32,13 +43,26 @@ class Connection:
     """One in-process SGLang engine with our plugin in all of its schedulers."""
 
     def __init__(
-        self, arguments: Mapping[str, object], *, timeout_s: float, is_cpu: bool, num_ranks: int
+        self,
+        arguments: Mapping[str, object],
+        section: SglangSection,
+        *,
+        rank: int,
+        is_cpu: bool,
+        num_ranks: int,
     ) -> None:
-        """RuntimeError if it is not up within `timeout_s`, or if the plugin is not in place."""
+        """ValueError if another release of SGLang is installed; RuntimeError if it is not up within
+        `sglang.start_timeout_s`, or if the plugin is not in place."""
+        check_version()
+        self._timeout_s = section.request_timeout_s
+        self._place = f"rank {rank} on {socket.gethostname()}"
+        self._probe: asyncio.Future | None = None
         self._processes = EngineProcesses()
         self._contexts_before = {id(context) for context in _message_contexts()}
         self._signals = Signals(self._processes.complain)
-        self.engine = self._start(arguments, timeout_s, _environment(is_cpu, num_ranks))
+        self.engine = self._start(
+            arguments, section.start_timeout_s, _environment(is_cpu, num_ranks)
+        )
         self._is_closed = False
         atexit.register(self.close)
         try:
@@ -88,14 +112,37 @@ class Connection:
         missing = sorted({name for answer in answers for name in answer})
         if missing:
             raise RuntimeError(
-                f"sglang has no {', '.join(missing)}: the plugin is for sglang==0.5.23"
+                f"sglang has no {', '.join(missing)}: the plugin is for sglang=={SGLANG_VERSION}"
             )
 
-    def run(self, work: object) -> object:
-        """Wait for a coroutine of SGLang's. RuntimeError if a process behind it dies."""
+    def run(self, work: Awaitable[object]) -> object:
+        """Wait for a coroutine of SGLang's. RuntimeError names rank, host and process if one behind it dies or hangs."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        return self.engine.loop.run_until_complete(watched(work, self._processes))
+        silence = Silence(self._last_message, self._ask_for_life, self._timeout_s)
+
+        def failure() -> str | None:
+            reason = self._processes.failure() or silence.failure()
+            if reason is None:
+                return None
+            return f"{self._place}: the sglang engine is lost: {reason}; its processes: {self._processes.describe()}"
+
+        return self.engine.loop.run_until_complete(watched(work, failure))
+
+    def _last_message(self) -> float:
+        return self.engine.tokenizer_manager.last_receive_tstamp
+
+    def _ask_for_life(self) -> None:
+        """A question that the schedulers answer between two passes. Never cancelled: SGLang would take the late answer for
+        that of the next question."""
+        if self._probe is None or self._probe.done():
+            request = _check_weights(Question.ALIVE, TARGET, None)
+            work = self.engine.tokenizer_manager.check_weights(request, None)
+            self._probe = asyncio.ensure_future(work)
+
+    async def abort_all(self) -> None:
+        """Tell SGLang to end every request, running or queued; each then answers that it was aborted."""
+        self.engine.tokenizer_manager.abort_request(abort_all=True)
 
     def call(self, method: str, request: object) -> object:
         """A control request of SGLang's tokenizer manager; RuntimeError if it is refused."""
@@ -108,13 +155,7 @@ class Connection:
         self, question: Question, *, role: str = TARGET, argument: object = None
     ) -> list[object]:
         """The answers of all scheduler ranks (`answers.Answers`)."""
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-        request = CheckWeightsReqInput(
-            action=PREFIX + question,
-            selector=role,
-            skip_tensor_list=None if argument is None else [json.dumps(argument)],
-        )
+        request = _check_weights(question, role, argument)
         _, _, ranks, _ = self.call("check_weights", request)
         if ranks is None:
             raise RuntimeError(f"sglang has no {role} to ask for {question}")
@@ -142,6 +183,28 @@ class Connection:
                 context.destroy(linger=0)
 
 
+def check_version() -> None:
+    """ValueError unless the pinned release of SGLang is installed."""
+    try:
+        installed = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        installed = "none"
+    if installed != SGLANG_VERSION:
+        raise ValueError(
+            f"rollout.engine='sglang' needs sglang=={SGLANG_VERSION}; installed: {installed}"
+        )
+
+
+def _check_weights(question: Question, role: str, argument: object) -> CheckWeightsReqInput:
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    return CheckWeightsReqInput(
+        action=PREFIX + question,
+        selector=role,
+        skip_tensor_list=None if argument is None else [json.dumps(argument)],
+    )
+
+
 def _message_contexts() -> list[object]:
     """All ZeroMQ contexts of this process. SGLang keeps no reference to some of its own, and none is left to a failed start."""
     zmq = sys.modules.get("zmq")
@@ -153,8 +216,11 @@ def _message_contexts() -> list[object]:
 def _environment(is_cpu: bool, num_ranks: int) -> dict[str, str | None]:
     """What SGLang's processes start with."""
     # Left in place, it makes children of a rank wait for torchrun's store.
-    changes: dict[str, str | None] = {"TORCHELASTIC_USE_AGENT_STORE": None}
-    if is_cpu:
+    changes = {"TORCHELASTIC_USE_AGENT_STORE": None} | owned_engine()
+    if not is_cpu:
+        # Without it SGLang captures graphs into memory that no tag gives back.
+        changes |= unless_set({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"})
+    else:
         changes |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         if num_ranks > 1:
             cores = "|".join(str(rank) for rank in range(num_ranks))

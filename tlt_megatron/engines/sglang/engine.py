@@ -1,16 +1,16 @@
 """SGLang as a rollout engine: satisfies `engines.base.RolloutEngine` with an in-process `sglang.Engine`.
 
 Made by the trainer, one per rollout replica, on the rank that owns it; called by the rollout worker and the weight sync.
-What to know: SGLang's scheduler and detokenizer are processes of their own, and every wait for them is watched, so a death
-is an error of this rank within a second instead of a wait without end.
+SGLang's scheduler and detokenizer are processes of their own. Every wait for them is watched: a death is an error of this rank
+within a second, a hang after `sglang.request_timeout_s`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
-from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS, Question
+from tlt_megatron.engines.sglang.answers import Question
 from tlt_megatron.engines.sglang.arguments import (
     check_drafter_names,
     engine_arguments,
@@ -27,11 +27,17 @@ from tlt_megatron.engines.sglang.arguments import (
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
 from tlt_megatron.engines.sglang.noise import SamplingSettings
-from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender
+from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
+from tlt_megatron.engines.sglang.requests import answer_all
+from tlt_megatron.engines.sglang.responses import make_rollout
+from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender, cast_tensors
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+# Of SGLang's memory saver: all that it can give back.
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class SglangEngine:
@@ -47,8 +53,10 @@ class SglangEngine:
         rank: int,
         max_prompt_tokens: int = 1024,
         speculation: SpeculationSection | None = None,
+        replica: Replica | None = None,
     ) -> None:
-        """ValueError for settings that SGLang cannot hold; RuntimeError if it is not up in time."""
+        """`replica`: the ranks whose GPUs the engine uses, this one first; `sleep`, `wake` and weights are collectives of them.
+        ValueError for settings that SGLang cannot hold; RuntimeError if it is not up in time."""
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._device = device
         self._longest = max_prompt_tokens + rollout.max_new_tokens
@@ -80,11 +88,18 @@ class SglangEngine:
             arguments["speculative_adaptive_config"] = str(path)
         self._sglang = Connection(
             arguments,
-            timeout_s=section.start_timeout_s,
+            section,
+            rank=rank,
             is_cpu=not device.is_cuda,
             num_ranks=self._num_ranks,
         )
-        self._weights = WeightSender(self._sglang, num_ranks=self._num_ranks)
+        self._replica = replica or Replica()
+        self._weights = WeightSender(
+            self._sglang,
+            self._replica,
+            num_ranks=self._num_ranks,
+            offers_own=device.is_cuda,
+        )
         self._stats = self._count([], 0.0, {"num_passes": 0, "peak_tokens": 0})
 
     # ---- weights and lifetime
@@ -96,8 +111,9 @@ class SglangEngine:
         """See `RolloutEngine`. The sender sums its tensors as cast to the engine's dtype."""
         self._require_awake()
         self._version = None
-        self._weights.send(self._on_device(tensors), role=TARGET, version=str(version))
-        self._verify(TARGET, checksum(), f"weights of policy_version={version}")
+        self._weights.send(self._cast(tensors), role=TARGET, version=str(version))
+        with self._replica.in_step(LOADING):
+            self._verify(TARGET, checksum(), f"weights of policy_version={version}")
         self._version = version
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
@@ -119,11 +135,12 @@ class SglangEngine:
         held = sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
         if held != checksum:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
-        named = list(self._on_device(tensors.items()))
+        named = list(self._cast(tensors.items()))
         cast = sum(checksum_tensor(name, t) for name, t in named) % CHECKSUM_MODULUS
         self._drafter_version = None
         self._weights.send(named, role=DRAFT, version=str(version))
-        self._verify(DRAFT, cast, f"weights of drafter version {version}")
+        with self._replica.in_step(LOADING):
+            self._verify(DRAFT, cast, f"weights of drafter version {version}")
         self._drafter_version = version
 
     def suspend_drafter(self, is_suspended: bool) -> None:
@@ -162,28 +179,27 @@ class SglangEngine:
         if held != expected:
             raise RuntimeError(f"{what} have checksum {held} in {self._dtype}: must be {expected}")
 
-    def _on_device(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            tensor = tensor.detach().to(self._device.torch_device, self._dtype)
-            if self._borrowed is not None:
-                self._borrowed.keep(name, tensor)
-            yield name, tensor
+    def _cast(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return cast_tensors(tensors, self._device.torch_device, self._dtype, self._borrowed)
 
     def sleep(self) -> None:
-        """Free the cached keys and values; on a GPU release KV memory and weights."""
+        """Free the cached keys and values; on a GPU release the memory of keys and values, weights and graphs. The policy's
+        weights are dropped, as `load_weights` sends them anew; the drafter's are parked, as they may stay."""
         self._require_open()
         if self._is_asleep:
             return
-        self._sglang.run(self._sglang.engine.tokenizer_manager.flush_cache())
-        self._memory("release_memory_occupation")
+        with self._replica.in_step(SLEEPING):
+            self._sglang.run(self._sglang.engine.tokenizer_manager.flush_cache())
+            self._memory("release_memory_occupation")
         self._is_asleep = True
         self._version = None if self._device.is_cuda else self._version
 
     def wake(self) -> None:
-        """Undo `sleep`; on a GPU weights must be loaded anew."""
+        """Undo `sleep`; on a GPU weights must be loaded anew. Cached memory of this process must be released before."""
         self._require_open()
         if self._is_asleep:
-            self._memory("resume_memory_occupation")
+            with self._replica.in_step(WAKING):
+                self._memory("resume_memory_occupation")
         self._is_asleep = False
 
     def _memory(self, method: str) -> None:
@@ -195,8 +211,7 @@ class SglangEngine:
             "release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
             "resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
         }
-        request = requests[method](tags=["weights", "kv_cache"])
-        self._sglang.call(method, request)
+        self._sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
 
     def close(self) -> None:
         """See `RolloutEngine`: no process is left behind."""
@@ -217,9 +232,10 @@ class SglangEngine:
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `on_features` and `between_passes` are never called: states and passes
-        are those of SGLang's own processes."""
+        are those of SGLang's own processes. `should_stop` is asked every 0.2 s."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
@@ -230,19 +246,14 @@ class SglangEngine:
         self._sglang.ask(Question.COUNTERS)
         self._sglang.ask(Question.PASSES)
 
-        async def answer_all() -> list[tuple[Rollout, Mapping[str, object]]]:
-            requests = [(p, s) for p in prompts for s in range(params.num_samples)]
-            tasks = [
-                asyncio.ensure_future(self._answer(p, s, params, policy_version, on_finish))
-                for p, s in requests
-            ]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        answered = self._sglang.run(answer_all())
+        requests = [
+            partial(self._answer, prompt, index, params, policy_version, on_finish)
+            for prompt in prompts
+            for index in range(params.num_samples)
+        ]
+        answered = self._sglang.run(
+            answer_all(requests, should_stop, abort_all=self._sglang.abort_all)
+        )
         counters = self._sglang.ask(Question.COUNTERS)[0]
         seconds = time.perf_counter() - started
         self._stats = self._count([meta for _, meta in answered], seconds, counters)
@@ -278,15 +289,10 @@ class SglangEngine:
             return_logprob=True,
             top_logprobs_num=0 if settings.is_plain or params.temperature == 0.0 else 1,
         )
-        meta = output["meta_info"]
-        if meta["weight_version"] != str(policy_version):
-            raise RuntimeError(
-                f"sglang answered with weights of version {meta['weight_version']}: must be {policy_version}"
-            )
-        rollout = _make_rollout(prompt, sample_index, params, policy_version, output)
+        rollout = make_rollout(prompt, sample_index, params, policy_version, output)
         if on_finish is not None:
             on_finish(rollout)
-        return rollout, meta
+        return rollout, output["meta_info"]
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         for prompt in prompts:
@@ -340,58 +346,3 @@ class SglangEngine:
         self._require_open()
         if self._is_asleep:
             raise RuntimeError("the engine sleeps: call wake() first")
-
-
-def _make_rollout(
-    prompt: Prompt,
-    sample_index: int,
-    params: SamplingParams,
-    policy_version: int,
-    output: Mapping[str, object],
-) -> Rollout:
-    """RuntimeError for a response that SGLang gave up, or ended where it was not told to."""
-    meta, token_ids = output["meta_info"], output["output_ids"]
-    reason = meta["finish_reason"]["type"]
-    has_stopped = bool(token_ids) and token_ids[-1] in params.stop_token_ids
-    if reason not in ("stop", "length") or (reason == "stop" and not has_stopped):
-        raise RuntimeError(
-            f"sglang ended a response to prompt {prompt.prompt_id!r} after {len(token_ids)} tokens with"
-            f" {meta['finish_reason']}: expected one of stop_token_ids={params.stop_token_ids} or max_new_tokens="
-            f"{params.max_new_tokens}"
-        )
-    num_tokens = len(token_ids)
-    logprobs = _values(meta["output_token_logprobs"], num_tokens)
-    policy_logprobs = logprobs
-    if meta.get("output_top_logprobs"):
-        policy_logprobs = _values([top[0] for top in meta["output_top_logprobs"]], num_tokens)
-    if params.temperature == 0.0:
-        logprobs = torch.zeros_like(logprobs)
-    return Rollout(
-        prompt_id=prompt.prompt_id,
-        draw_index=prompt.draw_index,
-        sample_index=sample_index,
-        prompt_ids=prompt.token_ids,
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        logprobs=logprobs,
-        policy_logprobs=policy_logprobs,
-        finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-        policy_version=policy_version,
-        accept_lengths=_cut(meta.get(ACCEPT_LENGTHS, ()), num_tokens - 1),
-    )
-
-
-def _values(pairs: Sequence[Sequence[float]], num_tokens: int) -> Tensor:
-    return torch.tensor([pair[0] for pair in pairs[:num_tokens]], dtype=torch.float32)
-
-
-def _cut(accept_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Without what the last passes committed behind the end of the response."""
-    excess = max(sum(accept_lengths) - num_tokens, 0)
-    lengths = list(accept_lengths)
-    while excess:
-        taken = min(excess, lengths[-1])
-        lengths[-1] -= taken
-        excess -= taken
-        if not lengths[-1]:
-            lengths.pop()
-    return tuple(lengths)

@@ -1,7 +1,7 @@
 """The engine of a rank whose GPU works for its neighbour's: one SGLang engine spans several ranks when its `tp_size` is above 1.
 
-Made by the trainer for every rank of a replica but the first. What to know: it generates nothing, but takes part in every
-exchange, so that the loop is the same on all ranks.
+Made by the trainer for every rank of a replica but the first. It generates nothing, but takes part in every exchange, so that
+the loop is the same on all ranks, and waits where the engine takes or gives back memory of its GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.base import EngineStats, PassRecord
-from tlt_megatron.engines.sglang.weights import BorrowedTensors
+from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
+from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
+from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender, cast_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -20,10 +22,23 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 class FollowerEngine:
     """Satisfies `engines.base.RolloutEngine` for no prompts."""
 
-    def __init__(self, device: Device, dtype: torch.dtype, *, has_drafter: bool) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        *,
+        has_drafter: bool,
+        replica: Replica | None = None,
+    ) -> None:
+        """`replica`: the ranks of the engine, this one among them."""
+        self._device = device.torch_device
         self._dtype = dtype
         self._borrowed = BorrowedTensors() if has_drafter else None
+        self._replica = replica or Replica()
+        self._is_asleep = False
+        self._weights = WeightSender(
+            None, self._replica, num_ranks=self._replica.size, offers_own=device.is_cuda
+        )
 
     def generate(
         self,
@@ -34,6 +49,7 @@ class FollowerEngine:
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
         """Nothing. ValueError for prompts: they belong to the first rank of the replica."""
         if prompts:
@@ -43,10 +59,11 @@ class FollowerEngine:
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
     ) -> None:
-        """Take part in the export; keep what a drafter that trains here borrows."""
-        for name, tensor in tensors:
-            if self._borrowed is not None:
-                self._borrowed.keep(name, tensor.to(self._device.torch_device, self._dtype))
+        """Take part in the export, offer this rank's copy; keep what a drafter that trains here borrows."""
+        cast = cast_tensors(tensors, self._device, self._dtype, self._borrowed)
+        self._weights.send(cast, role=TARGET, version=str(version))
+        with self._replica.in_step(LOADING):
+            pass  # the leader compares checksums
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. RuntimeError without a learned drafter."""
@@ -57,7 +74,11 @@ class FollowerEngine:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """The first rank's business."""
+        """Offer this rank's copy."""
+        cast = cast_tensors(tensors.items(), self._device, self._dtype, None)
+        self._weights.send(cast, role=DRAFT, version=str(version))
+        with self._replica.in_step(LOADING):
+            pass  # the leader compares checksums
 
     def suspend_drafter(self, is_suspended: bool) -> None:
         """The first rank's business."""
@@ -67,10 +88,18 @@ class FollowerEngine:
         return False
 
     def sleep(self) -> None:
-        """Nothing is held."""
+        """Return when the engine has given this rank's GPU memory back."""
+        if not self._is_asleep:
+            with self._replica.in_step(SLEEPING):
+                pass
+        self._is_asleep = True
 
     def wake(self) -> None:
-        """Nothing is held."""
+        """Let the engine take this rank's GPU memory, which must be free by now; return when it has."""
+        if self._is_asleep:
+            with self._replica.in_step(WAKING):
+                pass
+        self._is_asleep = False
 
     def stats(self) -> EngineStats:
         """Nothing was done."""

@@ -1,18 +1,22 @@
 """The entry point `sglang.srt.plugins`: what this project adds to SGLang, through SGLang's own hook registry.
 
-Called by SGLang in each of its processes, with or without an engine of ours. What to know: SGLang logs a plugin that fails
-and goes on without it, so the scheduler is asked which hooks are in place (`answers.py`), and a start without all of them
+Called by SGLang in each of its processes, with or without an engine of ours. SGLang logs a plugin that fails and goes on
+without it, so the scheduler is asked which hooks are in place (`answers.py`), and a start without all of them
 is refused. Every hook leaves engines alone that were not started under our mark.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
+import psutil
+
 from tlt_megatron.engines.sglang import noise
-from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory
+from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory, StepResults
 from tlt_megatron.engines.sglang.answers import Answers
 from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
+from tlt_megatron.runtime.environment import engine_owner
 
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
@@ -24,6 +28,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler_components."
 _RESULTS = _SCHEDULER + "batch_result_processor.SchedulerBatchResultProcessor."
 _STREAMER = _SCHEDULER + "output_streamer.SchedulerOutputStreamer."
 _VERIFY = "sglang.srt.speculative.eagle_utils."
+_WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2."
 
 
 def register() -> None:
@@ -31,15 +36,30 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
+    _end_with_owner()
     policies = PolicyFactory(AdaptiveSpeculativeParams)
     targets: set[str] = set()
-    for when, target, hook in _hooks(policies, Answers(policies, targets), DraftRanking()):
+    answers = Answers(policies, targets)
+    for when, target, hook in _hooks(policies, answers, DraftRanking(), StepResults(policies)):
         HookRegistry.register(target, hook, HookType(when))
         targets.add(target)
 
 
+def _end_with_owner() -> None:
+    """In a process of an engine of ours: die with the rank. SGLang asks the kernel for that too, but only when its imports are
+    done, and a rank that has died by then sends no signal any more. SystemExit if it has."""
+    owner = engine_owner()
+    if owner is None or owner == os.getpid():
+        return
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()
+    if owner not in [process.pid for process in psutil.Process().parents()]:
+        raise SystemExit(f"rank process {owner}, which started this engine process, has ended")
+
+
 def _hooks(
-    policies: PolicyFactory, answers: Answers, ranking: DraftRanking
+    policies: PolicyFactory, answers: Answers, ranking: DraftRanking, steps: StepResults
 ) -> Iterator[tuple[str, str, Callable[..., object]]]:
     """(when, where, what)."""
     yield "after", _BATCH_INFO + "from_schedule_batch", noise.keep_seeds
@@ -72,6 +92,9 @@ def _hooks(
         "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams",
         policies.make,
     )
+
+    yield "around", _WORKER + "forward_batch_generation", steps.launch
+    yield "around", _RESULTS + "_resolve_spec_v2_tokens", steps.resolve
 
     yield "around", _RUNNER + "check_weights", answers.answer
     yield "around", _RESULTS + "process_batch_result_decode", answers.count_pass

@@ -1,7 +1,7 @@
-"""The processes behind an SGLang engine: which they are, whether they live, and their end.
+"""The processes behind an SGLang engine: which they are, whether they live and answer, and their end.
 
-Called by the engine. What to know: SGLang's own answer to a dead child is to kill its parent's whole process tree, and its
-shutdown kills every child of the process, reward workers included. Here a death is an error of this rank, and only the
+Called by the connection. SGLang's own answer to a dead child is to kill its parent's whole process tree, and its shutdown
+kills every child of the process, reward workers included. Here a death or a hang is an error of this rank, and only the
 engine's own processes are ended.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from types import FrameType
 
@@ -48,6 +48,10 @@ class EngineProcesses:
             return "one of its processes reported a failure (the reason is in its output above)"
         return None
 
+    def describe(self) -> str:
+        """Name, pid and state of each, for messages. Example: `sglang::scheduler (pid 812, stopped)`."""
+        return ", ".join(_describe(process) for process in self._own) or "no process"
+
     def end(self) -> None:
         """Kill all of them, grandchildren too, and wait until they are gone."""
         processes = self._own or self._new()
@@ -77,6 +81,14 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        name = (process.cmdline() or [process.name()])[0]
+        return f"{name} (pid {process.pid}, {process.status()})"
+    except psutil.NoSuchProcess:
+        return f"pid {process.pid}, gone"
 
 
 def _is_shared(process: psutil.Process) -> bool:
@@ -138,14 +150,45 @@ class Signals:
             signal.signal(signal.SIGQUIT, self._before[signal.SIGQUIT] or signal.SIG_DFL)
 
 
-async def watched(work: Awaitable[object], processes: EngineProcesses) -> object:
-    """The result of `work`; RuntimeError as soon as a process of the engine is gone, which `work` would wait for."""
+class Silence:
+    """Notices an engine that lives but does nothing: no message from it for `timeout_s` seconds while one is due.
+
+    `last_message` gives a value that every message of the engine changes. `probe` asks the engine for a sign of life, so that
+    a long phase without results is no silence: its answer is a message. One object serves one wait.
+    """
+
+    def __init__(
+        self, last_message: Callable[[], object], probe: Callable[[], None], timeout_s: float
+    ) -> None:
+        self._last_message = last_message
+        self._probe = probe
+        self._timeout_s = timeout_s
+        self._seen = last_message()
+        self._since = time.monotonic()
+        self._has_probed = False
+
+    def failure(self) -> str | None:
+        """What is wrong, if anything; asks for a sign of life after half of the time."""
+        now, seen = time.monotonic(), self._last_message()
+        if seen != self._seen:
+            self._seen, self._since, self._has_probed = seen, now, False
+            return None
+        if now - self._since >= self._timeout_s:
+            return f"it has sent nothing for sglang.request_timeout_s={self._timeout_s:g}"
+        if now - self._since >= self._timeout_s / 2 and not self._has_probed:
+            self._has_probed = True
+            self._probe()
+        return None
+
+
+async def watched(work: Awaitable[object], failure: Callable[[], str | None]) -> object:
+    """The result of `work`. RuntimeError as soon as `failure` says why its result cannot come."""
     task = asyncio.ensure_future(work)
     while True:
         done, _ = await asyncio.wait({task}, timeout=_POLL_S)
         if done:
             return task.result()
-        failure = processes.failure()
-        if failure is not None:
+        reason = failure()
+        if reason is not None:
             task.cancel()
-            raise RuntimeError(f"the sglang engine of process {os.getpid()} is lost: {failure}")
+            raise RuntimeError(reason)

@@ -1,60 +1,89 @@
-"""Weights into a running SGLang engine: update sessions, in buckets, target and drafter apart, verified by checksum.
+"""Weights into a running SGLang engine: update sessions, in buckets, target and drafter apart.
 
-Called by the engine. What to know: SGLang loads tensors without `selector` into target and drafter alike, so every session
-here names its role; and what is compared afterwards is what the scheduler holds, not what was sent.
+Called by the engine and by its followers. SGLang loads tensors without `selector` into target and drafter alike, so every
+session here names its role. Each rank of a tensor-parallel engine offers its own copy, so that a scheduler reads the memory of
+its own GPU. The CUDA half (IPC handles) was written from SGLang's sources and has not run on hardware yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.engines.sglang.connection import TARGET, Connection
+from tlt_megatron.engines.sglang.replica import Replica
 
 _BUCKET_BYTES = 256 << 20
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightSender:
-    """One engine's weight sessions."""
+    """Weight sessions of one engine. `connection` is the leader's alone; followers offer their copies and wait."""
 
     def __init__(
-        self, connection: Connection, *, num_ranks: int, bucket_bytes: int = _BUCKET_BYTES
+        self,
+        connection: Connection | None,
+        replica: Replica,
+        *,
+        num_ranks: int,
+        offers_own: bool,
+        bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
+        """`offers_own`: every rank offers its own copy. Not on a CPU, where the leader's serves all: shared memory can be opened
+        by the children of its process alone."""
         self._connection = connection
+        self._offers_own = offers_own
+        self._replica = replica
         self._num_ranks = num_ranks  # of the engine's tensor parallelism
         self._bucket_bytes = bucket_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, role: str, version: str) -> None:
-        """Load named tensors into the model of one role. RuntimeError if SGLang refuses any of it."""
+        """Load named tensors into the model of one role. All ranks of the replica bring the same names in the same order.
+        RuntimeError if SGLang refuses any of it."""
+        with self._session(role):
+            for bucket, is_last in _with_last(self._buckets(tensors)):
+                self._send_bucket(bucket, role=role, version=version, is_last=is_last)
+
+    @contextmanager
+    def _session(self, role: str) -> Iterator[None]:
+        if self._connection is None:
+            yield
+            return
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         self._connection.call("begin_weight_update", BeginWeightUpdateReqInput(selector=role))
         try:
-            for bucket, is_last in _with_last(self._buckets(tensors)):
-                self._send_bucket(bucket, role=role, version=version, is_last=is_last)
+            yield
         finally:
             self._connection.call("end_weight_update", EndWeightUpdateReqInput())
 
     def _send_bucket(
         self, bucket: list[tuple[str, Tensor]], *, role: str, version: str, is_last: bool
     ) -> None:
-        """On a GPU the bucket travels as an IPC handle and must outlive the call, on a CPU through shared memory."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+        """On a GPU a bucket travels as an IPC handle and must outlive the call, on a CPU through shared memory."""
+        flat = _flatten(bucket) if self._connection is not None or self._offers_own else None
+        payloads = self._payloads(flat)
+        with self._replica.in_step(f"sending {role} weights"):
+            if self._connection is not None:
+                self._update(payloads, role=role, version=version, is_last=is_last)
 
-        flat = FlattenedTensorBucket(named_tensors=bucket)
-        content = {
-            "flattened_tensor": flat.get_flattened_tensor(),
-            "metadata": flat.get_metadata(),
-        }
+    def _payloads(self, flat: dict[str, object] | None) -> list[bytes]:
+        """One for every rank of the engine, which can be read once."""
+        if self._replica.size == 1 and self._connection is not None:
+            return [_serialize(flat) for _ in range(self._num_ranks)]
+        offered = self._replica.gather(_serialize(flat) if self._offers_own else None)
+        if self._connection is None:
+            return []
+        return [_serialize(flat) if payload is None else payload for payload in offered]
+
+    def _update(self, payloads: list[bytes], *, role: str, version: str, is_last: bool) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(content) for _ in range(self._num_ranks)
-            ],
+            serialized_named_tensors=payloads,
             load_format="flattened_bucket",
             selector=role,
             # Drafts do not change the policy's keys and values; of the policy's, the old ones go with the last bucket.
@@ -77,6 +106,19 @@ class WeightSender:
             yield bucket
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
+
+
+def _flatten(bucket: list[tuple[str, Tensor]]) -> dict[str, object]:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    flat = FlattenedTensorBucket(named_tensors=bucket)
+    return {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+
+
+def _serialize(flat: dict[str, object] | None) -> bytes:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    return MultiprocessingSerializer.serialize(flat)
 
 
 def _with_last(buckets: Iterator[list]) -> Iterator[tuple[list, bool]]:
@@ -111,3 +153,17 @@ class BorrowedTensors:
     def lm_head_VD(self) -> Tensor:
         """[V, D]; the embedding itself where the policy ties them."""
         return self._held.get(_HEAD, self._held[_EMBEDDING])
+
+
+def cast_tensors(
+    tensors: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    borrowed: BorrowedTensors | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as an engine holds them; what a drafter borrows is kept on the way."""
+    for name, tensor in tensors:
+        tensor = tensor.detach().to(device, dtype)
+        if borrowed is not None:
+            borrowed.keep(name, tensor)
+        yield name, tensor

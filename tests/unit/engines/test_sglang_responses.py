@@ -1,0 +1,68 @@
+"""What the engine takes from SGLang's answer to a request, without SGLang."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_megatron.engines.sglang.responses import make_rollout
+from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+
+PROMPT = Prompt(prompt_id="p7", draw_index=7, token_ids=(3, 4))
+
+
+def answer(
+    logprobs: list[tuple[float, int, None]],
+    *,
+    token_ids: tuple[int, ...] = (5, 6, 2),
+    top: list[tuple[float, int, None]] | None = None,
+    temperature: float = 1.0,
+    reason: str = "stop",
+    version: str = "1",
+) -> Rollout:
+    params = SamplingParams(
+        num_samples=2, max_new_tokens=8, temperature=temperature, stop_token_ids=(2,)
+    )
+    meta = {
+        "finish_reason": {"type": reason},
+        "weight_version": version,
+        "output_token_logprobs": logprobs,
+        "output_top_logprobs": None if top is None else [[entry] for entry in top],
+    }
+    return make_rollout(PROMPT, 1, params, 1, {"output_ids": list(token_ids), "meta_info": meta})
+
+
+RIGHT = [(-0.5, 5, None), (-0.25, 6, None), (-1.0, 2, None)]
+
+
+def test_logprobs_belong_to_the_tokens_of_the_response() -> None:
+    rollout = answer(RIGHT, top=[(-1.5, 5, None), (-1.25, 6, None), (-2.0, 2, None)])
+    assert rollout.logprobs.tolist() == [-0.5, -0.25, -1.0]
+    assert rollout.policy_logprobs.tolist() == [-1.5, -1.25, -2.0]
+    assert rollout.finish_reason == FinishReason.STOP
+    assert answer(RIGHT, temperature=0.0).logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("count, position", [(2, 2), (4, 3), (0, 0)])
+def test_another_number_of_logprobs_than_tokens_is_an_error(count: int, position: int) -> None:
+    entries = [*RIGHT, (-0.1, 9, None)][:count]
+    text = rf"response 1 to prompt 'p7' has {count} log-probabilities for 3 tokens.*position {position}"
+    with pytest.raises(RuntimeError, match=text):
+        answer(entries)
+
+
+def test_the_logprob_of_another_token_is_an_error() -> None:
+    swapped = [RIGHT[0], RIGHT[2], RIGHT[1]]
+    text = r"response 1 to prompt 'p7' has the log-probability of token 2 at position 1.*token 6"
+    with pytest.raises(RuntimeError, match=text):
+        answer(swapped)
+    with pytest.raises(RuntimeError, match=text):
+        answer(RIGHT, top=swapped)
+
+
+def test_a_response_that_was_given_up_or_has_other_weights_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"response 1 to prompt 'p7' ended after 3 tokens"):
+        answer(RIGHT, reason="abort")
+    with pytest.raises(RuntimeError, match=r"ended after 2 tokens with .*stop"):
+        answer(RIGHT[:2], token_ids=(5, 6))
+    with pytest.raises(RuntimeError, match=r"weights of version 4: must be 1"):
+        answer(RIGHT, version="4")

@@ -1,0 +1,89 @@
+"""SGLang's answer to one request -> a checked `Rollout`. Called by the engine for every response.
+
+SGLang returns token ids and log-probabilities as lists of their own. Both are compared entry by entry: a log-probability of
+another token would change what is learned without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS
+from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+
+
+def make_rollout(
+    prompt: Prompt,
+    sample_index: int,
+    params: SamplingParams,
+    policy_version: int,
+    output: Mapping[str, object],
+) -> Rollout:
+    """RuntimeError for a response that SGLang gave up, that ended where it was not told to, or whose log-probabilities are
+    not those of its tokens; the message names request and position."""
+    request = f"response {sample_index} to prompt {prompt.prompt_id!r}"
+    meta, token_ids = output["meta_info"], list(output["output_ids"])
+    if meta["weight_version"] != str(policy_version):
+        raise RuntimeError(
+            f"sglang: {request} has weights of version {meta['weight_version']}: must be {policy_version}"
+        )
+    reason = meta["finish_reason"]["type"]
+    has_stopped = bool(token_ids) and token_ids[-1] in params.stop_token_ids
+    if reason not in ("stop", "length") or (reason == "stop" and not has_stopped):
+        raise RuntimeError(
+            f"sglang: {request} ended after {len(token_ids)} tokens with {meta['finish_reason']}: expected one of"
+            f" stop_token_ids={params.stop_token_ids} or max_new_tokens={params.max_new_tokens}"
+        )
+    logprobs = _checked_logprobs(meta["output_token_logprobs"], token_ids, request)
+    policy_logprobs = logprobs
+    if meta.get("output_top_logprobs"):
+        chosen = [top[0] for top in meta["output_top_logprobs"]]
+        policy_logprobs = _checked_logprobs(chosen, token_ids, request)
+    if params.temperature == 0.0:
+        logprobs = torch.zeros_like(logprobs)
+    return Rollout(
+        prompt_id=prompt.prompt_id,
+        draw_index=prompt.draw_index,
+        sample_index=sample_index,
+        prompt_ids=prompt.token_ids,
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=logprobs,
+        policy_logprobs=policy_logprobs,
+        finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
+        policy_version=policy_version,
+        accept_lengths=_cut(meta.get(ACCEPT_LENGTHS, ()), len(token_ids) - 1),
+    )
+
+
+def _checked_logprobs(
+    entries: Sequence[Sequence[float]], token_ids: Sequence[int], request: str
+) -> Tensor:
+    """[T] float32 from SGLang's (log-probability, token id, text). RuntimeError unless there is one for every token."""
+    if len(entries) != len(token_ids):
+        raise RuntimeError(
+            f"sglang: {request} has {len(entries)} log-probabilities for {len(token_ids)} tokens: the numbers differ from"
+            f" position {min(len(entries), len(token_ids))} on"
+        )
+    for position, (entry, token_id) in enumerate(zip(entries, token_ids, strict=True)):
+        if entry[1] != token_id:
+            raise RuntimeError(
+                f"sglang: {request} has the log-probability of token {entry[1]} at position {position}: must be of token"
+                f" {token_id}"
+            )
+    return torch.tensor([entry[0] for entry in entries], dtype=torch.float32)
+
+
+def _cut(accept_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Without what the last passes committed behind the end of the response."""
+    excess = max(sum(accept_lengths) - num_tokens, 0)
+    lengths = list(accept_lengths)
+    while excess:
+        taken = min(excess, lengths[-1])
+        lengths[-1] -= taken
+        excess -= taken
+        if not lengths[-1]:
+            lengths.pop()
+    return tuple(lengths)
