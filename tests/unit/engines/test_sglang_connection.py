@@ -1,0 +1,98 @@
+"""What is settled before an SGLang engine starts: its release and the environment; without SGLang."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tlt_megatron.config.schema import RolloutSection, SglangSection
+from tlt_megatron.engines.sglang.connection import Connection, _environment, check_version
+from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.environment import engine_owner, environment
+from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.build_sglang import check_communication
+
+
+def install(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `importlib.metadata` reads of a package."""
+    about = folder / f"sglang-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_another_release_is_refused_before_the_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "0.5.24", monkeypatch)
+    text = r"rollout.engine='sglang' needs sglang==0.5.23; installed: 0.5.24"
+    with pytest.raises(ValueError, match=text):
+        SglangEngine(
+            "models/policy", RolloutSection(), SglangSection(), select_device("cpu"), rank=9
+        )
+    with pytest.raises(ValueError, match=text):
+        Connection({}, SglangSection(), rank=9, is_cpu=True, num_ranks=1)
+
+
+def test_the_pinned_release_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "0.5.23", monkeypatch)
+    check_version()
+
+
+def test_whatever_is_set_inside_the_environment_is_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TLT_CHANGED", "before")
+    monkeypatch.setenv("TLT_REMOVED", "before")
+    before = dict(os.environ)
+    with environment({"TLT_REMOVED": None, "TLT_GIVEN": "inside"}):
+        assert "TLT_REMOVED" not in os.environ
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"
+        os.environ["TLT_CHANGED"] = "inside"
+        del os.environ["TLT_GIVEN"]
+    assert dict(os.environ) == before
+
+
+def test_the_environment_is_as_before_after_a_start_that_fails() -> None:
+    def start() -> None:
+        with environment({"TLT_GIVEN": "inside"}):
+            os.environ["NCCL_CUMEM_ENABLE"] = "0"
+            raise ValueError("inside")
+
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match="inside"):
+        start()
+    assert dict(os.environ) == before
+
+
+def test_engine_processes_know_their_owner_and_release_graphs_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", raising=False)
+    assert engine_owner() is None
+    with environment(_environment(is_cpu=False, num_ranks=1)):
+        assert engine_owner() == os.getpid()
+        assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "0")
+    with environment(_environment(is_cpu=False, num_ranks=1)):
+        assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"  # the user's
+
+
+def test_ranks_that_differ_in_nccls_settings_are_refused() -> None:
+    def run(name: str) -> str:
+        world = group_of(torch.distributed.group.WORLD)
+        check_communication(world)
+        if world.rank == 1:
+            os.environ[name] = "0"
+        with pytest.raises(RuntimeError) as caught:
+            check_communication(world)
+        return str(caught.value)
+
+    found = run_ranks(2, run, "NCCL_CUMEM_ENABLE")
+    text = "environment variable NCCL_CUMEM_ENABLE='0' on rank 1, None on rank 0: must be equal on all ranks"
+    assert found == [text, text]

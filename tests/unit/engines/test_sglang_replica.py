@@ -1,0 +1,187 @@
+"""The ranks of one engine in step: who enters, leaves and fails when, and whose weights are sent; without SGLang."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tlt_megatron.engines.sglang.connection import TARGET
+from tlt_megatron.engines.sglang.follower import FollowerEngine
+from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
+from tlt_megatron.engines.sglang.weights import WeightSender
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.process_groups import Group, group_of
+
+
+def world() -> Group:
+    return group_of(torch.distributed.group.WORLD)
+
+
+def test_a_follower_waits_while_the_engine_takes_or_gives_back_memory(tmp_path: Path) -> None:
+    released, ready, taken = (tmp_path / name for name in ("released", "ready", "taken"))
+
+    def leader(replica: Replica) -> bool:
+        with replica.in_step(SLEEPING):
+            released.touch()
+        with replica.in_step(WAKING):
+            saw_ready = ready.exists()
+            taken.touch()
+        return saw_ready
+
+    def follower(replica: Replica) -> bool:
+        engine = FollowerEngine(
+            select_device("cpu"), torch.float32, has_drafter=False, replica=replica
+        )
+        engine.wake()  # awake already: nothing to wait for
+        engine.sleep()
+        engine.sleep()
+        saw_released = released.exists()
+        ready.touch()
+        engine.wake()
+        return saw_released and taken.exists()
+
+    def run() -> bool:
+        replica = Replica(world())
+        return leader(replica) if replica.is_leader else follower(replica)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_a_failure_of_the_leader_is_an_error_of_all_its_ranks() -> None:
+    def wake(replica: Replica) -> None:
+        with replica.in_step(WAKING):
+            if replica.is_leader:
+                raise RuntimeError("out of memory")
+
+    def run() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            wake(Replica(world()))
+        return str(caught.value)
+
+    others = "waking the engine failed on rank 0: out of memory"
+    assert run_ranks(3, run) == ["out of memory", others, others]
+
+
+# ---- weights
+
+
+class FakeConnection:
+    """Notes what it is asked for, in the place of SGLang's engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, SimpleNamespace]] = []
+
+    def call(self, method: str, request: SimpleNamespace) -> None:
+        self.calls.append((method, request))
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `WeightSender` takes from SGLang: requests as namespaces, a payload that names rank and tensors."""
+
+    class Bucket(SimpleNamespace):
+        def get_flattened_tensor(self) -> torch.Tensor:
+            return torch.cat([tensor.flatten() for _, tensor in self.named_tensors])
+
+        def get_metadata(self) -> list[str]:
+            return [name for name, _ in self.named_tensors]
+
+    def serialize(content: dict) -> str:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return f"rank {rank}: {' '.join(content['metadata'])}"
+
+    def request(**fields: object) -> SimpleNamespace:
+        return SimpleNamespace(**fields)
+
+    contents = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": dict.fromkeys(
+            (
+                "BeginWeightUpdateReqInput",
+                "EndWeightUpdateReqInput",
+                "UpdateWeightsFromTensorReqInput",
+            ),
+            request,
+        ),
+        "sglang.srt.utils": {"MultiprocessingSerializer": SimpleNamespace(serialize=serialize)},
+        "sglang.srt.weight_sync": {},
+        "sglang.srt.weight_sync.tensor_bucket": {"FlattenedTensorBucket": Bucket},
+    }
+    for name, attributes in contents.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def export(note: Callable[[str], None] = lambda name: None) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in ("a", "b", "c"):
+        note(name)
+        yield name, torch.zeros(2)  # 8 bytes: two fill a bucket
+
+
+def send(offers_own: bool) -> list[tuple[str, dict]]:
+    replica = Replica(world())
+    connection = FakeConnection() if replica.is_leader else None
+    sender = WeightSender(connection, replica, num_ranks=2, offers_own=offers_own, bucket_bytes=16)
+    sender.send(export(), role=TARGET, version="3")
+    with replica.in_step(LOADING):
+        pass
+    return [(method, vars(request)) for method, request in connection.calls] if connection else []
+
+
+def payloads(calls: list[tuple[str, dict]]) -> list[list[str]]:
+    return [r["serialized_named_tensors"] for m, r in calls if m == "update_weights_from_tensor"]
+
+
+def test_every_rank_offers_its_own_weights_in_one_session(messages: None) -> None:
+    leader, follower = run_ranks(2, send, True)
+    assert follower == []
+    methods = [method for method, _ in leader]
+    update = "update_weights_from_tensor"
+    assert methods == ["begin_weight_update", update, update, "end_weight_update"]
+    assert payloads(leader) == [["rank 0: a b", "rank 1: a b"], ["rank 0: c", "rank 1: c"]]
+    requests = [request for method, request in leader if method == update]
+    assert [request["flush_cache"] for request in requests] == [False, True]
+    assert [request["weight_version"] for request in requests] == [None, "3"]
+
+
+def test_on_a_cpu_the_leaders_copy_serves_all(messages: None) -> None:
+    leader, _ = run_ranks(2, send, False)
+    assert payloads(leader) == [["rank 0: a b", "rank 0: a b"], ["rank 0: c", "rank 0: c"]]
+
+
+def test_one_process_with_an_engine_of_several_ranks_offers_a_copy_for_each(messages: None) -> None:
+    connection = FakeConnection()
+    sender = WeightSender(connection, Replica(), num_ranks=2, offers_own=True)
+    sender.send(export(), role=TARGET, version="3")
+    calls = [(method, vars(request)) for method, request in connection.calls]
+    assert payloads(calls) == [["rank 0: a b c", "rank 0: a b c"]]
+
+
+def test_weights_that_sglang_refuses_are_an_error_of_all_ranks(messages: None) -> None:
+    class Refusing(FakeConnection):
+        def call(self, method: str, request: SimpleNamespace) -> None:
+            super().call(method, request)
+            if method == "update_weights_from_tensor":
+                raise RuntimeError("sglang refused it: shapes")
+
+    def run() -> tuple[str, list[str]]:
+        replica = Replica(world())
+        connection = Refusing() if replica.is_leader else None
+        sender = WeightSender(connection, replica, num_ranks=2, offers_own=True)
+        with pytest.raises(RuntimeError) as caught:
+            sender.send(export(), role=TARGET, version="3")
+        return str(caught.value), [m for m, _ in connection.calls] if connection else []
+
+    (leader, calls), (follower, _) = run_ranks(2, run)
+    assert leader == "sglang refused it: shapes"
+    assert follower == "sending target weights failed on rank 0: sglang refused it: shapes"
+    assert calls[-1] == "end_weight_update"
