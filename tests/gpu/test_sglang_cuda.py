@@ -1,5 +1,7 @@
-"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): EAGLE changes no greedy token, and updates by
-CUDA IPC reach the model that they are meant for. tests/sglang has the rest, on a CPU.
+"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): EAGLE changes no greedy token, updates by CUDA
+IPC reach the model that they are meant for, sleep gives memory back, on two GPUs too. tests/sglang has the rest, on a CPU.
+
+Written from SGLang's sources; not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -7,20 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.cuda_ranks import needs_gpus
+from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
 from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.process_groups import group_of, init_world
 from tlt_megatron.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from tlt_megatron.engines.sglang.engine import SglangEngine
+    from tlt_megatron.engines.sglang.replica import Replica
 
 pytestmark = needs_gpus()
 VERSION = "0.5.23"
@@ -67,7 +77,15 @@ def drafter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(policy: Path, drafter: Path | None, rank: int):
+def start(
+    policy: Path,
+    drafter: Path | None,
+    rank: int,
+    *,
+    replica: Replica | None = None,
+    **engine_args: object,
+) -> SglangEngine:
+    """In float32, for which the kernels that SGLang picks on Hopper (fa3) have no code: Triton's do."""
     from tlt_megatron.engines.sglang.engine import SglangEngine
 
     speculation = None
@@ -78,23 +96,27 @@ def start(policy: Path, drafter: Path | None, rank: int):
     engine = SglangEngine(
         str(policy),
         RolloutSection(dtype="float32", max_batch_size=8, max_new_tokens=48, num_samples=1),
-        SglangSection(engine_args={"mem_fraction_static": 0.3}, start_timeout_s=900.0),
+        SglangSection(
+            engine_args={"mem_fraction_static": 0.3, "attention_backend": "triton"} | engine_args,
+            start_timeout_s=900.0,
+        ),
         select_device("cuda"),
         rank=rank,
         max_prompt_tokens=128,
         speculation=speculation,
+        replica=replica,
     )
     load(engine, list(HfReader(policy).items()), version=1)
     return engine
 
 
-def load(engine: object, tensors: list[tuple[str, Tensor]], *, version: int) -> None:
+def load(engine: RolloutEngine, tensors: list[tuple[str, Tensor]], *, version: int) -> None:
     """On the GPU, as the trainer has them: they travel by CUDA IPC."""
     there = [(name, tensor.cuda()) for name, tensor in tensors]
     engine.load_weights(there, version=version, checksum=lambda: checksum(there))
 
 
-def tokens(engine: object, version: int = 1) -> list[list[int]]:
+def tokens(engine: RolloutEngine, version: int = 1) -> list[list[int]]:
     groups = engine.generate(PROMPTS, PARAMS, policy_version=version)
     return [r.token_ids.tolist() for g in groups for r in g.rollouts]
 
@@ -108,21 +130,21 @@ def plain_tokens(policy: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def eagle(policy: Path, drafter: Path, plain_tokens: list) -> Iterator[object]:
+def eagle(policy: Path, drafter: Path, plain_tokens: list) -> Iterator[SglangEngine]:
     """Started when the plain engine is gone."""
     engine = start(policy, drafter, rank=1)
     yield engine
     engine.close()
 
 
-def test_eagle_changes_no_greedy_token(eagle: object, plain_tokens: list[list[int]]) -> None:
+def test_eagle_changes_no_greedy_token(eagle: SglangEngine, plain_tokens: list[list[int]]) -> None:
     """In float32 two candidates closer than the rounding error may swap, which is rarer than one text in ten."""
     same = [a == b for a, b in zip(tokens(eagle), plain_tokens, strict=True)]
     assert sum(same) >= len(same) - 1
 
 
 def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
-    eagle: object, policy: Path, drafter: Path
+    eagle: SglangEngine, policy: Path, drafter: Path
 ) -> None:
     from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 
@@ -141,9 +163,68 @@ def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
     load(eagle, list(HfReader(policy).items()), version=1)
 
 
-def test_sleep_gives_memory_back_and_waking_keeps_the_weights(eagle: object) -> None:
-    before, free = tokens(eagle), torch.cuda.mem_get_info()[0]
+def test_sleep_gives_memory_back_and_weights_are_sent_anew(
+    eagle: SglangEngine, policy: Path
+) -> None:
+    """The policy's weights are dropped, the drafter's are parked; graphs replay after waking."""
+    from tlt_megatron.engines.sglang.connection import DRAFT
+
+    before, draft, free = tokens(eagle), eagle.checksum(DRAFT), torch.cuda.mem_get_info()[0]
     eagle.sleep()
     assert torch.cuda.mem_get_info()[0] > free
     eagle.wake()
+    with pytest.raises(RuntimeError, match="holds no weights"):
+        tokens(eagle)
+    load(eagle, list(HfReader(policy).items()), version=2)
+    assert tokens(eagle, version=2) == before
+    assert eagle.checksum(DRAFT) == draft
+    load(eagle, list(HfReader(policy).items()), version=1)
+
+
+def test_a_stopped_generation_leaves_the_engine_usable(eagle: SglangEngine) -> None:
+    before = tokens(eagle)
+    with pytest.raises(GenerationStopped):
+        eagle.generate(PROMPTS, PARAMS, policy_version=1, should_stop=lambda: True)
     assert tokens(eagle) == before
+
+
+def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
+    """Of each rank: tokens before and after a sleep, and whether its own GPU had more free memory in between."""
+    from tlt_megatron.engines.sglang.follower import FollowerEngine
+    from tlt_megatron.engines.sglang.replica import Replica
+
+    device = select_device("cuda")
+    init_world(device.backend, timeout_s=900.0)
+    replica = Replica(group_of(dist.new_group([0, 1], backend="gloo")))
+    if replica.is_leader:
+        engine = start(Path(policy), None, rank=2, replica=replica, tp_size=2)
+    else:
+        engine = FollowerEngine(device, torch.float32, has_drafter=False, replica=replica)
+        load(engine, list(HfReader(policy).items()), version=1)
+    found = tokens(engine) if replica.is_leader else []
+    replica.gather(None)
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    has_more = torch.cuda.mem_get_info()[0] > free
+    engine.wake()
+    load(engine, list(HfReader(policy).items()), version=2)
+    found += tokens(engine, version=2) if replica.is_leader else []
+    replica.gather(None)
+    engine.close()
+    dist.destroy_process_group()
+    return found, has_more
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_an_engine_of_two_ranks_takes_each_ranks_own_weights(
+    policy: Path, plain_tokens: list[list[int]]
+) -> None:
+    (found, leader_has_more), (_, follower_has_more) = run_cuda_ranks(
+        2, run_two_ranks, str(policy), timeout_s=1200.0
+    )
+    before, after = found[: len(PROMPTS)], found[len(PROMPTS) :]
+    assert before == after
+    same = [a == b for a, b in zip(before, plain_tokens, strict=True)]
+    assert sum(same) >= len(same) - 1
+    assert leader_has_more
+    assert follower_has_more
