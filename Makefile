@@ -42,12 +42,12 @@ quickstart-policy: setup
 
 quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU ranks, with speculation and spot training
 	@echo "quickstart 2/2: GRPO on 2 ranks -> $(RUN_DIR)"
-	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 launch/pretrain_rl.py \
+	@$(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
 
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"
-	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) -m torch.distributed.run --standalone --nproc-per-node 2 \
+	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) launch/torchrun.py --standalone --nproc-per-node 2 \
 	  launch/pretrain_rl.py --config examples/quickstart.yaml rollout.engine=sglang run.dir=$(RUN_DIR)
 
 small-llm: setup  ## SmolLM2-135M-Instruct as a Hugging Face folder, in build/smollm2

@@ -1,6 +1,7 @@
-"""The trainer's entry: `torchrun --nproc-per-node 2 launch/pretrain_rl.py --config examples/quickstart.yaml [a.b=v ...]`.
+"""The trainer's entry: `python launch/torchrun.py --nproc-per-node 2 launch/pretrain_rl.py --config my.yaml [a.b=v ...]`.
 
-A plain `python launch/pretrain_rl.py ...` runs one rank. Bad input ends with exit code 2 before torch is imported.
+Plain `torchrun` starts it too; `python launch/pretrain_rl.py ...` runs one rank. Bad input ends with exit code 2 before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of one rank starve the others
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,12 +22,20 @@ from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
 from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
+from tlt_megatron.runtime.parent import end_with_parent
+from tlt_megatron.runtime.stop import StopRequest, describe_failure
+
+if TYPE_CHECKING:
+    from tlt_megatron.trainer.build import Run
 
 log = logging.getLogger("launch.pretrain_rl")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done (or stopped on request and saved), 1 failed, 2 bad input."""
+    """Returns the exit code: 0 done (or stopped on request and saved), 1 a rank failed, 2 bad input, 128 + signal stopped
+    during set-up."""
+    end_with_parent()
     options = _parse(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     overrides = list(options.overrides)
@@ -42,7 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
         check_layout(config, world_size)
     except ValueError as error:
         return _refuse(error)
-    return _run(config, name=Path(options.config or "defaults").stem)
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logging(rank, None)
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    stop = StopRequest(rank, world_size=world_size, is_first_of_node=is_first_of_node)
+    stop.listen()
+    return _Launch(config, stop, rank).run(name=Path(options.config or "defaults").stem)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -59,60 +74,94 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _refuse(error: ValueError) -> int:
+    """What every rank finds in the same files, said once."""
     if os.environ.get("RANK", "0") == "0":
         print(f"pretrain_rl: {error}", file=sys.stderr)
     return 2
 
 
-def _stop_unhealthy(error: Exception, rank: int) -> int:
-    """The same error on every rank: all log it, the first alone to the terminal."""
-    log.log(logging.ERROR if rank == 0 else logging.INFO, "%s", error)
-    return 1
+class _Launch:
+    """One rank of one run, and what there is to say if it fails."""
 
+    def __init__(self, config: RunConfig, stop: StopRequest, rank: int) -> None:
+        self._config = config
+        self._stop = stop
+        self._rank = rank
+        self._run_dir: Path | None = None
+        self._run: Run | None = None  # once it is built
 
-def _run(config: RunConfig, name: str) -> int:
-    import torch.distributed as dist
+    def run(self, name: str) -> int:
+        """Returns the exit code. A failure is told to the other ranks before anything is closed, which may take long."""
+        with ExitStack() as stack:
+            try:
+                self._train(stack, name)
+            except Exception as error:
+                return self._report(error)
+        self._stop.close()
+        import torch.distributed as dist
 
-    from tlt_megatron.policy.health import UnhealthyTrainingError
-    from tlt_megatron.runtime.collectives import broadcast_object
-    from tlt_megatron.runtime.device import select_device
-    from tlt_megatron.runtime.log import configure_logging
-    from tlt_megatron.runtime.process_groups import init_world
-    from tlt_megatron.trainer.build import build_run
-    from tlt_megatron.trainer.finish import finish_run
-    from tlt_megatron.trainer.memory_ledger import make_ledger
+        dist.destroy_process_group()
+        return 0
 
-    try:
+    def _train(self, stack: ExitStack, name: str) -> None:
+        from tlt_megatron.runtime.collectives import broadcast_object
+        from tlt_megatron.runtime.device import select_device
+        from tlt_megatron.runtime.process_groups import init_world, open_store
+        from tlt_megatron.trainer.build import build_run
+        from tlt_megatron.trainer.finish import finish_run
+        from tlt_megatron.trainer.memory_ledger import make_ledger
+
+        config = self._config
         device = select_device(config.run.device)
-        ledger = make_ledger(config, int(os.environ.get("WORLD_SIZE", "1")), device)
-        if os.environ.get("RANK", "0") == "0":
+        world = init_world(device.backend, config.run.group_timeout_s)
+        self._stop.share(open_store(world, config.run.group_timeout_s))
+        ledger = make_ledger(config, world.size, device)
+        if world.is_first:
             print("\n".join(ledger.lines()), flush=True)
         ledger.check(device.free_bytes() + device.process_bytes())
-    except ValueError as error:
-        return _refuse(error)
-    world = init_world(device.backend, config.run.group_timeout_s)
-    run_dir = Path(
-        broadcast_object(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", world)
-    )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    configure_logging(world.rank, run_dir)
-    with ExitStack() as stack:
-        try:
-            run = stack.enter_context(build_run(config, run_dir, world, device))
-        except ValueError as error:  # of prompts, reward, sizes, memory, checkpoint
-            print(f"pretrain_rl (rank {world.rank}): {error}", file=sys.stderr)
-            return 2
-        except UnhealthyTrainingError as error:
-            return _stop_unhealthy(error, world.rank)
-        run.trainer.history.add_memory_plan(ledger.peak_bytes)
-        try:
-            run.trainer.train()
-        except UnhealthyTrainingError as error:
-            return _stop_unhealthy(error, world.rank)
-        finish_run(run, config, run_dir)
-    dist.destroy_process_group()
-    return 0
+        run_dir = config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._run_dir = Path(broadcast_object(run_dir, world))
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        configure_logging(world.rank, self._run_dir)
+        built = build_run(config, self._run_dir, world, device, self._stop)
+        self._run = stack.enter_context(built)
+        self._run.trainer.history.add_memory_plan(ledger.peak_bytes)
+        self._run.trainer.train()
+        finish_run(self._run, config, self._run_dir)
+
+    def _report(self, error: Exception) -> int:
+        """The first rank to fail says why, in one line; every rank writes the traceback to its log."""
+        from tlt_megatron.policy.health import UnhealthyTrainingError
+
+        if isinstance(error, UnhealthyTrainingError):  # the same on every rank
+            self._stop.end(1, str(error))
+            log.log(logging.ERROR if self._rank == 0 else logging.INFO, "%s", error)
+            self._stop.linger()
+            return 1
+        code, line = 1, describe_failure(error, self._phase(), self._rank)
+        if isinstance(error, ValueError) and self._run is None:
+            code, line = 2, str(error)  # of prompts, reward, sizes, memory, checkpoint
+        where = ""
+        if self._run_dir is not None:
+            log.error("%s", line, exc_info=error, extra=FILE_ONLY)
+            where = f" (traceback: {log_file(self._run_dir, self._rank)})" if code == 1 else ""
+        if self._stop.end(code, line):
+            print(f"pretrain_rl: {line}{where}", file=sys.stderr, flush=True)
+        self._stop.linger()
+        return code
+
+    def _phase(self) -> str:
+        if self._run is None:
+            return "set-up"
+        trainer = self._run.trainer
+        return f"{trainer.phases.current or 'between phases'} after step {trainer.step}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code == 1:
+        # A communicator whose peer is gone may wait for it when the interpreter takes it down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

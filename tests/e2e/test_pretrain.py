@@ -94,17 +94,6 @@ def test_killed_and_resumed_equals_straight_run_bitwise(
     assert steps == [1, 2, 3], done.stdout
 
 
-def test_sigterm_saves_and_ends_with_success(config: Path, tmp_path: Path) -> None:
-    process = start(2, config, tmp_path, "run.num_steps=1000", "logging.tensorboard=false")
-    wait_until((tmp_path / "rollouts" / "step_0000002.jsonl").is_file, process)
-    for child in children_of(process.pid):
-        os.kill(child, signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
-    saved = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert 2 <= saved < 1000
-    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == saved
-
-
 def test_one_rank_rolls_out_what_two_ranks_do(straight: Path, config: Path, tmp_path: Path) -> None:
     run(1, config, tmp_path, "run.num_steps=1", "data.eval=")
     first = [
@@ -211,10 +200,6 @@ def wait_until(holds, process: subprocess.Popen, timeout_s: float = 120) -> None
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def plain_environment() -> dict[str, str]:

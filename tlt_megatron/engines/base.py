@@ -53,7 +53,7 @@ class PassRecord:
 
 
 class GenerationStopped(RuntimeError):
-    """Generation was ended because `should_stop` said so."""
+    """Generation was ended because `should_stop` said so. Its requests are dropped; the engine can be used again."""
 
 
 class RolloutEngine(Protocol):
@@ -68,13 +68,15 @@ class RolloutEngine(Protocol):
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
         """Answer all prompts; groups come back in the order of the prompts.
 
         `on_finish` is called with each response as it ends. `on_features` is given, with each response, the states that a
         drafter trains on, [prompt + response - 1, F]; an engine that does not see them never calls it. `between_passes` is
-        called about once for each pass, and may load drafter weights; an engine in another process may never call it. RuntimeError if the loaded weights are not of
-        `policy_version`; ValueError if a prompt cannot fit into the KV memory.
+        called about once for each pass, and may load drafter weights; an engine in another process may never call it.
+        `should_stop` is asked about once for each pass; GenerationStopped follows when it says True. RuntimeError if the
+        loaded weights are not of `policy_version`; ValueError if a prompt cannot fit into the KV memory.
         """
 
     def load_weights(

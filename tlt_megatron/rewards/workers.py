@@ -11,7 +11,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,6 +20,8 @@ from tlt_megatron.rewards.worker_process import Task, WorkerProcess
 from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
+
+_STOP_POLL_S = 0.2  # seconds between two questions whether to stop waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,18 @@ class RewardPool:
             self._keys.add(rollout_key)
             self._pending[task_id] = (rollout_key, prompt.prompt_id)
         self._dispatcher.put(Task(task_id=task_id, payload=payload))
+
+    def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
+        """Wait until `collect` will not; False if `should_stop` says True before that. What is not scored then is dropped
+        by `close`."""
+        start = time.perf_counter()
+        with self._changed:
+            while self._pending and not self._broken and not self._is_closed:
+                if should_stop():
+                    return False
+                self._changed.wait(_STOP_POLL_S)
+            self._stats["wait_seconds"] += time.perf_counter() - start
+        return True
 
     def collect(self) -> dict[Hashable, float]:
         """Wait for all that was submitted since the last `collect`; the reward of each key, in no special order.

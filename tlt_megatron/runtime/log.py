@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+FILE_ONLY = {"is_file_only": True}  # log.error(..., extra=FILE_ONLY): not on any console
 _OWN_PACKAGES = ("tlt_megatron", "launch", "__main__")
 
 
@@ -49,15 +50,20 @@ def configure_logging(rank: int, run_dir: Path | None, level: int | str = loggin
     console.setFormatter(_formatter(rank, "%H:%M:%S"))
     root.addHandler(console)
     if run_dir is not None:
-        path = run_dir / "logs" / f"rank_{rank:05d}.log"
+        path = log_file(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _RankFileHandler(path, encoding="utf-8")
         file.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
         root.addHandler(file)
 
 
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Where that rank writes its log."""
+    return run_dir / "logs" / f"rank_{rank:05d}.log"
+
+
 def _is_for_console(record: logging.LogRecord) -> bool:
-    if record.name == "py.warnings":
+    if record.name == "py.warnings" or getattr(record, "is_file_only", False):
         return False
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] in _OWN_PACKAGES
 

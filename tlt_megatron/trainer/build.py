@@ -59,7 +59,13 @@ class Run:
 
 
 @contextmanager
-def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) -> Iterator[Run]:
+def build_run(
+    config: RunConfig,
+    run_dir: Path,
+    world: Group,
+    device: Device,
+    stop: StopRequest | None = None,
+) -> Iterator[Run]:
     """Build everything, restore if asked to, and close it all again on the way out. A collective of all ranks.
 
     Cheap checks come first: reward function and prompts are refused before any model is built.
@@ -93,6 +99,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
             replicas=world,
             phases=phases,
             ranks_per_engine=config.ranks_per_engine,
+            should_stop=lambda: stop.is_requested,
         )
         trainer = RLTrainer(
             LoopSettings(
@@ -114,7 +121,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
                 run_dir / "checkpoints", model, keep=config.checkpoint.keep, world=world
             ),
             phases=phases,
-            stop=StopRequest(),
+            stop=stop,
             world=world,
         )
         attach = partial(
@@ -138,7 +145,7 @@ def build_run(config: RunConfig, run_dir: Path, world: Group, device: Device) ->
             worker.speculation_log = SpeculationLog(run_dir, resume_step=first_step)
             if config.logging.rollouts:
                 trainer.rollout_log = RolloutLog(run_dir / "rollouts", tokenizer.decode)
-        trainer.stop.install()
+        stop.begin_training()
         yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
 
 

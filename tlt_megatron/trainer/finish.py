@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.build import Run
+from tlt_megatron.trainer.loop import RLTrainer
+
+log = logging.getLogger(__name__)
 
 TABLE_COLUMNS = (
     "step",
@@ -29,8 +33,14 @@ TABLE_COLUMNS = (
 
 
 def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
-    """Write everything and print where it is. A collective of all ranks, after the last step."""
+    """Write everything and print where it is. A collective of all ranks, after the last step.
+
+    A run that was stopped leaves its summary alone: what takes time is for the run that goes on from it.
+    """
     trainer = run.trainer
+    if trainer.is_stopped:
+        _finish_stopped(trainer, config, run_dir)
+        return
     is_complete = trainer.step == config.run.num_steps
     if config.speculation.measure_gain and is_complete:
         trainer.measure_gain()
@@ -54,6 +64,17 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     for name, value in trainer.history.summary().items():
         trainer.progress.message(f"{name}: {value:.4g}" if value is not None else f"{name}: -")
     trainer.progress.message(f"run folder: {run_dir.resolve()}")
+
+
+def _finish_stopped(trainer: RLTrainer, config: RunConfig, run_dir: Path) -> None:
+    trainer.phases.timeline.flush()
+    if trainer.world.is_first:
+        trainer.history.write_summary(run_dir / "summary.json")
+        trainer.progress.close()
+        log.info(
+            "saved step %d of %d; resume with: --resume auto run.dir=%s",
+            *(trainer.step, config.run.num_steps, run_dir),
+        )
 
 
 def _rows(path: Path) -> list[dict[str, float]]:

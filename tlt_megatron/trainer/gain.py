@@ -6,12 +6,14 @@ position, so both ways draw the same tokens, and the ratio compares the same wor
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import Prompt, SamplingParams
@@ -47,9 +49,10 @@ def measure_gain(
     *,
     policy_version: int,
     replicas: Group,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationGain | None:
     """Over the prompts of several steps: one is dominated by its longest response. None where the engine cannot decode
-    without. A collective of all replicas."""
+    without, or where any rank was told to stop. A collective of all replicas."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     tokens: dict[bool, list[list[int]]] = {}
     for _ in range(_ROUNDS):
@@ -60,10 +63,18 @@ def measure_gain(
             for prompts in batches:
                 barrier(replicas)
                 started = time.perf_counter()
-                groups = engine.generate(
-                    prompts[replicas.rank :: replicas.size], params, policy_version=policy_version
-                )
-                spent += max(gather_objects(time.perf_counter() - started, replicas))
+                groups, own_s = [], math.inf
+                with contextlib.suppress(GenerationStopped):
+                    groups = engine.generate(
+                        prompts[replicas.rank :: replicas.size],
+                        params,
+                        policy_version=policy_version,
+                        should_stop=should_stop,
+                    )
+                    own_s = time.perf_counter() - started
+                spent += max(gather_objects(own_s, replicas))
+                if math.isinf(spent):
+                    return None
                 tokens[is_on] += [r.token_ids.tolist() for g in groups for r in g.rollouts]
             seconds[is_on].append(spent)
     engine.pause_speculation(False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.data.prompts import PromptSampler
-from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.metrics import MetricsWriter
@@ -78,41 +78,61 @@ class RLTrainer:
         self.step = 0  # RL steps done; also the version of the policy
         self.last_prompts: deque[list[Prompt]] = deque(maxlen=_GAIN_STEPS)  # of the latest steps
         self.history = RunHistory()
+        self.is_stopped = False  # on request: what is left of the run is for a resumed one
 
     def train(self) -> None:
         """From the current step to the last, or to a stop request; ends with a checkpoint either way.
 
-        `start` comes first.
+        A stop drops rollouts under way: the policy has not changed since the step began, so what is saved is the state of
+        its beginning. An update is finished first. `start` comes first.
         """
-        if self.step == 0:
-            self.evaluate()
-        while self.step < self.settings.num_steps and not agree_any(
-            self.stop.is_requested, self.world
-        ):
-            self.train_step()
-            if self._is_due(self.settings.eval_interval):
-                self.evaluate()
-            # checkpoints of steps without an update would drive the last good one out
-            if (
-                self._is_due(self.settings.checkpoint_interval)
-                and self.policy_trainer.is_last_update_good
-            ):
-                self.save_checkpoint()
-        if self.step == self.settings.num_steps and self.history.last_eval_step != self.step:
-            self.evaluate()
+        self.is_stopped = not self._run_steps()
         self.save_checkpoint()
+
+    def _run_steps(self) -> bool:
+        """Whether it came to the end."""
+        try:
+            self._evaluate_if_due()
+            while self.step < self.settings.num_steps:
+                self.train_step()
+                if agree_any(self.stop.is_requested, self.world):
+                    return False
+                self._evaluate_if_due()
+                # checkpoints of steps without an update would drive the last good one out
+                if (
+                    self._is_due(self.settings.checkpoint_interval)
+                    and self.policy_trainer.is_last_update_good
+                ):
+                    self.save_checkpoint()
+        except GenerationStopped:  # on all ranks
+            return False
+        return True
+
+    def _evaluate_if_due(self) -> None:
+        """Before the first step, after the last and at the interval, if this step has not been evaluated before a resume."""
+        is_end = self.step in (0, self.settings.num_steps)
+        if self.history.last_eval_step != self.step and (
+            is_end or self._is_due(self.settings.eval_interval)
+        ):
+            self.evaluate()
 
     def train_step(self) -> None:
         """prompts -> rollouts -> rewards -> experiences -> update -> weights."""
         started = time.perf_counter()
+        before = self.sampler.state_dict(), rng_state()
         prompts = self.sampler.next_batch(self.settings.num_prompts)
-        self.last_prompts.append(prompts)
         upkeep = self.upkeep
         if upkeep is not None:
             upkeep.start_step(self.step + 1)
-        collected = self.rollout_worker.collect(
-            prompts, self.sampling, policy_version=self.step, upkeep=upkeep, step=self.step + 1
-        )
+        try:
+            collected = self.rollout_worker.collect(
+                prompts, self.sampling, policy_version=self.step, upkeep=upkeep, step=self.step + 1
+            )
+        except GenerationStopped:
+            self.sampler.load_state_dict(before[0])
+            set_rng_state(before[1])
+            raise
+        self.last_prompts.append(prompts)
         if upkeep is not None:
             with self.phases("PUBLISH", "publish_drafter"):
                 upkeep.publish(collected.metrics)
@@ -191,6 +211,7 @@ class RLTrainer:
                 self.sampling,
                 policy_version=self.step,
                 replicas=self.rollout_worker.replicas,
+                should_stop=lambda: self.stop.is_requested,
             )
             if gain is not None:
                 self.history.add_gain(gain)

@@ -29,6 +29,7 @@ class Phases:
     def __init__(self, timeline: Timeline, progress: Progress, device: Device) -> None:
         self.timeline = timeline
         self.progress = progress
+        self.current = ""  # the phase of this rank; after an error the one that it happened in
         self._device = device
         self._seconds: dict[str, float] = {}
         self._peak_bytes: dict[Phase, int] = {}
@@ -37,6 +38,7 @@ class Phases:
     def __call__(self, name: str, timing: str, **args: object) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         self.progress.phase(name)
+        outer, self.current = self.current, name
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:
             self._device.reset_peak()
@@ -46,6 +48,7 @@ class Phases:
         if ledger_phase:
             peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
             self._peak_bytes[ledger_phase] = peak
+        self.current = outer
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 
     def take_timings(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tlt_megatron.engines.base import EngineStats, RolloutEngine
+from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
@@ -45,8 +45,10 @@ class RolloutWorker:
         phases: Phases,
         speculation_log: SpeculationLog | None = None,
         ranks_per_engine: int = 1,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`speculation_log` is rank 0's. Where an engine spans several ranks, the first of them answers for all."""
+        """`speculation_log` is rank 0's. Where an engine spans several ranks, the first of them answers for all.
+        `should_stop` is asked about once for each pass, by each rank alone."""
         self.engine = engine
         self.rewards = rewards
         self.decode = decode
@@ -54,6 +56,7 @@ class RolloutWorker:
         self.phases = phases
         self.speculation_log = speculation_log
         self.ranks_per_engine = ranks_per_engine
+        self.should_stop = should_stop
 
     def collect(
         self,
@@ -68,45 +71,19 @@ class RolloutWorker:
 
         With `upkeep`, a rank that is done trains the drafter until all are. `step` is the RL step that this is for, 0 for
         an evaluation, which leaves no record of its passes.
+        All ranks raise GenerationStopped if any was told to stop before its responses were generated and scored: that
+        rank ends its phase as if it had finished, so that sessions end by their own rules.
         """
-        by_draw = {prompt.draw_index: prompt for prompt in prompts}
-
-        def score(rollout: Rollout) -> None:
-            key = (rollout.draw_index, rollout.sample_index)
-            text = self.decode(rollout.token_ids.tolist())
-            self.rewards.submit(key, by_draw[rollout.draw_index], text)
-
-        mine = self._share_of(prompts)
-        with self.phases("ROLLOUT", "gen", prompts=len(mine)):
-            groups = self.engine.generate(
-                mine,
-                params,
-                policy_version=policy_version,
-                on_finish=score,
-                on_features=upkeep.add_features if upkeep else None,
-                between_passes=upkeep.take_live if upkeep else None,
-            )
-            passes = self.engine.take_passes()
-            add_pass_spans(self.phases.timeline, passes)
-        with self.phases("REWARD", "reward"):
-            rewards = self.rewards.collect()
-        scored = [
-            ScoredGroup(
-                group=group,
-                rewards=tuple(rewards[r.draw_index, r.sample_index] for r in group.rollouts),
-            )
-            for group in groups
-        ]
-        share = _Share(
-            groups=scored,
-            rewards=self.rewards.take_stats(),
-            engine=self.engine.stats(),
-            passes=sum_passes(passes, step=step, rank=self.replicas.rank),
-        )
+        try:
+            share = self._generate_share(prompts, params, policy_version, upkeep, step)
+        except GenerationStopped:
+            share = None
         finished = time.perf_counter()
         with self.phases("WAIT", "wait"):
             spot = upkeep.run_until_preempted(step) if upkeep else None
             shares = gather_objects(share, self.replicas)
+        if None in shares:
+            raise GenerationStopped("the rollouts of this phase are dropped")
         waits = gather_objects((time.perf_counter() - finished, spot), self.replicas)
         everyone = sorted(
             (g for share in shares for g in share.groups), key=lambda g: g.group.prompt.draw_index
@@ -132,6 +109,53 @@ class RolloutWorker:
         for name in ("num_errors", "num_timeouts"):
             metrics[f"reward/{name}"] = float(sum(getattr(share.rewards, name) for share in shares))
         return Collected(groups=tuple(everyone), metrics=metrics)
+
+    def _generate_share(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        policy_version: int,
+        upkeep: DrafterUpkeep | None,
+        step: int,
+    ) -> _Share:
+        """This rank's part of the batch, scored. GenerationStopped if it was told to stop first."""
+        by_draw = {prompt.draw_index: prompt for prompt in prompts}
+
+        def score(rollout: Rollout) -> None:
+            key = (rollout.draw_index, rollout.sample_index)
+            text = self.decode(rollout.token_ids.tolist())
+            self.rewards.submit(key, by_draw[rollout.draw_index], text)
+
+        mine = self._share_of(prompts)
+        with self.phases("ROLLOUT", "gen", prompts=len(mine)):
+            groups = self.engine.generate(
+                mine,
+                params,
+                policy_version=policy_version,
+                on_finish=score,
+                on_features=upkeep.add_features if upkeep else None,
+                between_passes=upkeep.take_live if upkeep else None,
+                should_stop=self.should_stop,
+            )
+            passes = self.engine.take_passes()
+            add_pass_spans(self.phases.timeline, passes)
+        with self.phases("REWARD", "reward"):
+            if not self.rewards.wait_scored(self.should_stop):
+                raise GenerationStopped("responses were not scored yet")
+            rewards = self.rewards.collect()
+        scored = [
+            ScoredGroup(
+                group=group,
+                rewards=tuple(rewards[r.draw_index, r.sample_index] for r in group.rollouts),
+            )
+            for group in groups
+        ]
+        return _Share(
+            groups=scored,
+            rewards=self.rewards.take_stats(),
+            engine=self.engine.stats(),
+            passes=sum_passes(passes, step=step, rank=self.replicas.rank),
+        )
 
     def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         engine, place = divmod(self.replicas.rank, self.ranks_per_engine)

@@ -10,7 +10,7 @@ import transformers
 
 from tests.unit.engines.conftest import MakeEngine, checksum
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import EngineStats
+from tlt_megatron.engines.base import EngineStats, GenerationStopped
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
@@ -197,6 +197,22 @@ def test_each_response_is_streamed_once_and_early(make_engine: MakeEngine) -> No
     for group in groups:
         assert [rollout.sample_index for rollout in group.rollouts] == [0, 1, 2]
         assert {rollout.prompt_ids for rollout in group.rollouts} == {group.prompt.token_ids}
+
+
+def test_a_stop_drops_what_runs_and_the_engine_goes_on(
+    make_engine: MakeEngine, expected: list[list[int]]
+) -> None:
+    engine, finished = make_engine(max_batch_size=4), []
+    with pytest.raises(GenerationStopped):
+        engine.generate(
+            PROMPTS,
+            PARAMS,
+            policy_version=1,
+            on_finish=finished.append,
+            should_stop=lambda: len(finished) >= 3,
+        )
+    assert 3 <= len(finished) < 12
+    assert tokens_of(engine.generate(PROMPTS, PARAMS, policy_version=1)) == expected
 
 
 def test_a_shared_prompt_is_computed_and_stored_once(make_engine: MakeEngine) -> None:

@@ -449,3 +449,12 @@ def test_pools_work_on_ranks_of_a_live_gloo_world(make_pool: PoolMaker, tmp_path
         return total.item()
 
     assert run_ranks(2, rank_sum) == [23.0, 23.0]
+
+
+def test_waiting_for_scores_can_be_given_up(make_pool: PoolMaker) -> None:
+    pool = make_pool()
+    pool.submit("first", prompt(), "score 0.5")
+    assert pool.wait_scored(lambda: False)
+    assert pool.collect() == {"first": 0.5}
+    pool.submit("second", prompt(), "hang")
+    assert not pool.wait_scored(lambda: True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import EngineStats, PassRecord
+from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
@@ -279,6 +279,7 @@ class EmbeddedEngine:
         max_new_tokens: Sequence[Sequence[int]] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `max_new_tokens[prompt][sample]` limits single requests below params' limit.
 
@@ -307,6 +308,8 @@ class EmbeddedEngine:
         rollouts: list[Rollout | None] = [None] * len(requests)
         num_new = num_again = 0
         while not scheduler.is_done:
+            if should_stop is not None and should_stop():
+                raise GenerationStopped(f"{sum(r is None for r in rollouts)} requests dropped")
             chunks, admitted = scheduler.plan_prefill()
             if chunks or admitted:
                 with clock.interrupted():

@@ -1,0 +1,113 @@
+"""torchrun for this program: `python launch/torchrun.py [options of torchrun] launch/pretrain_rl.py --config my.yaml`.
+
+torchrun itself ends the ranks 30 s after a signal, by default dies of SIGUSR1, and fails even if the run was saved. Here
+SIGTERM, SIGUSR1, SIGINT and SIGHUP go to the ranks and to nothing else: the run ends when they do, with exit code 0 if they
+all say that they are done or have saved. A second Ctrl-C kills them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from tlt_megatron.runtime.parent import AGENT_PID
+from tlt_megatron.runtime.stop import SIGNALS
+
+_TAKEN = (*SIGNALS, signal.SIGHUP)
+_LOOK_S = 1.0  # seconds between two looks whether ranks have been started
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code of the first rank that failed, 128 + signal where one was killed, 0 if none failed."""
+    forwarder = _Forwarder()
+    forwarder.start()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    options = parse_args(arguments)
+    options.signals_to_handle = "SIGQUIT"
+    # Ranks say in one line why they end; torchrun's account of the others would follow.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        if not forwarder.has_killed:
+            name = signal.Signals(-failure.exitcode).name
+            print(
+                f"torchrun.py: rank {rank} on {socket.gethostname()} (pid {failure.pid}) was ended by {name}",
+                file=sys.stderr,
+            )
+        return 128 - failure.exitcode
+    return 0
+
+
+class _Forwarder:
+    """The thread that takes this process's signals. They are blocked in all others, and in the ranks until these listen."""
+
+    def __init__(self) -> None:
+        self.has_killed = False
+        self._num_interrupts = 0
+
+    def start(self) -> None:
+        """Main thread only, before any other thread starts."""
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        taken = SIGNALS if is_nohup else _TAKEN
+        signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+        os.environ[AGENT_PID] = str(os.getpid())
+        threading.Thread(target=self._forward, args=(taken,), daemon=True).start()
+
+    def _forward(self, taken: tuple[signal.Signals, ...]) -> None:
+        has_started = False
+        while True:
+            info = signal.sigtimedwait(taken, _LOOK_S)
+            ranks = _ranks()
+            has_started = has_started or bool(ranks)
+            if info is None:
+                continue
+            number = info.si_signo
+            if not has_started:
+                name = signal.Signals(number).name
+                print(f"torchrun.py: {name} before any rank was started", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(128 + number)
+            self._num_interrupts += number == signal.SIGINT
+            if self._num_interrupts > 1:
+                self._say_killed()
+                number = signal.SIGKILL
+            elif number == signal.SIGHUP:
+                number = signal.SIGTERM
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank, number)
+
+    def _say_killed(self) -> None:
+        self.has_killed = True
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live display hides it
+        sys.stderr.write(f"{show_cursor}torchrun.py: second Ctrl-C: nothing more is saved\n")
+        sys.stderr.flush()
+
+
+def _ranks() -> list[int]:
+    """Children of any thread of this process that lead a process group of their own, as torchrun starts ranks."""
+    children = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    pids = [int(pid) for text in children for pid in text.split()]
+    return [pid for pid in pids if _leads_group(pid)]
+
+
+def _leads_group(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid) == pid
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""The batch scripts with a srun, scontrol and Python that only note what they are asked: signals, requeueing, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+# As Slurm's own: SIGUSR1 is passed on, a SIGTERM kills the tasks.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do shift; done
+"$@" &
+task=$!
+trap 'kill -USR1 $task' USR1
+trap 'kill -KILL $task' TERM
+while kill -0 $task 2>/dev/null; do wait $task; status=$?; done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then echo node1; echo node2; else echo "$*" > "$NOTES/scontrol.txt"; fi
+"""
+# A run that saves for a while when it is told to, and ends with the code in $NOTES/code.
+PYTHON = """#!/usr/bin/env bash
+trap 'sleep 0.2; touch "$NOTES/saved"; exit $(cat "$NOTES/code")' USR1
+printf '%s\\n' "$@" > "$NOTES/arguments.tmp"
+mv "$NOTES/arguments.tmp" "$NOTES/arguments"
+while [[ ! -e $NOTES/done ]]; do sleep 0.02; done
+exit $(cat "$NOTES/code")
+"""
+SCRIPTS = ("single_node.sbatch", "multi_node.sbatch")
+
+
+class Job:
+    """A batch script under the fake Slurm in `folder`."""
+
+    def __init__(self, script: str, folder: Path, code: int = 0) -> None:
+        self.folder = folder
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        (folder / "code").write_text(str(code))
+        environment = os.environ | {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "NOTES": str(folder),
+            "PYTHON": str(folder / "python"),
+            "SLURM_SUBMIT_DIR": str(REPO),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NAME": "long",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_GPUS_ON_NODE": "8",
+        }
+        self.process = subprocess.Popen(
+            ["bash", REPO / "launch" / "slurm" / script, "my.yaml", "run.seed=3"],
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 60
+        while not (folder / "arguments").exists():
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def end(self, number: signal.Signals | None) -> int:
+        if number is None:
+            (self.folder / "done").touch()
+        else:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+    @property
+    def scontrol(self) -> str | None:
+        path = self.folder / "scontrol.txt"
+        return path.read_text().strip() if path.exists() else None
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("number", "code", "requeued"),
+    [
+        (signal.SIGUSR1, 0, "requeue 77"),  # the time limit is near
+        (signal.SIGUSR1, 1, None),  # it could not save: it would fail again
+        (signal.SIGTERM, 0, None),  # Slurm's decision
+        (None, 0, None),
+        (None, 1, None),
+    ],
+)
+def test_a_job_saves_when_signalled_and_comes_back_when_it_ran_out_of_time(
+    tmp_path: Path, script: str, number: signal.Signals | None, code: int, requeued: str | None
+) -> None:
+    job = Job(script, tmp_path, code)
+    assert job.end(number) == code
+    assert (tmp_path / "saved").exists() == (number is not None)
+    assert job.scontrol == requeued
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_resumes_in_a_run_folder_of_its_own(tmp_path: Path, script: str) -> None:
+    job = Job(script, tmp_path)
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert job.end(None) == 0
+    assert arguments[0] == "launch/torchrun.py"
+    trainer = arguments[arguments.index("launch/pretrain_rl.py") :]
+    assert trainer[1:] == [
+        *("--resume", "auto", "--config", "my.yaml"),
+        *("run.dir=runs/long-77", "run.seed=3"),
+    ]
+    text = (REPO / "launch" / "slurm" / script).read_text()
+    assert "#SBATCH --signal=B:USR1@300\n" in text
+    assert "#SBATCH --requeue\n" in text
