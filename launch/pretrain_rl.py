@@ -92,16 +92,24 @@ class _Launch:
 
     def run(self, name: str) -> int:
         """Returns the exit code. A failure is told to the other ranks before anything is closed, which may take long."""
-        with ExitStack() as stack:
-            try:
-                self._train(stack, name)
-            except Exception as error:
-                return self._report(error)
-        self._stop.close()
+        try:
+            with ExitStack() as stack:
+                try:
+                    self._train(stack, name)
+                except Exception as error:
+                    return self._report(error)
+            self._leave()
+        except Exception as error:  # of what was being closed
+            return self._report(error)
+        return 0
+
+    def _leave(self) -> None:
+        """All ranks together: rank 0 hosts the store that the others read until they stop listening."""
         import torch.distributed as dist
 
+        self._stop.close()
+        dist.barrier()
         dist.destroy_process_group()
-        return 0
 
     def _train(self, stack: ExitStack, name: str) -> None:
         from tlt_megatron.runtime.collectives import broadcast_object

@@ -143,7 +143,7 @@ def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
     ("override", "message"),
     [
         ("data.max_prompt_tokens=2", "all 24 prompts are longer than data.max_prompt_tokens=2"),
-        ("rollout.max_batch_size=100000000", "lower rollout.max_batch_size=100000000"),
+        ("rollout.max_batch_size=100000000", "change rollout.max_batch_size=100000000"),
     ],
 )
 def test_what_only_data_and_memory_show_is_refused_too(

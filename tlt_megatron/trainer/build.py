@@ -74,6 +74,7 @@ def build_run(
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)
+    stop = stop or StopRequest()  # one that nobody makes
     with ExitStack() as stack:
         rewards = stack.enter_context(_start_rewards(config))
         tokenizer = load_tokenizer(config.model.path)

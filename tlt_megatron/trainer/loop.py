@@ -105,6 +105,7 @@ class RLTrainer:
                 ):
                     self.save_checkpoint()
         except GenerationStopped:  # on all ranks
+            self.phases.current = ""
             return False
         return True
 

@@ -43,11 +43,13 @@ class Phases:
         if ledger_phase:
             self._device.reset_peak()
         start = time.perf_counter()
-        with self.timeline.span(name, **args):
-            yield
-        if ledger_phase:
-            peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
-            self._peak_bytes[ledger_phase] = peak
+        try:
+            with self.timeline.span(name, **args):
+                yield
+        finally:  # a phase that was stopped has its peak too
+            if ledger_phase:
+                peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
+                self._peak_bytes[ledger_phase] = peak
         self.current = outer
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 
