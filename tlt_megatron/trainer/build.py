@@ -24,6 +24,7 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
@@ -147,6 +148,7 @@ def build_run(
             if config.logging.rollouts:
                 trainer.rollout_log = RolloutLog(run_dir / "rollouts", tokenizer.decode)
         stop.begin_training()
+        barrier(world)  # no rank trains while another would say that there is nothing to save
         yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
 
 
