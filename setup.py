@@ -25,16 +25,17 @@ setup(
         "rich",
         "math-verify>=0.8",
         "pyarrow",
+        "psutil",
     ],
     # SGLang loads it in each of its processes; it acts in engines that this package starts, and in no other.
     entry_points={
         "sglang.srt.plugins": ["tlt_megatron = tlt_megatron.engines.sglang.plugin:register"],
     },
     extras_require={
-        "dev": ["pytest>=8", "ruff==0.17.6", "pre-commit", "psutil"],
+        "dev": ["pytest>=8", "ruff==0.17.6", "pre-commit"],
         "report": ["jinja2>=3.1", "plotly>=6", "matplotlib>=3.8"],
         "wandb": ["wandb"],
-        "sglang": ["sglang==0.5.23", "psutil"],
+        "sglang": ["sglang==0.5.23"],
         "cuda": ["transformer-engine[pytorch]"],
     },
 )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of one rank starve the others
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost rank is 30 lines of C++ frames
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
@@ -92,15 +93,17 @@ class _Launch:
 
     def run(self, name: str) -> int:
         """Returns the exit code. A failure is told to the other ranks before anything is closed, which may take long."""
+        code = 0
         try:
             with ExitStack() as stack:
                 try:
                     self._train(stack, name)
                 except Exception as error:
-                    return self._report(error)
+                    code = self._report(error)
+                    raise
             self._leave()
-        except Exception as error:  # of what was being closed
-            return self._report(error)
+        except Exception as error:
+            return code or self._report(error)  # reported already, or of what was being closed
         return 0
 
     def _leave(self) -> None:
@@ -114,7 +117,7 @@ class _Launch:
     def _train(self, stack: ExitStack, name: str) -> None:
         from tlt_megatron.runtime.collectives import broadcast_object
         from tlt_megatron.runtime.device import select_device
-        from tlt_megatron.runtime.process_groups import init_world, open_store
+        from tlt_megatron.runtime.process_groups import init_world
         from tlt_megatron.trainer.build import build_run
         from tlt_megatron.trainer.finish import finish_run
         from tlt_megatron.trainer.memory_ledger import make_ledger
@@ -122,7 +125,6 @@ class _Launch:
         config = self._config
         device = select_device(config.run.device)
         world = init_world(device.backend, config.run.group_timeout_s)
-        self._stop.share(open_store(world, config.run.group_timeout_s))
         ledger = make_ledger(config, world.size, device)
         if world.is_first:
             print("\n".join(ledger.lines()), flush=True)
@@ -134,12 +136,14 @@ class _Launch:
         built = build_run(config, self._run_dir, world, device, self._stop)
         self._run = stack.enter_context(built)
         self._run.trainer.history.add_memory_plan(ledger.peak_bytes)
-        self._run.trainer.train()
-        finish_run(self._run, config, self._run_dir)
+        with self._run.explaining():
+            self._run.trainer.train()
+            finish_run(self._run, config, self._run_dir)
 
     def _report(self, error: Exception) -> int:
         """The first rank to fail says why, in one line; every rank writes the traceback to its log."""
         from tlt_megatron.policy.health import UnhealthyTrainingError
+        from tlt_megatron.runtime.heartbeat import RanksLost
 
         if isinstance(error, UnhealthyTrainingError):  # the same on every rank
             self._stop.end(1, str(error))
@@ -147,6 +151,8 @@ class _Launch:
             self._stop.linger()
             return 1
         code, line = 1, describe_failure(error, self._phase(), self._rank)
+        if isinstance(error, RanksLost):
+            line = str(error)
         if isinstance(error, ValueError) and self._run is None:
             code, line = 2, str(error)  # of prompts, reward, sizes, memory, checkpoint
         where = ""

@@ -18,7 +18,8 @@ from tlt_megatron.config.schema import DrafterSection, SpotSection
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.runtime.process_groups import Group, group_of, open_store
+from tlt_megatron.runtime.job_store import open_job_store
+from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import ReplicaLayout
 from tlt_megatron.spot.session import BatchSource
@@ -108,29 +109,29 @@ def make_spot(
     replica_size: int = 1,
     before: Callable[[int], None] = lambda count: None,
     phase_timeout_s: float = 60.0,
-    member_timeout_s: float = 10.0,
+    check_ranks: Callable[[], None] = lambda: None,
     device: str = "cpu",
-    **section: int,
+    **section: float,
 ) -> SpotTrainer:
     """A SpotTrainer on this rank of the default world. A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
     trainer = make_drafter_trainer()
-    store = open_store(world, timeout_s=20.0)
+    store = open_job_store(world, 20.0).part("spot")
     if hook:
         store = HookedStore(store, hook)
         _alive.append(store)
     return SpotTrainer(
         trainer,
         source or RandomBatches(trainer.model, seed=world.rank, before=before),
-        SpotSection(enabled=True, **section),
+        SpotSection(**{"enabled": True, "member_timeout_s": 10.0, **section}),
         store=store,
         layout=ReplicaLayout.uniform(world.size, replica_size),
         rank=world.rank,
         device=torch.device(device),
         timeline=Timeline(None, world.rank),
         phase_timeout_s=phase_timeout_s,
-        member_timeout_s=member_timeout_s,
+        check_ranks=check_ranks,
     )
 
 

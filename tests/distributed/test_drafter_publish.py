@@ -17,7 +17,7 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
 from tlt_megatron.runtime.collectives import gather_objects
-from tlt_megatron.runtime.process_groups import open_store
+from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.trainer.drafter_upkeep import BufferSource, DrafterUpkeep
 from tlt_megatron.trainer.live_publish import LiveChannel
 
@@ -46,7 +46,8 @@ def make_upkeep(engine: Shelf, live_folder: Path | None) -> DrafterUpkeep:
     world = world_group()
     buffer = DataBuffer(SpotSection(enabled=True, holdout_share=0.3), torch.float64)
     spot = make_spot(source=BufferSource(buffer, 16, CPU))
-    live = LiveChannel(open_store(world, timeout_s=20.0), live_folder) if live_folder else None
+    store = open_job_store(world, 20.0).part("live")
+    live = LiveChannel(store, live_folder) if live_folder else None
     return DrafterUpkeep(
         trainer=spot.trainer,
         buffer=buffer,

@@ -116,7 +116,7 @@ def test_a_member_that_dies_before_it_answers_the_plan_is_left_out(tmp_path: Pat
         rank = dist.get_rank()
 
         def hook(operation: str, key: str) -> None:
-            if rank == 2 and "muster" in key:
+            if rank == 2 and "rendezvous" in key:
                 die()
 
         def before(count: int) -> None:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tlt_megatron.runtime.device import Device, select_device
+from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import (
     MemberLost,
     PrivateHandle,
     _form_nccl,
     form_private_group,
     init_world,
-    open_store,
 )
 from tlt_megatron.spot.session import GroupPool
 
@@ -52,7 +52,7 @@ def reduce_in_groups(memberships: list[tuple[str, tuple[int, ...]]]) -> list[obj
     """On every rank: the sum of rank + 1 in each group that it is in, and how many groups its pool made."""
     device = select_device("cuda")
     world = init_world(device.backend, 60.0)
-    store = open_store(world, 60.0)
+    store = open_job_store(world, 60.0).part("test")
     pool = GroupPool(store, world.rank, device.torch_device, timeout_s=30.0, max_kept=2)
     sums, groups = [], []
     for name, members in memberships:
@@ -84,7 +84,7 @@ def lose_the_other(timeout_s: float) -> str:
     """Rank 1 forms the group and leaves; rank 0 finds out."""
     device = select_device("cuda")
     world = init_world(device.backend, 60.0)
-    store = open_store(world, 60.0)
+    store = open_job_store(world, 60.0).part("test")
     group = form_private_group(store, "1.1", (0, 1), world.rank, device.torch_device, timeout_s)
     x = torch.ones(3, device=device.torch_device)
     group.handle.allreduce([x]).wait()

@@ -20,7 +20,8 @@ from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
-from tlt_megatron.runtime.process_groups import init_world, open_store
+from tlt_megatron.runtime.job_store import open_job_store
+from tlt_megatron.runtime.process_groups import init_world
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import ReplicaLayout
 from tlt_megatron.spot.spot_trainer import SpotTrainer
@@ -106,7 +107,7 @@ def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, 
         trainer,
         Batches(twin, world.rank, device.torch_device),
         SpotSection(enabled=True),
-        store=open_store(world, 60.0),
+        store=open_job_store(world, 60.0).part("test"),
         layout=ReplicaLayout.uniform(world.size, 1),
         rank=world.rank,
         device=device.torch_device,

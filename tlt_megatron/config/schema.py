@@ -3,6 +3,7 @@ checks what only the whole can know (ranks, model sizes). Defaults are those of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,6 +222,7 @@ class SpotSection:
     long_tail_share: float = 0.5  # of a batch, from the longest responses of earlier steps
     holdout_share: float = 0.05  # of the samples, never trained on: candidates are compared on them
     max_updates: int = 0  # drafter updates per RL step; 0: as many as fit into the idle time
+    member_timeout_s: float = 20.0  # a member that is silent so long is lost; > one drafter step
     seed: int = 0  # of the order of the data
 
     def __post_init__(self) -> None:
@@ -237,6 +239,8 @@ class SpotSection:
             self.holdout_share,
             "> 0 where spot.publish='live' (a drafter is compared on the hold-out before it is published)",
         )
+        timeout_s = self.member_timeout_s
+        _require(0 < timeout_s < math.inf, "spot.member_timeout_s", timeout_s, "> 0 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +313,10 @@ class RunSection:
     num_steps: int = 10  # RL steps
     seed: int = 0  # of sampling noise
     device: str = "auto"  # auto: cuda where there is one | cpu | cuda
-    group_timeout_s: float = 1800.0  # a collective that waits longer fails, naming the rank
+    group_timeout_s: float = 1800.0  # a collective that waits longer fails, naming the ranks
+    heartbeat_timeout_s: float = (
+        60.0  # a rank that is silent so long ends the run; 0: off, else >= 1
+    )
     max_bad_updates: int = 3  # in a row, skipped or not finite; the run then ends with exit code 1
 
     def __post_init__(self) -> None:
@@ -317,6 +324,13 @@ class RunSection:
         _one_of("run.device", self.device, ("auto", "cpu", "cuda"))
         _require(self.max_bad_updates >= 1, "run.max_bad_updates", self.max_bad_updates, ">= 1")
         _require(self.group_timeout_s > 0, "run.group_timeout_s", self.group_timeout_s, "> 0")
+        silence_s = self.heartbeat_timeout_s
+        _require(
+            silence_s == 0 or 1 <= silence_s < math.inf,
+            "run.heartbeat_timeout_s",
+            silence_s,
+            "0 (off), or >= 1 and finite",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

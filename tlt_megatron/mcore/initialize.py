@@ -7,7 +7,6 @@ is its own affair, nothing outside `mcore` reads it.
 from __future__ import annotations
 
 import datetime
-import math
 import warnings
 
 import torch
@@ -21,7 +20,7 @@ from tlt_megatron.runtime.process_groups import Group, ProcessGroups, group_of
 def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int) -> ProcessGroups:
     """Form the groups and seed Megatron's random states; every rank of the world must call it.
 
-    The groups wait as long as the world does, rounded up to a minute. ValueError where the layout does not divide the
+    The groups wait as long as the world does. ValueError where the layout does not divide the
     world, RuntimeError where groups exist already.
     """
     ranks = parallel.tensor * parallel.pipeline
@@ -41,7 +40,7 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        distributed_timeout_minutes=max(1, math.ceil(_world_timeout().total_seconds() / 60)),
+        distributed_timeout_minutes=_world_timeout().total_seconds() / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroups(

@@ -79,27 +79,6 @@ def init_world(backend: str, timeout_s: float) -> Group:
     )
 
 
-def open_store(world: Group, timeout_s: float) -> dist.Store:
-    """A store of our own for all ranks, hosted by a native thread of rank 0. A collective of the world.
-
-    It lives as long as rank 0 keeps the value. A read of a key that nobody writes fails after `timeout_s`.
-    """
-    if world.size == 1:
-        return dist.HashStore()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    host = os.environ["MASTER_ADDR"]  # where rank 0 runs
-    hosted = (
-        dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        if world.is_first
-        else None
-    )
-    box = [hosted.port if hosted else 0]
-    dist.broadcast_object_list(box, src=0, group=world.handle)
-    if hosted:
-        return hosted
-    return dist.TCPStore(host, box[0], is_master=False, wait_for_workers=False, timeout=timeout)
-
-
 class MemberLost(RuntimeError):
     """A member of a private group is gone or silent. The group is of no further use; its other members are."""
 

@@ -72,8 +72,9 @@ class Coordinator:
 
 
 def check_deadline(view: PhaseView, step: int, now: float, phase_timeout_s: float) -> None:
-    """RuntimeError that names the ranks still in ROLLOUT, `phase_timeout_s` after the first rank finished."""
-    waited_s = now - min(view.finished.values())
+    """RuntimeError that names the ranks still in ROLLOUT, `phase_timeout_s` after the first rank finished. `now` is of the
+    view's clock."""
+    waited_s = now - view.first_finished_at
     late = view.ranks_in(RankState.ROLLOUT)
     if late and waited_s > phase_timeout_s:
         raise RuntimeError(

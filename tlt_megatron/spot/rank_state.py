@@ -1,23 +1,30 @@
 """Who does what in a rollout phase: one append-only log in the store, and the one reading of it that all ranks share.
 
-Written and read by spot_trainer.py and session.py. The one thing to know: the store puts appends in one order, so ranks
-that have read equally far hold the same view, and whatever competes (two plans for one epoch) is settled by who came first.
-A busy rank makes a single append, when its rollouts are finished.
+Written and read by spot_trainer.py and session.py. The store puts appends in one order. So ranks that have read equally
+far hold the same view, and of two plans for one epoch the first in the log counts. A busy rank makes a single append, when
+its rollouts are finished.
+
+Times are seconds of the reader's monotonic clock. Ranks of one machine share that clock, so their own times are taken over;
+of a rank on another machine counts when its line was first seen. A wall clock that jumps changes nothing.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch.distributed as dist
+
+from tlt_megatron.runtime.rank_process import machine_id
 
 
 class RankState(StrEnum):
     """What a rank does in this phase."""
 
     ROLLOUT = "rollout"  # generates; takes part in nothing here
-    IDLE = "idle"  # finished, in no session
+    IDLE = "idle"  # finished, in no session; in one soon if it is ready
     TRAINING = "training"  # listed in the newest plan
     DONE = "done"  # every rank is finished
 
@@ -65,7 +72,7 @@ class Plan:
 
 
 class SharedLog:
-    """Lines of words under one key of the store. RuntimeError names rank 0 where the store is gone."""
+    """Lines of words under one key of the store. RuntimeError names rank 0 where the store is gone or silent."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
         self.key = key
@@ -103,21 +110,26 @@ def _store_lost(error: dist.DistError) -> RuntimeError:
 
 
 class PhaseView:
-    """What a log says so far. Pure: equal lines give equal views."""
+    """What a log says so far, to a reader on `machine`. Pure: equal lines give equal views, times aside."""
 
-    def __init__(self, layout: ReplicaLayout) -> None:
+    def __init__(self, layout: ReplicaLayout, machine: str = "") -> None:
         self.layout = layout
-        self.finished: dict[int, float] = {}  # rank -> wall time, in the order of the log
+        self.machine = machine
+        self.finished: dict[int, float] = {}  # rank -> time, in the order of the log
+        self.ready: set[int] = set()  # ranks that have nothing else to do
         self.plan: Plan | None = None  # the newest
         self.is_closed = False  # the phase has had all the drafter updates that it may
         self._listed: dict[int, int] = {}  # rank -> epoch of the newest plan that lists it
         self._left: dict[int, int] = {}  # rank -> newest epoch that it has reported to be out of
 
-    def apply(self, words: list[str]) -> None:
-        """Take in one line."""
+    def apply(self, words: list[str], now: float) -> None:
+        """Take in one line, first seen at `now`."""
         kind, *rest = words
         if kind == "finished":
-            self.finished.setdefault(int(rest[0]), float(rest[1]))
+            finished_at = float(rest[2]) if rest[1] == self.machine else now
+            self.finished.setdefault(int(rest[0]), finished_at)
+        elif kind == "ready":
+            self.ready.add(int(rest[0]))
         elif kind == "plan":
             epoch, base_updates, *replicas = map(int, rest)
             if epoch == self.next_epoch:  # else another rank was faster
@@ -141,8 +153,13 @@ class PhaseView:
 
     @property
     def ended_at(self) -> float:
-        """Wall time at which the newest rank finished; of the last one, once the phase is over."""
+        """When the newest rank finished; the last one, once the phase is over."""
         return max(self.finished.values())
+
+    @property
+    def first_finished_at(self) -> float:
+        """When the first rank finished."""
+        return min(self.finished.values())
 
     def members(self) -> tuple[int, ...]:
         """Ranks in the newest plan."""
@@ -157,12 +174,12 @@ class PhaseView:
         return self._left.get(rank, 0) >= self.listed_in(rank)
 
     def free_replicas(self) -> tuple[int, ...]:
-        """Replicas all of whose ranks are finished and in no session, as they became idle."""
+        """Replicas all of whose ranks are finished, ready and in no session, as they became idle."""
         order = {rank: place for place, rank in enumerate(self.finished)}
         free = [
             (max(order[rank] for rank in replica), index)
             for index, replica in enumerate(self.layout.replicas)
-            if all(rank in order and self.has_left(rank) for rank in replica)
+            if all(r in order and r in self.ready and self.has_left(r) for r in replica)
         ]
         return tuple(index for _, index in sorted(free))
 
@@ -180,19 +197,34 @@ class PhaseView:
         return [rank for rank in range(self.layout.world_size) if self.state_of(rank) == state]
 
 
-class PhaseBoard:
+class PhaseLog:
     """The log of one RL step's rollout phase, as one rank writes and reads it."""
 
-    def __init__(self, store: dist.Store, layout: ReplicaLayout, step: int, rank: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        layout: ReplicaLayout,
+        step: int,
+        rank: int,
+        check_ranks: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_ranks` is called ahead of every `read`: it raises where a rank is lost and the run cannot go on."""
+        self._check_ranks = check_ranks
         self.step = step
         self.rank = rank
-        self.view = PhaseView(layout)
+        self.view = PhaseView(layout, machine_id())
         self._store = store
-        self._log = SharedLog(store, f"spot/{step}/log")
+        self._log = SharedLog(store, f"{step}/log")
 
-    def announce_finished(self, now: float) -> None:
-        """This rank's rollouts have ended: the one thing that a busy rank says."""
-        self._log.append("finished", self.rank, repr(now))
+    def announce_finished(self) -> float:
+        """This rank's rollouts have ended: all that a busy rank says. Returns when."""
+        now = time.monotonic()
+        self._log.append("finished", self.rank, self.view.machine, repr(now))
+        return now
+
+    def announce_ready(self) -> None:
+        """This rank can take part in a session from now on."""
+        self._log.append("ready", self.rank)
 
     def announce_left(self, epoch: int) -> None:
         """This rank is out of session `epoch`, which was not ended by a newer plan, and free for another."""
@@ -208,16 +240,19 @@ class PhaseBoard:
 
     def read(self) -> PhaseView:
         """The view with all that has been appended until now. `announce_finished` comes first."""
-        for words in self._log.read():
-            self.view.apply(words)
+        self._check_ranks()
+        lines = self._log.read()
+        now = time.monotonic()
+        for words in lines:
+            self.view.apply(words, now)
         return self.view
 
-    def muster_log(self, epoch: int) -> SharedLog:
+    def rendezvous_log(self, epoch: int) -> SharedLog:
         """Where the members of session `epoch` answer the plan."""
-        return SharedLog(self._store, f"spot/{self.step}/muster/{epoch}")
+        return SharedLog(self._store, f"{self.step}/rendezvous/{epoch}")
 
     def forget(self) -> None:
         """Remove the phase from the store, by one rank when all have left it."""
         for epoch in range(1, self.read().next_epoch):
-            self.muster_log(epoch).delete()
+            self.rendezvous_log(epoch).delete()
         self._log.delete()

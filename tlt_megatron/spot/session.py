@@ -1,7 +1,7 @@
 """One epoch of drafter training by a fixed set of ranks: answer the plan, form a group, level, train, leave together.
 
 Made by spot_trainer.py on every rank that the newest plan lists. Two rules keep it from deadlocking: a member leaves only
-on flags that were reduced with the gradients, never on its own look at the store; and a group is formed only when every
+on flags that were reduced with the gradients, never on what it reads in the store itself; and a group is formed only when every
 member has answered the plan.
 """
 
@@ -29,14 +29,14 @@ from tlt_megatron.runtime.process_groups import (
     form_private_group,
 )
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
-from tlt_megatron.spot.rank_state import PhaseBoard, Plan, SharedLog
+from tlt_megatron.spot.rank_state import PhaseLog, Plan, SharedLog
 from tlt_megatron.spot.state_version import StateVersion, version_of
 
 log = logging.getLogger(__name__)
 
 _NO_GROUP = "-"
 _NO_DATA_WAIT_S = 0.005  # between steps while no member has anything to train on
-_WATCH_SHARE = 10.0  # at least so many times the time of a look pass until the next
+_WATCH_SHARE = 10.0  # at least so many times the time of a read pass until the next
 
 
 class BatchSource(Protocol):
@@ -68,7 +68,7 @@ class SessionRecord:
     epoch: int
     members: tuple[int, ...]
     end: SessionEnd | None = None  # None: by an error of this rank's own
-    steps: list[tuple[float, float]]  # wall time from and to, of those not given up
+    steps: list[tuple[float, float]]  # monotonic seconds from and to, of those not given up
     stats: list[DrafterStats]  # of each step; the same on all members
 
 
@@ -140,13 +140,13 @@ class SessionLimits:
     max_updates: int  # per phase; 0: no limit
     member_timeout_s: float  # a member that is silent for so long is lost
     phase_timeout_s: float  # from the first finished rollout to the last
-    poll_s: float  # between two looks at the store
+    poll_s: float  # between two reads of the store
     watch_s: float  # the same while a step computes; 0: whenever it could be given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """How the muster ended."""
+    """How the rendezvous ended."""
 
     is_go: bool
     source: int = 0  # the rank that holds the newest drafter
@@ -161,7 +161,7 @@ class SpotSession:
         self,
         plan: Plan,
         *,
-        board: PhaseBoard,
+        phase_log: PhaseLog,
         coordinator: Coordinator,
         trainer: DrafterTrainer,
         source: BatchSource,
@@ -173,8 +173,8 @@ class SpotSession:
         whether it should come to an end."""
         self.plan = plan
         self.after_update = after_update
-        self.members = board.view.layout.ranks_of(plan)
-        self.board = board
+        self.members = phase_log.view.layout.ranks_of(plan)
+        self.phase_log = phase_log
         self.coordinator = coordinator
         self.trainer = trainer
         self.source = source
@@ -185,7 +185,7 @@ class SpotSession:
     @property
     def is_leader(self) -> bool:
         """Whether this member looks at the store for all of them."""
-        return self.board.rank == self.members[0]
+        return self.phase_log.rank == self.members[0]
 
     def run(self) -> SessionEnd:
         """Take part until the session ends. An error that is no lost member passes on, and frees the others."""
@@ -195,7 +195,7 @@ class SpotSession:
             log.warning(
                 "spot: session %d of RL step %d with ranks %s ended after %d steps: %s",
                 self.plan.epoch,
-                self.board.step,
+                self.phase_log.step,
                 list(self.members),
                 len(self.record.steps),
                 error,
@@ -208,7 +208,7 @@ class SpotSession:
         return self.record.end
 
     def _run(self) -> SessionEnd:
-        verdict = self._muster()
+        verdict = self._rendezvous()
         if not verdict.is_go:
             return SessionEnd.CANCELLED
         group = self.groups.obtain(self.members, verdict.group_name)
@@ -217,16 +217,16 @@ class SpotSession:
             self.trainer.broadcast_state(group.global_ranks.index(verdict.source))
         return self._train()
 
-    def _muster(self) -> _Verdict:
+    def _rendezvous(self) -> _Verdict:
         """Say what we hold, and learn whether all members have answered: the first verdict in the log counts."""
         answers: dict[int, tuple[StateVersion, str]] = {}
-        muster = self.board.muster_log(self.plan.epoch)
+        answers_log = self.phase_log.rendezvous_log(self.plan.epoch)
         own = version_of(self.trainer)
         kept = self.groups.name_of(self.members)
-        muster.append("here", self.board.rank, own.num_updates, own.checksum, kept)
+        answers_log.append("here", self.phase_log.rank, own.num_updates, own.checksum, kept)
         deadline = time.monotonic() + self.limits.member_timeout_s
         while True:
-            for kind, *words in muster.read():
+            for kind, *words in answers_log.read():
                 if kind == "here":
                     rank, num_updates, checksum = map(int, words[:3])
                     version = StateVersion(num_updates=num_updates, checksum=checksum)
@@ -235,21 +235,21 @@ class SpotSession:
                     return self._verdict(answers, source=int(words[0]), group_name=words[1])
                 else:
                     return _Verdict(is_go=False)
-            self._advance_muster(muster, answers, time.monotonic() >= deadline)
+            self._advance_rendezvous(answers_log, answers, time.monotonic() >= deadline)
 
-    def _advance_muster(
-        self, muster: SharedLog, answers: dict[int, tuple[StateVersion, str]], is_late: bool
+    def _advance_rendezvous(
+        self, answers_log: SharedLog, answers: dict[int, tuple[StateVersion, str]], is_late: bool
     ) -> None:
         """Put a verdict forward if there is reason to, else wait a moment."""
         if len(answers) == len(self.members) and self.is_leader:
             source = max(self.members, key=lambda rank: answers[rank][0].num_updates)
             names = {name for _, name in answers.values()}
-            fresh = f"{self.board.step}.{self.plan.epoch}"
-            muster.append(
+            fresh = f"{self.phase_log.step}.{self.plan.epoch}"
+            answers_log.append(
                 "go", source, fresh if len(names) > 1 or _NO_GROUP in names else names.pop()
             )
             return
-        view = self.board.read()
+        view = self.phase_log.read()
         if is_late or view.is_over or view.is_closed:
             missing = sorted(set(self.members) - answers.keys())
             if is_late:
@@ -257,10 +257,10 @@ class SpotSession:
                     "spot: ranks %s did not answer plan %d of RL step %d within %g s",
                     missing,
                     self.plan.epoch,
-                    self.board.step,
+                    self.phase_log.step,
                     self.limits.member_timeout_s,
                 )
-            muster.append("cancel", *missing)
+            answers_log.append("cancel", *missing)
             return
         time.sleep(self.limits.poll_s)
 
@@ -273,14 +273,16 @@ class SpotSession:
         )
 
     def _train(self) -> SessionEnd:
-        watch = StopWatch(self.board, self.limits.watch_s)
-        flags = _LateFlags(self._look if self.is_leader else lambda: (float(watch.is_over), 0.0))
+        watch = StopWatch(self.phase_log, self.limits.watch_s)
+        flags = _LateFlags(
+            self._read_flags if self.is_leader else lambda: (float(watch.is_over), 0.0)
+        )
         while True:
             batch = self.source.next_batch()
-            started = time.time()
+            started = time.monotonic()
             stats = self.trainer.step(batch, flags, watch)
             if not watch.is_over:
-                self.record.steps.append((started, time.time()))
+                self.record.steps.append((started, time.monotonic()))
             elif batch is not None:
                 self.source.put_back()
             self.record.stats.append(stats)
@@ -291,22 +293,22 @@ class SpotSession:
                 self.after_update(watch)
             num_done = stats.num_updates - self.plan.base_updates
             if 0 < self.limits.max_updates <= num_done:
-                self.board.close()  # each for itself: whoever goes on from here has closed before
+                self.phase_log.close()  # each for itself: whoever goes on from here has closed before
                 return SessionEnd.FULL
             if is_replaced:
                 return SessionEnd.REPLACED
             if not stats.num_tokens:
                 time.sleep(_NO_DATA_WAIT_S)
 
-    def _look(self) -> tuple[float, float]:
+    def _read_flags(self) -> tuple[float, float]:
         """The leader's flags, once per step: the phase is over; there is a newer plan."""
-        view = self.board.read()
-        check_deadline(view, self.board.step, time.time(), self.limits.phase_timeout_s)
+        view = self.phase_log.read()
+        check_deadline(view, self.phase_log.step, time.monotonic(), self.limits.phase_timeout_s)
         plan = None
         if view.next_epoch == self.plan.epoch + 1:
             plan = self.coordinator.plan_growth(view)
             if plan is not None:
-                self.board.propose(plan)
+                self.phase_log.propose(plan)
         is_replaced = plan is not None or view.next_epoch > self.plan.epoch + 1
         return (float(view.is_over), float(is_replaced))
 
@@ -314,26 +316,26 @@ class SpotSession:
 class StopWatch:
     """Whether the last rollout has ended, asked in the middle of work that is given up if it has.
 
-    Every member of a session looks for itself, but leaves only on the flags of the reduction, its own among them: a pass
+    Every member of a session reads for itself, but leaves only on the flags of the reduction, its own among them: a pass
     that is given up adds nothing to the gradient, and the step counts for the members that finished theirs.
     """
 
-    def __init__(self, board: PhaseBoard, watch_s: float) -> None:
+    def __init__(self, phase_log: PhaseLog, watch_s: float) -> None:
         self.is_over = False
-        self._board = board
+        self._phase_log = phase_log
         self._watch_s = watch_s
         self._next_at = 0.0
-        self._look_s = math.inf  # what a look takes
+        self._read_s = math.inf  # what a read takes
 
     def __call__(self) -> bool:
         asked = time.monotonic()
         if asked >= self._next_at and not self.is_over:
-            self.is_over = self._board.read().is_over
+            self.is_over = self._phase_log.read().is_over
             now = time.monotonic()
-            # A slow store must not become what training waits for; a single slow look must not blind us for long.
-            self._look_s = min(now - asked, 2.0 * self._look_s)
+            # A slow store must not become what training waits for; one slow read must not delay the next for long.
+            self._read_s = min(now - asked, 2.0 * self._read_s)
             if self._watch_s:
-                self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._look_s)
+                self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._read_s)
         return self.is_over
 
 

@@ -1,8 +1,8 @@
 """What a rank does between the end of its own rollouts and the end of the last: train the drafter with whoever is idle.
 
 Called by the trainer in every RL step: `run_until_preempted` by each rank when its rollouts are finished, `sync_newest` by
-all ranks together at the phase boundary. The one thing to know: until the last rank has finished there is no collective of
-the world, and a rank that still generates is never waited for nor asked anything.
+all ranks together at the phase boundary. Until the last rank has finished there is no collective of the world, and a rank
+that still generates is never waited for nor asked anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
-from tlt_megatron.spot.rank_state import PhaseBoard, Plan, ReplicaLayout
+from tlt_megatron.spot.rank_state import PhaseLog, Plan, ReplicaLayout
 from tlt_megatron.spot.session import (
     BatchSource,
     GroupPool,
@@ -52,7 +52,7 @@ class SpanRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotReport:
-    """One rollout phase of one rank. Wall times are compared over ranks, so hosts need clocks in step (NTP)."""
+    """One rollout phase of one rank. A rank on another machine counts as finished when this one has seen it."""
 
     step: int
     idle_s: float  # from the end of this rank's rollouts to the end of the last
@@ -123,19 +123,20 @@ class SpotTrainer:
         device: torch.device,
         timeline: SpanRecorder,
         phase_timeout_s: float,
-        member_timeout_s: float = 20.0,
+        check_ranks: Callable[[], None] = lambda: None,
         on_idle: Callable[[StopWatch], None] | None = None,
         after_update: Callable[[StopWatch], None] | None = None,
     ) -> None:
-        """`store` comes from runtime/process_groups.py's `open_store`; `rank` is this one's in the world.
+        """`store` is a part of the job's (runtime/job_store.py); `rank` is this one's in the world. `check_ranks` raises
+        where a rank is lost and the run cannot go on; it is called whenever the log is read.
 
         `on_idle` is called once in a phase by each rank that is not the last to finish, before it trains.
         `after_update` is called by the leader of a session after each update of the drafter. Both are given something to
         ask whether the last rollout has ended; then they must not go on.
-        `member_timeout_s` must exceed the longest training step: a member that is silent for so long is lost.
         """
         self.trainer = trainer
         self.source = source
+        self._check_ranks = check_ranks
         self.on_idle = on_idle
         self.after_update = after_update
         self.section = section
@@ -144,7 +145,7 @@ class SpotTrainer:
         self.timeline = timeline
         self.limits = SessionLimits(
             max_updates=section.max_updates,
-            member_timeout_s=member_timeout_s,
+            member_timeout_s=section.member_timeout_s,
             phase_timeout_s=phase_timeout_s,
             # The store answers some ten thousand times a second, and all idle ranks ask it.
             poll_s=max(0.002, 0.0001 * layout.world_size),
@@ -156,11 +157,11 @@ class SpotTrainer:
             self._store,
             rank,
             device,
-            timeout_s=member_timeout_s,
+            timeout_s=section.member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if device.type == "cuda" else 0,
         )
         self._level: StateVersion | None = None  # what all ranks hold; None after a session
-        self._left_boards: list[PhaseBoard] = []  # phases that are still in the store
+        self._left_phases: list[PhaseLog] = []  # phases that are still in the store
         if section.min_idle_replicas >= len(layout.replicas):
             log.warning(
                 "spot.min_idle_replicas=%d: with %d rollout replicas no session will ever start",
@@ -174,10 +175,9 @@ class SpotTrainer:
         RuntimeError names the ranks that do not finish within `phase_timeout_s` of the first, or rank 0 if the store
         that it hosts is gone. Other ranks that vanish end sessions only.
         """
-        finished_at = time.time()
-        board = PhaseBoard(self._store, self.layout, step, self.rank)
-        board.announce_finished(finished_at)
-        self._left_boards.append(board)
+        phase_log = PhaseLog(self._store, self.layout, step, self.rank, self._check_ranks)
+        finished_at = phase_log.announce_finished()
+        self._left_phases.append(phase_log)
         coordinator = Coordinator(
             self.layout,
             self.rank,
@@ -185,15 +185,16 @@ class SpotTrainer:
             settle_s=_SETTLE_S,
             member_timeout_s=self.limits.member_timeout_s,
         )
-        watch = StopWatch(board, self.limits.watch_s)
+        watch = StopWatch(phase_log, self.limits.watch_s)
         if self.on_idle is not None and not watch():
             with self.timeline.span("IDLE", step=step):
                 self.on_idle(watch)
+        phase_log.announce_ready()
         records: list[SessionRecord] = []
-        while (plan := self._await_plan(board, coordinator, records)) is not None:
+        while (plan := self._await_plan(phase_log, coordinator, records)) is not None:
             session = SpotSession(
                 plan,
-                board=board,
+                phase_log=phase_log,
                 coordinator=coordinator,
                 trainer=self.trainer,
                 source=self.source,
@@ -210,7 +211,7 @@ class SpotTrainer:
             if end == SessionEnd.STOPPED:
                 break
         with self.timeline.span("PREEMPT", step=step):
-            return self._report(board, finished_at, records)
+            return self._report(phase_log, finished_at, records)
 
     def sync_newest(self, world: Group) -> NewestDrafter:
         """Give every rank the drafter with the most updates, optimizer included. A collective of all ranks.
@@ -248,44 +249,44 @@ class SpotTrainer:
         )
 
     def _await_plan(
-        self, board: PhaseBoard, coordinator: Coordinator, records: list[SessionRecord]
+        self, phase_log: PhaseLog, coordinator: Coordinator, records: list[SessionRecord]
     ) -> Plan | None:
         """Wait, and plan where it is our turn, until a new plan lists this rank; None when the phase is over."""
         newest_epoch = records[-1].epoch if records else 0
         num_broken = sum(_is_broken(record) for record in records)
         started = time.monotonic()
-        with self.timeline.span("IDLE", step=board.step):
+        with self.timeline.span("IDLE", step=phase_log.step):
             while True:
-                view = board.read()
+                view = phase_log.read()
                 if view.is_over:
                     return None
-                check_deadline(view, board.step, time.time(), self.limits.phase_timeout_s)
+                check_deadline(view, phase_log.step, time.monotonic(), self.limits.phase_timeout_s)
                 plan, listed = view.plan, view.listed_in(self.rank)
                 is_mine = plan is not None and plan.epoch == listed > newest_epoch
                 if is_mine and not view.is_closed:
                     return plan
                 if not view.has_left(self.rank) and num_broken < _MAX_BROKEN_SESSIONS:
                     # The session that listed us went on without us, or is no more.
-                    board.announce_left(listed)
+                    phase_log.announce_left(listed)
                     continue
                 now = time.monotonic()
                 proposal = coordinator.plan_start(view, now, self.trainer.num_updates)
                 if proposal is not None:
-                    board.propose(proposal)
+                    phase_log.propose(proposal)
                     continue
                 # This may add a hundredth of the time waited, and spares the store, whose host may be generating.
                 pause_s = max(self.limits.poll_s, 0.01 * (now - started))
                 time.sleep(min(pause_s, 5 * self.limits.poll_s))
 
     def _report(
-        self, board: PhaseBoard, finished_at: float, records: list[SessionRecord]
+        self, phase_log: PhaseLog, finished_at: float, records: list[SessionRecord]
     ) -> SpotReport:
-        ended_at = board.read().ended_at
+        ended_at = phase_log.read().ended_at
         steps = [step for record in records for step in record.steps]
-        stall_s = max(0.0, time.time() - ended_at)
+        stall_s = max(0.0, time.monotonic() - ended_at)
         was_training = bool(records) and records[-1].end == SessionEnd.STOPPED
         return SpotReport(
-            step=board.step,
+            step=phase_log.step,
             idle_s=max(0.0, ended_at - finished_at),
             used_s=sum(max(0.0, min(end, ended_at) - start) for start, end in steps),
             stall_s=stall_s,
@@ -297,9 +298,9 @@ class SpotTrainer:
         """Remove past phases from the store. Every rank is in a world collective after them, so nobody reads them."""
         self._groups.trim()
         if world.is_first:
-            for board in self._left_boards:
-                board.forget()
-        self._left_boards.clear()
+            for phase_log in self._left_phases:
+                phase_log.forget()
+        self._left_phases.clear()
 
 
 def _is_broken(record: SessionRecord) -> bool:

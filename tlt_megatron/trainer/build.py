@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.heartbeat import Heartbeat, running_heartbeat
+from tlt_megatron.runtime.job_store import JobStore, open_job_store
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.runtime.progress import Progress
@@ -57,6 +59,8 @@ class Run:
     trainer: RLTrainer
     model: McorePolicyModel
     dtype: torch.dtype
+    # Around what ranks do together: a collective that fails raises RanksLost, which names the ranks.
+    explaining: Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -71,11 +75,34 @@ def build_run(
 
     Cheap checks come first: reward function and prompts are refused before any model is built.
     """
+    settings = config.run
+    stop = stop or StopRequest()  # one that nobody makes
+    store = open_job_store(world, settings.heartbeat_timeout_s or settings.group_timeout_s)
+    stop.share(store.connect("stop"))
+    with running_heartbeat(store, world, settings.heartbeat_timeout_s) as heartbeat:
+
+        def explaining() -> AbstractContextManager[None]:
+            return heartbeat.explaining(settings.group_timeout_s) if heartbeat else nullcontext()
+
+        with explaining(), _build(config, run_dir, world, device, store, heartbeat, stop) as parts:
+            trainer, model, dtype = parts
+            yield Run(trainer=trainer, model=model, dtype=dtype, explaining=explaining)
+
+
+@contextmanager
+def _build(
+    config: RunConfig,
+    run_dir: Path,
+    world: Group,
+    device: Device,
+    store: JobStore,
+    heartbeat: Heartbeat | None,
+    stop: StopRequest,
+) -> Iterator[tuple[RLTrainer, McorePolicyModel, torch.dtype]]:
     resume_root = _resume_root(config, run_dir)
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)
-    stop = stop or StopRequest()  # one that nobody makes
     with ExitStack() as stack:
         rewards = stack.enter_context(_start_rewards(config))
         tokenizer = load_tokenizer(config.model.path)
@@ -93,6 +120,7 @@ def build_run(
             stack.enter_context(closing(_open_timeline(config, run_dir, world))),
             stack.enter_context(closing(_open_progress(config, world))),
             device,
+            *([heartbeat.enter] if heartbeat else []),
         )
         worker = RolloutWorker(
             engine,
@@ -134,6 +162,8 @@ def build_run(
             timeline=phases.timeline,
             world=world,
             device=device,
+            store=store,
+            check_ranks=heartbeat.check if heartbeat else lambda: None,
         )
         is_resumed = trainer.start(resume_root, attach)
         if trainer.upkeep is not None:
@@ -149,7 +179,7 @@ def build_run(
                 trainer.rollout_log = RolloutLog(run_dir / "rollouts", tokenizer.decode)
         stop.begin_training()
         barrier(world)  # no rank trains while another would say that there is nothing to save
-        yield Run(trainer=trainer, model=model, dtype=getattr(torch, config.model.dtype))
+        yield trainer, model, getattr(torch, config.model.dtype)
 
 
 def _start_rewards(config: RunConfig) -> RewardPool:

@@ -26,7 +26,8 @@ from tlt_megatron.models.draft_model import (
     make_draft_config,
 )
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.process_groups import Group, open_store
+from tlt_megatron.runtime.job_store import JobStore
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
@@ -60,11 +61,13 @@ def attach_drafter(
     timeline: Timeline,
     world: Group,
     device: Device,
+    store: JobStore,
+    check_ranks: Callable[[], None],
 ) -> DrafterUpkeep | None:
     """Make the engine speculate, if the settings say so; the upkeep of its drafter, if they want spot training.
 
     The engine must hold the policy: drafter and policy are compared. ValueError for a drafter of another policy, or
-    strategies that do not exist. A collective of all ranks.
+    strategies that do not exist. RanksLost from `check_ranks` ends what idle ranks do. A collective of all ranks.
     """
     is_embedded = isinstance(engine, EmbeddedEngine)
     if not config.speculation.enabled or not (is_embedded or config.speculation.is_learned):
@@ -87,17 +90,17 @@ def attach_drafter(
         if state is not None:
             trainer.load_state_dict(state)
     buffer = DataBuffer(config.spot, getattr(torch, config.drafter.dtype))
-    store = open_store(world, config.run.group_timeout_s)
     spot = SpotTrainer(
         trainer,
         BufferSource(buffer, config.drafter.batch_tokens, device.torch_device),
         config.spot,
-        store=store,
+        store=store.part("spot"),
         layout=ReplicaLayout.uniform(world.size, config.ranks_per_engine),
         rank=world.rank,
         device=device.torch_device,
         timeline=timeline,
         phase_timeout_s=config.run.group_timeout_s,
+        check_ranks=check_ranks,
     )
     checkpointer = None
     if world.is_first:
@@ -113,7 +116,7 @@ def attach_drafter(
         tap_bytes=config.spot.data_bytes,
         world=world,
         device=device.torch_device,
-        live=LiveChannel(store, run_dir / "drafter_live")
+        live=LiveChannel(store.part("live"), run_dir / "drafter_live")
         if config.spot.publish == "live"
         else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tlt_megatron.runtime.device import Device
@@ -26,11 +26,19 @@ _LEDGER_PHASES = {
 class Phases:
     """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and to this rank's lane of the trace."""
 
-    def __init__(self, timeline: Timeline, progress: Progress, device: Device) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        progress: Progress,
+        device: Device,
+        on_phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """`on_phase` is called with the name of each phase as it begins."""
         self.timeline = timeline
         self.progress = progress
         self.current = ""  # the phase of this rank; after an error the one that it happened in
         self._device = device
+        self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
         self._peak_bytes: dict[Phase, int] = {}
 
@@ -39,6 +47,7 @@ class Phases:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         self.progress.phase(name)
         outer, self.current = self.current, name
+        self._on_phase(name)
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:
             self._device.reset_peak()

@@ -8,13 +8,24 @@ from tlt_megatron.spot.coordinator import Coordinator, check_deadline
 from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
 FOUR = ReplicaLayout.uniform(4)
+MACHINE = "m"
 
 
 def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
-    view = PhaseView(layout)
+    view = PhaseView(layout, MACHINE)
     for line in lines:
-        view.apply(line.split())
+        apply(view, line)
     return view
+
+
+def apply(view: PhaseView, line: str) -> None:
+    """`finished RANK TIME` stands for a rank of this machine that is ready at once."""
+    kind, *words = line.split()
+    if kind == "finished":
+        rank, time = words
+        view.apply([kind, rank, MACHINE, time], now=1000.0)
+        kind, words = "ready", [rank]
+    view.apply([kind, *words], now=1000.0)
 
 
 def make_coordinator(
@@ -55,6 +66,15 @@ def test_session_grows_by_all_who_are_free_and_keeps_its_order_and_base() -> Non
     plan = Plan(epoch=2, replicas=(3, 1, 0), base_updates=40)
     assert make_coordinator(3).plan_growth(view) == plan
     assert make_coordinator(3).plan_growth(make_view("finished 3 1.0", "plan 1 40 3")) is None
+
+
+def test_session_does_not_grow_by_a_rank_that_still_measures() -> None:
+    view = make_view("finished 3 1.0", "plan 1 40 3")
+    view.apply(["finished", "1", MACHINE, "1.0"], now=1.0)
+    assert make_coordinator(3).plan_growth(view) is None
+    assert make_coordinator(1).plan_start(view, 100.0, 55) is None
+    view.apply(["ready", "1"], now=2.0)
+    assert make_coordinator(3).plan_growth(view).replicas == (3, 1)
 
 
 def test_newcomer_waits_for_the_leader_but_not_for_ever() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tlt_megatron.spot.rank_state import (
-    PhaseBoard,
+    PhaseLog,
     PhaseView,
     Plan,
     RankState,
@@ -17,13 +17,24 @@ from tlt_megatron.spot.rank_state import (
 )
 
 FOUR = ReplicaLayout.uniform(4)
+MACHINE = "m"
 
 
 def make_view(*lines: str, layout: ReplicaLayout = FOUR) -> PhaseView:
-    view = PhaseView(layout)
+    view = PhaseView(layout, MACHINE)
     for line in lines:
-        view.apply(line.split())
+        apply(view, line)
     return view
+
+
+def apply(view: PhaseView, line: str) -> None:
+    """`finished RANK TIME` stands for a rank of this machine that is ready at once."""
+    kind, *words = line.split()
+    if kind == "finished":
+        rank, time = words
+        view.apply([kind, rank, MACHINE, time], now=1000.0)
+        kind, words = "ready", [rank]
+    view.apply([kind, *words], now=1000.0)
 
 
 def states(view: PhaseView) -> str:
@@ -43,7 +54,7 @@ def test_states_of_a_phase() -> None:
         ("closed", "idle rollout idle idle"),
         ("finished 1 12.5", "done done done done"),
     ):
-        view.apply(line.split())
+        apply(view, line)
         assert states(view) == expected
     assert view.is_over
     assert view.ended_at == 12.5
@@ -64,13 +75,31 @@ def test_free_replicas_come_as_they_became_idle_and_whole() -> None:
     assert make_view(*lines[:3], layout=layout).free_replicas() == (0,)
     view = make_view(*lines, layout=layout)
     assert view.free_replicas() == (0, 2)
-    view.apply(["plan", "1", "0", "0"])
+    apply(view, "plan 1 0 0")
     assert view.members() == (0, 1)
     assert view.free_replicas() == (2,)
-    view.apply(["left", "0", "1"])
+    apply(view, "left 0 1")
     assert view.free_replicas() == (2,)  # rank 1 may be dead
-    view.apply(["left", "1", "1"])
+    apply(view, "left 1 1")
     assert view.free_replicas() == (0, 2)
+
+
+def test_a_rank_that_has_finished_is_free_once_it_is_ready() -> None:
+    view = PhaseView(FOUR, MACHINE)
+    view.apply(["finished", "2", MACHINE, "1.0"], now=1.1)
+    assert view.free_replicas() == ()
+    assert view.ranks_in(RankState.IDLE) == [2]
+    view.apply(["ready", "2"], now=1.2)
+    assert view.free_replicas() == (2,)
+
+
+def test_times_of_other_machines_are_those_of_the_reader() -> None:
+    view = PhaseView(FOUR, MACHINE)
+    view.apply(["finished", "2", MACHINE, "50.0"], now=51.0)
+    view.apply(["finished", "1", "elsewhere", "7000000.0"], now=60.0)
+    view.apply(["finished", "0", "elsewhere", "3.0"], now=61.0)
+    assert view.first_finished_at == 50.0
+    assert view.ended_at == 61.0
 
 
 def test_having_left_an_old_session_does_not_count_for_a_new_one() -> None:
@@ -99,24 +128,25 @@ def test_log_gives_each_line_once() -> None:
     assert other.read() == [["a", "1"], ["b", "2"], ["c"]]
 
 
-def test_boards_that_read_at_different_times_agree() -> None:
+def test_ranks_that_read_at_different_times_agree() -> None:
     """Whatever was appended in between, and however often each has looked."""
     rng = random.Random(0)
     store = dist.HashStore()
-    boards = [PhaseBoard(store, FOUR, step=5, rank=rank) for rank in range(4)]
-    for board in boards:
-        board.announce_finished(1.0 + board.rank)
+    logs = [PhaseLog(store, FOUR, step=5, rank=rank) for rank in range(4)]
+    for log in logs:
+        log.announce_finished()
+        log.announce_ready()
     for _ in range(60):
-        board = rng.choice(boards)
-        view = board.read()
+        log = rng.choice(logs)
+        view = log.read()
         move = rng.randrange(3)
         if move == 0:
             replicas = tuple(rng.sample(range(4), rng.randint(1, 4)))
-            board.propose(Plan(epoch=view.next_epoch, replicas=replicas, base_updates=3))
+            log.propose(Plan(epoch=view.next_epoch, replicas=replicas, base_updates=3))
         elif move == 1:
-            board.announce_left(view.listed_in(board.rank))
-    views = [board.read() for board in boards]
-    late = PhaseBoard(store, FOUR, step=5, rank=0).read()
+            log.announce_left(view.listed_in(log.rank))
+    views = [log.read() for log in logs]
+    late = PhaseLog(store, FOUR, step=5, rank=0).read()
     for view in views:
         assert view.plan == late.plan
         assert view.free_replicas() == late.free_replicas()
@@ -126,11 +156,11 @@ def test_boards_that_read_at_different_times_agree() -> None:
 
 def test_phases_do_not_mix_and_are_forgotten() -> None:
     store = dist.HashStore()
-    first, second = (PhaseBoard(store, FOUR, step=step, rank=0) for step in (1, 2))
-    first.announce_finished(1.0)
+    first, second = (PhaseLog(store, FOUR, step=step, rank=0) for step in (1, 2))
+    first.announce_finished()
     first.propose(Plan(epoch=1, replicas=(0,), base_updates=0))
-    first.muster_log(1).append("here")
-    second.announce_finished(2.0)
+    first.rendezvous_log(1).append("here")
+    second.announce_finished()
     assert first.read().plan is not None
     assert second.read().plan is None
     first.forget()
@@ -147,8 +177,8 @@ def test_a_lost_store_names_rank_0() -> None:
         def get(self, key):
             raise dist.DistNetworkError("Connection reset by peer\nframe #0")
 
-    board = PhaseBoard(Gone(), FOUR, step=1, rank=2)
+    log = PhaseLog(Gone(), FOUR, step=1, rank=2)
     with pytest.raises(RuntimeError, match=r"rank 0, which hosts .* does not answer: Broken pipe"):
-        board.announce_finished(1.0)
+        log.announce_finished()
     with pytest.raises(RuntimeError, match=r"rank 0, .*: Connection reset by peer$"):
-        board.read()
+        log.read()

@@ -16,7 +16,7 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.rank_state import PhaseBoard, ReplicaLayout
+from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout
 from tlt_megatron.spot.session import BatchSource, SessionEnd
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 from tlt_megatron.spot.state_version import version_of
@@ -50,7 +50,7 @@ class Player:
             self.finish_other(step=4)
 
     def finish_other(self, step: int) -> None:
-        PhaseBoard(self.store, TWO, step, rank=1).announce_finished(time.time())
+        PhaseLog(self.store, TWO, step, rank=1).announce_finished()
 
 
 def test_stop_that_comes_during_a_step_ends_the_session_and_leaves_no_trace_of_that_step() -> None:

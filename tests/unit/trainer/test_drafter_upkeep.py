@@ -25,7 +25,7 @@ from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.rank_state import PhaseBoard, ReplicaLayout
+from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotTrainer
 from tlt_megatron.spot.state_version import version_of
@@ -105,7 +105,7 @@ class Rank:
             self.upkeep.add_features(rollout, features)
 
     def finish_other(self) -> None:
-        PhaseBoard(self.store, TWO, self.step, rank=1).announce_finished(time.time())
+        PhaseLog(self.store, TWO, self.step, rank=1).announce_finished()
 
     def train(self, num_updates: int) -> SpotShare:
         """Until that many updates of this step are made; the stop comes right after the last."""

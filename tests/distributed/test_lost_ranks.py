@@ -1,0 +1,230 @@
+"""Ranks that die, freeze, fail or never come to a collective: what the others say, and that they end."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.spot_phases import Markers, world_group
+from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
+from tlt_megatron.runtime.job_store import open_job_store
+
+TIMEOUT_S = 3.0
+GROUP_TIMEOUT_S = 60.0
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def await_phase_of_rank_0(heartbeat: Heartbeat, phase: str) -> None:
+    """When its store is gone it is too late to ask."""
+    while heartbeat.rank and heartbeat._last_phases[0] != phase:
+        time.sleep(0.01)
+
+
+def what_they_say(
+    victim: int, end: Callable[[], None], folder: Path, *, waits_in: str, killed: tuple[int, ...]
+) -> list[str | None]:
+    """Three ranks; `victim` ends itself in phase ROLLOUT, while the others poll ("store") or are in a collective."""
+    markers = Markers(folder)
+
+    def body() -> str:
+        world = world_group()
+        store = open_job_store(world, TIMEOUT_S)
+        pids = gather_objects(os.getpid(), world)
+        try:
+            with (
+                running_heartbeat(store, world, TIMEOUT_S) as heartbeat,
+                heartbeat.explaining(GROUP_TIMEOUT_S),
+            ):
+                heartbeat.enter("ROLLOUT")
+                await_phase_of_rank_0(heartbeat, "ROLLOUT")
+                barrier(world)
+                if world.rank == victim:
+                    end()
+                heartbeat.enter("WAIT")
+                while waits_in == "store":
+                    heartbeat.check()
+                    time.sleep(0.01)
+                gather_objects(0, world)
+        except (RanksLost, OSError) as error:
+            markers.set(f"rank {world.rank} has ended")
+            if victim in killed and world.rank == max(r for r in range(3) if r not in killed):
+                for rank in set(range(3)) - {world.rank, victim, *killed}:
+                    markers.await_(f"rank {rank} has ended")
+                os.kill(pids[victim], signal.SIGKILL)
+            return str(error)
+        return "nothing"
+
+    return run_ranks(3, body, timeout_s=40, killed=killed)
+
+
+@pytest.mark.parametrize("waits_in", ["store", "collective"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_dead_rank_is_named_with_host_and_phase(
+    victim: int, waits_in: str, tmp_path: Path
+) -> None:
+    said = what_they_say(victim, kill, tmp_path, waits_in=waits_in, killed=(victim,))
+    assert said[victim] is None
+    for message in (text for text in said if text):
+        assert message.startswith(f"rank {victim} (host ")
+        assert "is gone" in message
+        assert "phase ROLLOUT" in message
+        assert ("seen in gather_objects" in message) == (waits_in == "collective")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_named_by_ranks_that_poll(victim: int, tmp_path: Path) -> None:
+    """Rank 0 hosts the store in a native thread: every call used to wait for it without end."""
+    said = what_they_say(victim, freeze, tmp_path, waits_in="store", killed=(victim,))
+    for message in (text for text in said if text):
+        assert message.startswith(f"rank {victim} (host ")
+        assert "silent for run.heartbeat_timeout_s=3 s in phase ROLLOUT" in message
+        assert message.endswith("its process is stopped")
+
+
+def test_ranks_in_a_collective_with_a_frozen_one_end_too(tmp_path: Path) -> None:
+    """Their main threads cannot: the heartbeat ends the process."""
+    victim, markers = 0, Markers(tmp_path)
+
+    def body() -> None:
+        world = world_group()
+        store = open_job_store(world, TIMEOUT_S)
+        pids = gather_objects(os.getpid(), world)
+        with (
+            running_heartbeat(store, world, TIMEOUT_S) as heartbeat,
+            heartbeat.explaining(GROUP_TIMEOUT_S),
+        ):
+            heartbeat.enter("UPDATE")
+            heartbeat._end_process = lambda code: end_with(code)
+            await_phase_of_rank_0(heartbeat, "UPDATE")
+            barrier(world)
+
+            def end_with(code: int) -> None:
+                (tmp_path / f"code {world.rank}").write_text(f"{code} {heartbeat.loss}")
+                markers.set(f"rank {world.rank} has ended")
+                for rank in {0, 1, 2} - {victim}:
+                    markers.await_(f"rank {rank} has ended")
+                os.kill(pids[victim], signal.SIGKILL)
+                os._exit(code)
+
+            if world.rank == victim:
+                freeze()
+            gather_objects(0, world)
+
+    assert run_ranks(3, body, timeout_s=40, killed=(0, 1, 2)) == [None] * 3
+    for rank in {0, 1, 2} - {victim}:
+        text = (tmp_path / f"code {rank}").read_text()
+        assert text.startswith(f"1 rank {victim} (host ")
+        assert "in phase UPDATE: its process is stopped" in text
+
+
+def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    said = what_they_say(1, fail, tmp_path, waits_in="store", killed=())
+    assert said[1] == "disk full"
+    for message in (said[0], said[2]):
+        assert message.startswith("rank 1 (host ")
+        assert message.endswith("has failed in phase ROLLOUT: OSError: disk full")
+
+
+def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
+    """As on a laptop that was closed: for longer than the timeout, all at once."""
+
+    def body() -> str:
+        world = world_group()
+        store = open_job_store(world, 1.0)
+        pids = gather_objects(os.getpid(), world)
+        with running_heartbeat(store, world, 1.0) as heartbeat:
+            heartbeat.enter("ROLLOUT")
+            if world.is_first and os.fork() == 0:
+                for number in (signal.SIGSTOP, signal.SIGCONT):
+                    for pid in pids:
+                        os.kill(pid, number)
+                    time.sleep(2.0)
+                (tmp_path / "thawed").touch()
+                os._exit(0)
+            while not (tmp_path / "thawed").exists():
+                heartbeat.check()
+                time.sleep(0.05)
+        return "goes on"
+
+    assert run_ranks(3, body, timeout_s=60) == ["goes on"] * 3
+
+
+def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not_there() -> None:
+    limit_s = 2.5
+
+    def body() -> str:
+        world = world_group()
+        store = open_job_store(world, 60.0)
+        short = dist.new_group(timeout=datetime.timedelta(seconds=limit_s))
+        try:
+            with running_heartbeat(store, world, 60.0) as heartbeat, heartbeat.explaining(limit_s):
+                heartbeat.enter("ROLLOUT")
+                barrier(world)
+                while world.rank == 1:
+                    heartbeat.check()
+                    time.sleep(0.01)
+                heartbeat.enter("UPDATE")
+                dist.barrier(short)
+        except RanksLost as error:
+            return str(error)
+        return "nothing"
+
+    said = run_ranks(3, body, timeout_s=40)
+    for message in (said[0], said[2]):
+        assert "no answer within run.group_timeout_s=2.5 s" in message
+        assert "not there yet: rank 1 (host " in message
+        assert "in phase ROLLOUT" in message
+        assert message.endswith("(phase UPDATE)")
+    assert "has failed in phase UPDATE: RanksLost" in said[1]
+
+
+def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
+    """A pure C call of longer than the timeout, as a large pickle may be: the thread cannot beat meanwhile."""
+
+    def body() -> str:
+        world = world_group()
+        store = open_job_store(world, 1.0)
+        with running_heartbeat(store, world, 1.0) as heartbeat:
+            heartbeat.enter("CHECKPOINT")
+            if world.rank == 1:
+                started = time.monotonic()
+                while time.monotonic() - started < 3.0:
+                    pow(7, 200_000, 10**40_000)  # one call of seconds would need a tuned number
+            barrier(world)
+            heartbeat.check()
+        return "goes on"
+
+    assert run_ranks(2, body, timeout_s=60) == ["goes on"] * 2
+
+
+def test_threads_end_with_the_run() -> None:
+    def body() -> list[str]:
+        world = world_group()
+        store = open_job_store(world, TIMEOUT_S)
+        with running_heartbeat(store, world, TIMEOUT_S) as heartbeat:
+            heartbeat.enter("ROLLOUT")
+            assert "heartbeat" in [thread.name for thread in threading.enumerate()]
+        return [thread.name for thread in threading.enumerate()]
+
+    for names in run_ranks(2, body):
+        assert "heartbeat" not in names

@@ -1,0 +1,112 @@
+"""Who watches whom, and when a neighbour counts as lost: beats are played by hand, no clock is waited for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from tlt_megatron.runtime.collective_errors import describe_collective_error, is_collective_error
+from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, watched_by
+from tlt_megatron.runtime.job_store import JobStore
+from tlt_megatron.runtime.rank_process import RankProcess, state_of
+
+
+class Neighbours:
+    """Two ranks on two machines (no process is seen) or on one. Rank 0 watches rank 1, whose beats are played here."""
+
+    def __init__(self, *, is_local: bool = False) -> None:
+        store = JobStore(dist.HashStore(), 10.0)
+        own = RankProcess.own(0)
+        other = replace(own, rank=1, machine=own.machine if is_local else "elsewhere", host="far")
+        self.beats = store.part("heartbeat")
+        self.other_beat(1)
+        self.heartbeat = Heartbeat(store, [own, other], 0, timeout_s=8.0)
+
+    def other_beat(self, count: int) -> None:
+        self.beats.set("beat/1", f"{count} 4 ROLLOUT")
+
+    def watch(self, num_beats: int) -> str:
+        """What is known to be lost after so many beats of rank 0."""
+        for _ in range(num_beats):
+            self.heartbeat._watch(self.heartbeat._watched[0])
+        return str(self.heartbeat.loss or "")
+
+
+def test_each_rank_watches_the_next_of_its_machine_and_machines_watch_each_other() -> None:
+    machines = ["a", "a", "a", "b", "b", "c"]
+    watched = [watched_by(rank, machines) for rank in range(6)]
+    assert watched == [(1, 3), (2,), (0,), (4, 5), (3,), (0,)]
+    assert watched_by(0, ["a"]) == ()
+    large = [f"node {rank // 8}" for rank in range(256)]
+    all_watched = [other for rank in range(256) for other in watched_by(rank, large)]
+    assert set(all_watched) == set(range(256))
+    assert max(len(watched_by(rank, large)) for rank in range(256)) == 2
+
+
+def test_a_silent_rank_of_another_machine_is_lost_after_the_timeout() -> None:
+    neighbours = Neighbours()
+    assert neighbours.heartbeat.interval_s == 1.0
+    assert neighbours.watch(8) == ""
+    neighbours.other_beat(2)
+    assert neighbours.watch(8) == ""
+    assert neighbours.watch(1) == (
+        f"{neighbours.heartbeat.ranks[1]} has been silent for run.heartbeat_timeout_s=8 s in"
+        " phase ROLLOUT: it does not answer"
+    )
+    with pytest.raises(RanksLost, match=r"rank 1 \(host far, pid \d+\) has been silent"):
+        neighbours.heartbeat.enter("UPDATE")
+
+
+def test_silence_is_counted_in_own_beats_so_ranks_that_were_frozen_together_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    neighbours = Neighbours()
+    neighbours.watch(3)
+    for clock in ("time", "monotonic"):
+        real = getattr(time, clock)
+        monkeypatch.setattr(time, clock, lambda real=real: real() + 3600.0)
+    assert neighbours.watch(3) == ""
+
+
+def test_a_process_of_this_machine_that_computes_is_alive_though_it_does_not_beat() -> None:
+    neighbours = Neighbours(is_local=True)
+    for _ in range(12):
+        until = time.process_time() + 0.03  # the operating system counts in hundredths
+        while time.process_time() < until:
+            pass
+        assert neighbours.watch(1) == ""
+
+
+def test_a_farewell_ends_the_watch() -> None:
+    neighbours = Neighbours()
+    neighbours.beats.set("beat/1", "bye")
+    assert neighbours.watch(20) == ""
+
+
+def test_the_first_report_counts() -> None:
+    neighbours = Neighbours()
+    neighbours.beats.append("reports", "1 rank 7 (host x, pid 3) is gone\n")
+    neighbours.heartbeat._read_reports()
+    neighbours.watch(20)
+    assert str(neighbours.heartbeat.loss) == "rank 7 (host x, pid 3) is gone"
+
+
+def test_a_reused_pid_is_not_the_rank() -> None:
+    own = RankProcess.own(0)
+    assert not state_of(own).is_gone
+    assert state_of(replace(own, created_s=own.created_s - 5.0)).is_gone
+
+
+def test_errors_of_collectives_are_said_in_our_words() -> None:
+    timeout = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 90000ms")
+    closed = RuntimeError("[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
+    assert is_collective_error(timeout)
+    assert is_collective_error(closed)
+    assert not is_collective_error(RuntimeError("shape '[2]' is invalid for input of size 3"))
+    text, is_timeout = describe_collective_error(timeout, 90.0)
+    assert is_timeout
+    assert text == "a collective: no answer within run.group_timeout_s=90 s"
+    assert describe_collective_error(closed, 90.0)[1] is False

@@ -1,0 +1,151 @@
+"""The store of one job: a TCPStore that rank 0 hosts, on the job's interface alone, in which no call waits without end.
+
+Opened by trainer/build.py for the heartbeats (heartbeat.py) and for spot training (spot/rank_state.py).
+
+What protects it. A job on one machine listens on the loopback, a larger one on the address by which the other hosts
+reach MASTER_ADDR. All keys start with a random token of the job that travels over the existing group. So two jobs never
+mix up their keys, and other hosts do not see the store of a job on one machine. It is no authentication, which torch's
+store does not have: who can open a connection to the port can list and change the keys. Ports of a job on several hosts
+belong behind a firewall.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.rank_process import machine_id
+
+_TOKEN_BYTES = 16
+_BACKLOG = 2048  # connections that may wait to be accepted: all ranks come at once
+_LOOPBACK = "127.0.0.1"
+
+
+class JobStore:
+    """How a rank reaches the job's store.
+
+    An exchange fails with a DistError after `answer_timeout_s`, and at once where rank 0 is gone. A call is one exchange;
+    a read is two, first until the key exists, then for its value.
+    """
+
+    def __init__(self, store: dist.Store, answer_timeout_s: float) -> None:
+        """`store` is the connection of this rank's main thread."""
+        self._store = store
+        self._answer_timeout_s = answer_timeout_s
+
+    def part(self, name: str) -> dist.Store:
+        """The keys under `name`, by the main thread's connection."""
+        return dist.PrefixStore(name, self._store)
+
+    def connect(self, name: str) -> dist.Store:
+        """The same by a connection of its own: a thread that waits for an answer holds up the others on its connection."""
+        if isinstance(self._store, dist.HashStore):
+            return self.part(name)
+        store = self._store.clone()
+        _bound_exchanges(store, self._answer_timeout_s)
+        return dist.PrefixStore(name, store)
+
+
+def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
+    """Open the store on rank 0 and connect every rank. A collective of the world.
+
+    It lives as long as rank 0 keeps the value.
+    """
+    if world.size == 1:
+        return JobStore(dist.HashStore(), answer_timeout_s)
+    listening = _listen(world) if world.is_first else _tell_address(world)
+    if listening:
+        _allow_connections()
+    token, host, port = broadcast_object(
+        (
+            secrets.token_hex(_TOKEN_BYTES),
+            listening.getsockname()[0] if listening else "",
+            listening.getsockname()[1] if listening else 0,
+        ),
+        world,
+    )
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=listening is not None,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach() if listening else None,
+        timeout=datetime.timedelta(seconds=answer_timeout_s),
+    )
+    _bound_exchanges(store, answer_timeout_s)
+    return JobStore(dist.PrefixStore(token, store), answer_timeout_s)
+
+
+def _tell_address(world: Group) -> None:
+    gather_objects((machine_id(), _master_addresses()), world)
+
+
+def _listen(world: Group) -> socket.socket:
+    """A listening socket of rank 0: on the loopback, or where ranks of other machines look for MASTER_ADDR."""
+    told = gather_objects((machine_id(), _master_addresses()), world)
+    remote = [address for machine, known in told if machine != machine_id() for address in known]
+    return bind_first(remote or [_LOOPBACK])
+
+
+def _allow_connections() -> None:
+    """Two connections a rank exceed the usual limit of 1,024 open files in large jobs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bind_first(addresses: Sequence[str]) -> socket.socket:
+    """Listen on the first of `addresses` that this machine has, on a free port. RuntimeError if it has none of them."""
+    for address in dict.fromkeys(addresses):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.bind((address, 0))
+        except OSError:  # not an address of this machine
+            listening.close()
+            continue
+        listening.listen(_BACKLOG)
+        return listening
+    raise RuntimeError(
+        f"MASTER_ADDR={os.environ['MASTER_ADDR']} is {sorted(set(addresses))} for the other hosts:"
+        " must be an address of the host of rank 0"
+    )
+
+
+def _master_addresses() -> list[str]:
+    """What MASTER_ADDR means on this host."""
+    found = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def _bound_exchanges(store: dist.Store, answer_timeout_s: float) -> None:
+    """Let every exchange with a host that does not answer fail.
+
+    torch bounds the wait for a key alone: the answer itself is read from the socket without a limit. So the limit is
+    set on the sockets that lead to the store. A call that runs into it raises DistNetworkError ("Socket Timeout").
+    """
+    inner = store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
+    inner.set_timeout(datetime.timedelta(seconds=answer_timeout_s))
+    limit = struct.pack("ll", *divmod(round(answer_timeout_s * 1e6), 1_000_000))  # struct timeval
+    for descriptor in os.listdir("/dev/fd"):
+        try:
+            connection = socket.socket(fileno=int(descriptor))
+        except OSError:  # no socket
+            continue
+        try:
+            address, port, *_ = connection.getpeername()
+            if (address.removeprefix("::ffff:"), port) == (inner.host, inner.port):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        except (OSError, ValueError):  # not connected, or no network socket
+            pass
+        finally:
+            connection.detach()

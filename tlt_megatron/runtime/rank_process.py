@@ -1,0 +1,73 @@
+"""Which process a rank is, and what can be seen of it from here. Used by heartbeat.py, job_store.py and spot/rank_state.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """One rank's process. Its fields travel to all ranks when the run starts."""
+
+    rank: int
+    host: str
+    machine: str  # equal for two ranks exactly if they share process ids and the monotonic clock
+    pid: int
+    created_s: float  # as the operating system counts it: tells a reused pid apart
+
+    @staticmethod
+    def own(rank: int) -> RankProcess:
+        """The process that calls."""
+        return RankProcess(
+            rank=rank,
+            host=socket.gethostname(),
+            machine=machine_id(),
+            pid=os.getpid(),
+            created_s=psutil.Process().create_time(),
+        )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """What the operating system says of a process of this machine."""
+
+    is_gone: bool
+    is_stopped: bool = False  # by SIGSTOP or a debugger
+    cpu_s: float = 0.0  # CPU time that it has used
+
+
+def state_of(process: RankProcess) -> ProcessState:
+    """Of a rank on this machine. A zombie is gone: it only waits for its parent."""
+    try:
+        seen = psutil.Process(process.pid)
+        if seen.create_time() != process.created_s:
+            return ProcessState(is_gone=True)
+        with seen.oneshot():
+            status, cpu = seen.status(), seen.cpu_times()
+    except psutil.NoSuchProcess:
+        return ProcessState(is_gone=True)
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return ProcessState(is_gone=True)
+    is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return ProcessState(is_gone=False, is_stopped=is_stopped, cpu_s=cpu.user + cpu.system)
+
+
+def machine_id() -> str:
+    """Of this boot of this machine, and of the container's view of processes and time."""
+    parts = [socket.gethostname()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.is_file():
+        parts.append(boot.read_text().strip())
+    for name in ("pid", "time"):
+        namespace = Path("/proc/self/ns") / name
+        if namespace.exists():
+            parts.append(os.readlink(namespace).translate(str.maketrans("", "", ":[]")))
+    return "/".join(parts)
