@@ -29,7 +29,7 @@ class Shelf:
     """As much of a RolloutEngine as an upkeep uses: (version, checksum) of all drafters it was given."""
 
     def __init__(self) -> None:
-        self.loaded = [(0, 0)]
+        self.loaded: list[tuple[int, int]] = []
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
@@ -63,15 +63,22 @@ def make_upkeep(engine: Shelf, live_folder: Path | None) -> DrafterUpkeep:
     )
 
 
-@pytest.mark.parametrize("is_live", [False, True], ids=["step", "live"])
+@pytest.mark.parametrize("publish", ["step", "live", "live, one host sees no file of others"])
 def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
-    is_live: bool, tmp_path: Path
+    publish: str, tmp_path: Path
 ) -> None:
+    is_live = publish != "step"
+
+    def live_folder() -> Path | None:
+        is_blind = publish.endswith("of others") and dist.get_rank() == NUM_RANKS - 1
+        return (tmp_path / ("elsewhere" if is_blind else "shared")) if is_live else None
+
     def body() -> list[list[tuple[int, int]]]:
         """After every step: (version, checksum) of the drafter that each engine has. Until two have been published, one of
         them live where they may be."""
         engine, rank = Shelf(), dist.get_rank()
-        upkeep = make_upkeep(engine, tmp_path if is_live else None)
+        upkeep = make_upkeep(engine, live_folder())
+        engine.loaded.append((0, upkeep.publisher.published.checksum))  # as it was started
         data = make_draft_model("eagle")
         held: list[list[tuple[int, int]]] = []
         while len(held) < MOST_STEPS and not (

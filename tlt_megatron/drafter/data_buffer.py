@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.holdout import choose_slice
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
 
 log = logging.getLogger(__name__)
@@ -175,10 +176,13 @@ class DataBuffer:
         self._counts["num_batches"] -= bool(picked)
         self._last_batch = ([], self._tail_balance)
 
-    def holdout_batches(self, max_tokens: int, *, has_new: bool = False) -> list[DraftBatch]:
-        """All sequences that are never trained on, packed, the newest step first; the same for the same content.
+    def holdout_batches(
+        self, max_tokens: int, *, has_new: bool = False, max_rows: int | None = None
+    ) -> list[DraftBatch]:
+        """Sequences that are never trained on, in batches of `max_tokens`; the same for the same content.
 
-        With `has_new` also this step's other ones: a drafter of earlier steps has not been trained on them.
+        With `has_new` also this step's other ones: a drafter of earlier steps has not been trained on them. With
+        `max_rows` a part of them, of all lengths, the newest first (`choose_slice`).
         """
         unseen = sorted(
             (
@@ -188,6 +192,9 @@ class DataBuffer:
             ),
             key=lambda s: (-s.step, s.key),
         )
+        if max_rows is not None:
+            steps, rows = [s.step for s in unseen], [s.num_rows for s in unseen]
+            unseen = [unseen[index] for index in choose_slice(steps, rows, max_rows)]
         return pack_sequences([sample.sequence for sample in unseen], max_tokens)
 
     def stats(self) -> dict[str, float]:

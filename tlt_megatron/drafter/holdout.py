@@ -1,11 +1,12 @@
 """What a drafter would accept on sequences that it is never trained on. Measured by the trainer, judged by the publisher.
 
-The one thing to know: results are kept by batch, so that two drafters can be compared in pairs on the same rows. They are
-a handful of numbers, compared while all ranks wait: plain arithmetic is quicker on them than tensors.
+Results are kept by batch, so that two drafters can be compared in pairs on the same rows. They are a handful of numbers,
+compared while all ranks wait: plain arithmetic is quicker on them than tensors.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.drafter.trainer import DrafterTrainer
+
+_NUM_STRATA = 4  # groups by length: fewer would hide the longest, more make rounds too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,31 @@ def _accept_length(counts: Sequence[float], accepted: Sequence[float]) -> float:
         alive *= overlap / count if count > 0 else 0.0
         total += alive
     return total
+
+
+def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> list[int]:
+    """Which sequences to measure on: about `max_rows` rows, the newest RL step first, all lengths alike.
+
+    The sequences of a step are split into `_NUM_STRATA` groups by length, and taken in rounds of one from each group, so
+    that long and short ones keep their share of the rows. Within a group they come in the order given. A round that does
+    not fit ends the choice; the first is always taken, so long sequences can exceed `max_rows`.
+
+    Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`: one round of step 7.
+    """
+    chosen: list[int] = []
+    for step in sorted(set(steps), reverse=True):
+        by_length = sorted(
+            (i for i, s in enumerate(steps) if s == step), key=lambda i: (rows[i], i)
+        )
+        num_groups = min(_NUM_STRATA, len(by_length))
+        bounds = [len(by_length) * group // num_groups for group in range(num_groups + 1)]
+        groups = [sorted(by_length[a:b]) for a, b in itertools.pairwise(bounds)]
+        for turn in range(max(map(len, groups))):
+            picked = [group[turn] for group in groups if turn < len(group)]
+            if chosen and sum(rows[i] for i in chosen + picked) > max_rows:
+                return chosen
+            chosen += picked
+    return chosen
 
 
 @torch.no_grad()

@@ -30,6 +30,10 @@ from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 
 log = logging.getLogger(__name__)
 
+_QUIET_PHASES = (
+    3  # without a sign of collapse, after which a drafter that was given up is tried again
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedDrafter:
@@ -79,6 +83,7 @@ class DrafterPublisher:
         self.best_accept_length = math.nan  # of the best, at the last comparison
         self.num_refused = 0
         self.alarm = ""  # why the published drafter must not be used; empty: it may
+        self._num_quiet = 0  # phases since a collapse was last seen
 
     @property
     def published(self) -> PublishedDrafter:
@@ -103,8 +108,16 @@ class DrafterPublisher:
         return self._published
 
     def observe_live(self, accept_length: float | None) -> bool:
-        """The accept length of a rollout with the published drafter; None: it was not used. Returns `is alarmed`."""
+        """The accept length of a rollout with the published drafter; None: it was not used. Returns `is alarmed`.
+
+        Called once per phase. An alarm also ends without a publication, `_QUIET_PHASES` phases after the last collapse that
+        was seen: what the drafter accepts on rollouts is only known by drafting with it.
+        """
         level = self._live.value
+        self._num_quiet += 1
+        if self.alarm and accept_length is None and self._num_quiet > _QUIET_PHASES:
+            log.warning("drafter version %d is tried again", self.published.version)
+            self.alarm = ""
         if accept_length is not None and self._live.observe(accept_length) and not self.alarm:
             self._raise_alarm("live", accept_length, level)
         return bool(self.alarm)
@@ -209,6 +222,7 @@ class DrafterPublisher:
         is_known = not math.isnan(accept_length)
         level = self._holdout.value
         if is_known and self._holdout.observe(accept_length):
+            self._num_quiet = 0
             if not self.alarm:
                 self._raise_alarm("hold-out", accept_length, level)
         elif self.alarm and action != PublishAction.KEEP:
@@ -217,11 +231,16 @@ class DrafterPublisher:
             self.alarm = ""
 
     def _raise_alarm(self, where: str, accept_length: float, level: float) -> None:
+        self._num_quiet = 0
         self.alarm = (
             f"the {where} accept length of drafter version {self.published.version} fell to"
             f" {accept_length:.2f} from a level of {level:.2f}"
         )
-        log.warning("%s: fall back to n-gram or OFF until a good one is published", self.alarm)
+        log.warning(
+            "%s: fall back to n-gram or OFF until a good one is published, or for %d phases",
+            self.alarm,
+            _QUIET_PHASES,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights held, as live tensors: `published.*`, and `best.*` where that is another."""
@@ -238,6 +257,7 @@ class DrafterPublisher:
             "best_accept_length": to_json(self.best_accept_length),
             "num_refused": self.num_refused,
             "alarm": self.alarm,
+            "num_quiet": self._num_quiet,
             "live_level": self._live.state_dict(),
             "holdout_level": self._holdout.state_dict(),
         }
@@ -257,6 +277,7 @@ class DrafterPublisher:
         self.best_accept_length = from_json(record["best_accept_length"])
         self.num_refused = int(record["num_refused"])
         self.alarm = str(record["alarm"])
+        self._num_quiet = int(record.get("num_quiet", 0))  # older checkpoints have none
         self._live.load_state_dict(record["live_level"])
         self._holdout.load_state_dict(record["holdout_level"])
 

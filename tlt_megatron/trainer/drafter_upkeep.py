@@ -32,17 +32,18 @@ from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
-from tlt_megatron.trainer.live_publish import LiveChannel
+from tlt_megatron.trainer.live_publish import LiveChannel, LiveOffer
 from tlt_megatron.types import Rollout
 
 _HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a comparison is known
-_HOLDOUT_BATCHES = (
-    4  # of a rank: enough to tell drafters apart, little enough to cost no step anything
+_HOLDOUT_ROWS = (
+    512  # of a rank: enough to tell drafters apart, little enough to cost no step anything
 )
 _TELLING_SHARE = 0.05  # of a rollout's tokens: with less, there were but a few looks at the drafter
 _LIVE_EVERY = (
     16  # updates between two looks at whether to offer a drafter in the middle of a rollout
 )
+_UNREAD = -1  # in place of an offer's number: this rank cannot read the newest
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # of a checkpoint
 
 
@@ -124,7 +125,8 @@ class DrafterUpkeep:
         self._findings: _Findings | None = None
         spot.on_idle = self._measure_idle
         self._live = live
-        self._live_weights: dict[str, Tensor] | None = None  # given to engines in this step
+        self._live_weights: dict[str, Tensor] | None = None  # newest offer of this step
+        self._live_held = 0  # number of the offer that the engine has been given in this step
         if live is not None:
             spot.after_update = self._offer_live
 
@@ -174,39 +176,50 @@ class DrafterUpkeep:
         except PassAbandoned:
             return  # nobody decodes any more
         if new.accept_length > old.accept_length:
-            self._live_weights = self._own_weights()
-            self._live.offer(self._live_weights)
+            weights = self._own_weights()
+            if self._live.offer(weights):
+                self._live_weights = weights
 
     def take_live(self) -> None:
         """Between two passes of a rank that still decodes: draft with what has been offered, if anything has."""
-        weights = self._live.poll() if self._live is not None else None
-        if weights is not None:
-            self._load_live(weights)
+        self._load_live(self._live.poll() if self._live is not None else None)
 
-    def _load_live(self, weights: dict[str, Tensor]) -> None:
-        self._live_weights = weights
-        self.engine.load_drafter_weights(
-            weights,
-            version=self.publisher.published.version + 1,
-            checksum=checksum_weights(weights),
-        )
+    def _load_live(self, offer: LiveOffer | None) -> None:
+        if offer is not None:
+            self._live_held, self._live_weights = offer.number, offer.weights
+            self.engine.load_drafter_weights(
+                offer.weights,
+                version=self.publisher.published.version + 1,
+                checksum=offer.checksum,
+            )
 
     def _settle_live(self) -> bool:
-        """All ranks take the newest offer of the step as published: whoever trained, whoever decoded. False without any."""
+        """All ranks take the newest offer of the step as published; False without any. Where a rank cannot read it, none
+        takes it, and all go back to what was published. A collective of all ranks."""
         if self._live is None:
             return False
-        weights = self._live.take()
-        if weights is not None:
-            self._load_live(weights)
-        if self._live_weights is None:
+        self._load_live(self._live.take())
+        newest = 0 if not self._live.has_unread() else _UNREAD
+        held = gather_objects(newest or self._live_held, self.world)
+        weights, own = self._live_weights, self._live_held
+        self._live_weights, self._live_held = None, 0
+        if not any(held):
             return False
-        self.publisher.adopt(self._live_weights)
-        self._live_weights = None
-        return True
+        late = [rank for rank, number in enumerate(held) if number <= 0 or number != max(held)]
+        if not late:
+            assert weights is not None
+            self.publisher.adopt(weights)
+            return True
+        self._live.skip(f"ranks {late} cannot read it")
+        if own:
+            self._hand_over()
+        return False
 
     def _holdout(self, *, has_new: bool) -> list[DraftBatch]:
-        batches = self.buffer.holdout_batches(_HOLDOUT_BATCH_TOKENS, has_new=has_new)
-        return [batch.to(self.device) for batch in batches[:_HOLDOUT_BATCHES]]
+        batches = self.buffer.holdout_batches(
+            _HOLDOUT_BATCH_TOKENS, has_new=has_new, max_rows=_HOLDOUT_ROWS
+        )
+        return [batch.to(self.device) for batch in batches]
 
     def publish(self, metrics: dict[str, float]) -> None:
         """All ranks level with the newest drafter; the engines get the one before it, if it accepts no less than theirs.

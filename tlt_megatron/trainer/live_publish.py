@@ -1,65 +1,126 @@
 """Drafters on their way to engines that are still decoding: `spot.publish=live`.
 
-The leader of a session offers, ranks with unfinished rollouts take. Rollouts do not depend on the drafter, so nothing has to
-be agreed: who takes a drafter later only decodes slower. The one thing to know: weights go through a file under the run
-folder, which all hosts share, and the store carries a counter alone, which a busy rank reads a few times per second.
+The leader of a session offers, ranks with unfinished rollouts take. Rollouts do not depend on the drafter, so the ranks need
+not agree: one that takes a drafter later only decodes slower. Weights go through a file under the run folder, which all
+hosts share. The store holds the number of the newest offer and its checksum, which a busy rank reads a few times per second.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_COUNTER = "offers"
+from tlt_megatron.drafter.publisher import checksum_weights
+
+log = logging.getLogger(__name__)
+
+_NEWEST = "newest"  # key: "<number> <checksum>"
+_NONE = "0 0"
 _POLL_S = 0.25
-_KEPT_OFFERS = 2  # a rank that has just read the counter must still find the file
+_PATIENCE_S = 10.0  # a shared file system may show a new file some seconds late
+_KEPT_OFFERS = 2  # a rank that has just read the number must still find the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOffer:
+    """A drafter as it was offered."""
+
+    number: int  # over the whole run
+    checksum: int
+    weights: dict[str, Tensor]
 
 
 class LiveChannel:
-    """One way, from whoever leads to all. Every rank has one; offers are numbered over the whole run."""
+    """One way, from the leader to all. Every rank has one."""
 
     def __init__(self, store: dist.Store, folder: Path) -> None:
-        self._store = dist.PrefixStore("live", store)
+        """`store` is a part of the job's, for this alone."""
+        self._store = store
         self._folder = folder
-        self._taken = 0
-        self._polled_at = 0.0
+        self._settled = 0  # number of the newest offer that was taken or skipped
+        self._polled_at = -_POLL_S
+        self._missed: tuple[int, float] = (0, 0.0)  # an offer without its file, and since when
+        store.compare_set(_NEWEST, "", _NONE)
 
-    def offer(self, weights: Mapping[str, Tensor]) -> None:
-        """Put a drafter up. One rank at a time."""
-        number = self._count() + 1
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def offer(self, weights: Mapping[str, Tensor]) -> bool:
+        """Put a drafter up. One rank at a time. False, and a log line, where the file cannot be written: no run fails for it."""
+        number = self._newest()[0] + 1
         path = self._path(number)
         copies = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(copies, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
-        self._store.add(_COUNTER, 1)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(copies, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)
+        except (OSError, SafetensorError) as error:
+            log.warning(
+                "live drafter %d is not offered: %s cannot be written (%s)", number, path, error
+            )
+            return False
+        self._store.set(_NEWEST, f"{number} {checksum_weights(copies)}")
         self._path(number - _KEPT_OFFERS).unlink(missing_ok=True)
+        return True
 
-    def poll(self) -> dict[str, Tensor] | None:
-        """The newest drafter, if one was offered since the last time; asks the store a few times per second at most."""
+    def poll(self) -> LiveOffer | None:
+        """The newest offer, if there is one since the last time; asks the store a few times per second at most."""
         now = time.monotonic()
         if now - self._polled_at < _POLL_S:
             return None
         self._polled_at = now
         return self.take()
 
-    def take(self) -> dict[str, Tensor] | None:
-        """The newest drafter, if one was offered since the last time."""
-        while (number := self._count()) != self._taken:
-            path = self._path(number)
-            if path.is_file():
-                self._taken = number
-                return load_file(path)
-            # Newer offers have come since the counter was read, and this one has gone.
+    def take(self) -> LiveOffer | None:
+        """The newest offer, if there is one since the last time. Never waits: a file that cannot be read yet is tried again
+        at the next call, and skipped with a log line when it has been unreadable for `_PATIENCE_S`."""
+        number, checksum = self._newest()
+        if number == self._settled:
+            return None
+        weights, problem = self._read(number, checksum)
+        if weights is not None:
+            self._settled = number
+            return LiveOffer(number=number, checksum=checksum, weights=weights)
+        now = time.monotonic()
+        if self._missed[0] != number:
+            self._missed = (number, now)
+        if now - self._missed[1] >= _PATIENCE_S:
+            self._skip(number, problem)
         return None
 
-    def _count(self) -> int:
-        return self._store.add(_COUNTER, 0)
+    def has_unread(self) -> bool:
+        """Whether there is an offer that was neither taken nor skipped."""
+        return self._newest()[0] != self._settled
+
+    def skip(self, why: str) -> None:
+        """Give up the newest offer, if it was not taken."""
+        number, _ = self._newest()
+        if number != self._settled:
+            self._skip(number, why)
+
+    def _skip(self, number: int, why: str) -> None:
+        self._settled = number
+        log.warning("live drafter %d is skipped: %s", number, why)
+
+    def _read(self, number: int, checksum: int) -> tuple[dict[str, Tensor] | None, str]:
+        """The weights, or why they cannot be had."""
+        path = self._path(number)
+        try:
+            weights = load_file(path)
+        except (OSError, SafetensorError) as error:
+            return None, f"{path} cannot be read here ({error})"
+        if checksum_weights(weights) != checksum:
+            return None, f"{path} does not hold what was offered (its checksum differs)"
+        return weights, ""
+
+    def _newest(self) -> tuple[int, int]:
+        number, checksum = self._store.get(_NEWEST).decode().split()
+        return int(number), int(checksum)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"offer_{number:07d}.safetensors"

@@ -184,6 +184,31 @@ def test_a_hold_out_collapse_alarms_and_its_end_needs_a_good_drafter() -> None:
     assert not publisher.consider(weights(4), target).is_alarmed
 
 
+def test_a_live_alarm_ends_without_a_publication_and_rises_again_where_it_was_right() -> None:
+    """One hard batch of prompts must not end drafting: no candidate is ever better, so nothing is published."""
+    publisher = started()
+    target = Target(d0=1.8, d1=1.2)
+    assert not publisher.observe_live(3.0)
+    assert publisher.observe_live(1.2)
+    alarms = []
+    for _ in range(6):
+        alarms.append(publisher.observe_live(None))
+        assert publisher.consider(weights(1), target).action == PublishAction.KEEP
+    assert alarms == [True] * 3 + [False] * 3
+    assert publisher.observe_live(1.2)
+    assert not started().observe_live(None)
+
+
+def test_an_alarm_stays_while_the_hold_out_shows_the_collapse() -> None:
+    publisher = started()
+    target = Target(d0=1.8, d1=1.2)
+    publisher.consider(weights(1), target)
+    target.move(d0=1.1, d1=1.05)
+    for _ in range(6):
+        publisher.observe_live(None)
+        assert publisher.consider(weights(1), target).is_alarmed
+
+
 def test_a_drafter_that_never_was_good_does_not_alarm() -> None:
     publisher = started()
     assert not any(publisher.observe_live(length) for length in (1.08, 1.02, 1.05, 1.0))
