@@ -58,7 +58,7 @@ def test_the_others_of_a_frozen_rank_end(victim: int, config: Path, tmp_path: Pa
             "run.heartbeat_timeout_s=3",
             *rollouts,
             *spot,
-        ),  # fmt: skip
+        ),
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
         stdout=subprocess.DEVNULL,

@@ -329,4 +329,5 @@ def running_heartbeat(
         heartbeat.close(error)
         raise
     heartbeat.close()
+    heartbeat.check()
     barrier(world)

@@ -1,0 +1,149 @@
+"""Spot training beside ranks that are silent, slow or have another clock: who trains, what is measured, what is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.spot_phases import Markers, make_spot, run_spot_ranks, world_group
+from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
+from tlt_megatron.runtime.job_store import open_job_store
+from tlt_megatron.spot.session import SessionEnd, StopWatch
+from tlt_megatron.spot.spot_trainer import SpotReport
+
+TIMEOUT_S = 3.0
+
+
+def test_a_session_goes_on_while_a_newcomer_still_measures(tmp_path: Path) -> None:
+    """Rank 1 trains; rank 2 has finished and measures until rank 1 has made 12 more updates. It was planned in at once, and
+    rank 1 waited for it."""
+    markers = Markers(tmp_path)
+
+    def body() -> SpotReport:
+        rank = dist.get_rank()
+
+        def before(count: int) -> None:
+            size = spot.trainer.group.size
+            if rank == 1 and count == 3:
+                markers.set("trains")
+            if rank == 1 and size == 1 and (tmp_path / "measures").exists():
+                counts.append(count)
+                if len(counts) == 12:
+                    markers.set("measured")
+            if size == 2:
+                markers.set("joined")
+
+        def measure(watch: StopWatch) -> None:
+            if rank == 2:
+                markers.set("measures")
+                markers.await_("measured")
+
+        counts: list[int] = []
+        spot = make_spot(before=before)
+        spot.on_idle = measure
+        dist.barrier()
+        if rank == 2:
+            markers.await_("trains")
+        if rank == 0:
+            markers.await_("joined")
+        report = spot.run_until_preempted(0)
+        spot.sync_newest(world_group())
+        return report
+
+    reports = run_spot_ranks(3, body, timeout_s=40)
+    sessions = [(s.members, s.end) for s in reports[1].sessions]
+    assert sessions == [((1,), SessionEnd.REPLACED), ((1, 2), SessionEnd.STOPPED)]
+    assert len(reports[1].sessions[0].stats) >= 12
+
+
+def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
+    """Of one rank, forwards in one phase and backwards in the next: it ended the phase ("not finished 3600 s after ..."),
+    or was counted as hours of idle time."""
+    markers = Markers(tmp_path)
+
+    def body() -> list[SpotReport]:
+        rank, real = dist.get_rank(), time.time
+        jump_s = 0.0
+
+        def before(count: int) -> None:
+            nonlocal jump_s
+            if count >= 3 and spot.trainer.group.size == 2:
+                jump_s = 0.0 if rank else (3600.0 if step == 0 else -3600.0)
+                markers.set(f"jumped {step} {rank}")
+
+        spot = make_spot(before=before, min_idle_replicas=2, phase_timeout_s=60.0)
+        time.time = lambda: real() + jump_s
+        reports = []
+        for step in range(2):
+            dist.barrier()
+            if rank == 2:
+                for other in (0, 1):
+                    markers.await_(f"jumped {step} {other}")
+            reports.append(spot.run_until_preempted(step))
+            spot.sync_newest(world_group())
+        return reports
+
+    for reports in run_spot_ranks(3, body, timeout_s=60):
+        for report in reports:
+            assert 0 <= report.used_s <= report.idle_s < 60
+            assert 0 <= report.stall_s < 60
+            assert report.num_broken == 0
+    assert reports[0].idle_s == 0  # of the last rank to finish
+
+
+def test_idle_ranks_name_a_rank_that_froze_while_it_generated(tmp_path: Path) -> None:
+    """Rank 1 is idle and trains, rank 0, which hosts the store, trains with it or is frozen; so is rank 2."""
+    for victim in (0, 2):
+        said = idle_ranks_say(victim, tmp_path / str(victim))
+        for message in (text for rank, text in enumerate(said) if rank != victim):
+            assert message is not None
+            assert message.startswith(f"rank {victim} (host ")
+            assert "in phase ROLLOUT: its process is stopped" in message
+
+
+def idle_ranks_say(victim: int, folder: Path) -> list[str | None]:
+    folder.mkdir()
+    markers = Markers(folder)
+
+    def body() -> str:
+        world = world_group()
+        job_store = open_job_store(world, TIMEOUT_S)
+        pids = gather_objects(os.getpid(), world)
+
+        def idle(heartbeat: Heartbeat) -> None:
+            def before(count: int) -> None:
+                if count == 3:
+                    markers.set("trains")
+
+            spot = make_spot(before=before, check_ranks=heartbeat.check)
+            spot._store = job_store.part("spot")
+            spot._groups._store = spot._store
+            heartbeat.enter("ROLLOUT")
+            while world.rank and heartbeat._last_phases[0] != "ROLLOUT":
+                time.sleep(0.01)
+            barrier(world)
+            if world.rank == victim:
+                markers.await_("trains")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            heartbeat.enter("WAIT")
+            with heartbeat.explaining(60.0):
+                spot.run_until_preempted(0)
+
+        try:
+            with running_heartbeat(job_store, world, TIMEOUT_S) as heartbeat:
+                idle(heartbeat)
+        except RanksLost as error:
+            markers.set(f"rank {world.rank} has ended")
+            others = sorted(set(range(3)) - {victim})
+            if world.rank == others[0]:
+                markers.await_(f"rank {others[1]} has ended")
+                os.kill(pids[victim], signal.SIGKILL)
+            return str(error)
+        return "nothing"
+
+    return run_spot_ranks(3, body, timeout_s=40, killed=(victim,))
