@@ -65,6 +65,7 @@ def test_the_others_of_a_frozen_rank_end(victim: int, config: Path, tmp_path: Pa
         stderr=subprocess.PIPE,
         text=True,
     )
+    everyone: list[psutil.Process] = []
     try:
         await_(lambda: (tmp_path / "rollouts" / "step_0000001.jsonl").exists(), "a step")
         ranks = ranks_of(agent)
@@ -77,6 +78,9 @@ def test_the_others_of_a_frozen_rank_end(victim: int, config: Path, tmp_path: Pa
         await_(lambda: all(map(has_ended, everyone)), "the end of all processes")
     finally:
         agent.kill()
+        for process in everyone:
+            if not has_ended(process):
+                process.kill()
     pattern = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) has been silent for run\.heartbeat_timeout_s=3 s in phase [A-Z]+: its process is stopped"
     assert re.search(pattern, said), said
     log = (tmp_path / "logs" / f"rank_{1 - victim:05d}.log").read_text()

@@ -11,8 +11,8 @@ A rank counts as lost
   that holds Python's lock must not end a run;
 - where it is rank 0 and its store is closed, or answers nothing for `timeout_s`.
 
-The first report in the store counts for all. Each rank then raises RanksLost where its main thread looks (`enter`, `check`,
-`explaining`); where that thread is stuck in a collective, the process ends with exit code 1 a moment later.
+The first report in the store counts for all. Each rank then raises RanksLost where its main thread asks (`enter`, `check`,
+`explaining`). Where that thread is in a collective or in a long rollout, the process ends with exit code 1 a moment later.
 """
 
 from __future__ import annotations
@@ -265,7 +265,9 @@ class Heartbeat:
                 speaker, level = (
                     (log, logging.ERROR) if self._is_reporter else (_file_log, logging.INFO)
                 )
-                speaker.log(level, "the run ends: %s (stuck in phase %s)", self.loss, self.phase)
+                speaker.log(
+                    level, "the run ends: %s (this rank: still in phase %s)", self.loss, self.phase
+                )
                 self._end_process(1)
                 return
 
