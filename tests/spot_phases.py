@@ -109,6 +109,7 @@ def make_spot(
     replica_size: int = 1,
     before: Callable[[int], None] = lambda count: None,
     phase_timeout_s: float = 60.0,
+    store: dist.Store | None = None,
     check_ranks: Callable[[], None] = lambda: None,
     device: str = "cpu",
     **section: float,
@@ -117,7 +118,7 @@ def make_spot(
     torch.set_num_threads(1)
     world = world_group()
     trainer = make_drafter_trainer()
-    store = open_job_store(world, 20.0).part("spot")
+    store = store or open_job_store(world, 20.0).part("spot")
     if hook:
         store = HookedStore(store, hook)
         _alive.append(store)

@@ -120,9 +120,8 @@ def idle_ranks_say(victim: int, folder: Path) -> list[str | None]:
                 if count == 3:
                     markers.set("trains")
 
-            spot = make_spot(before=before, check_ranks=heartbeat.check)
-            spot._store = job_store.part("spot")
-            spot._groups._store = spot._store
+            store = job_store.part("spot")
+            spot = make_spot(before=before, store=store, check_ranks=heartbeat.check)
             heartbeat.enter("ROLLOUT")
             while world.rank and heartbeat._last_phases[0] != "ROLLOUT":
                 time.sleep(0.01)
