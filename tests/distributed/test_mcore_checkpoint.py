@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, train
 from tests.ranks import run_ranks
@@ -241,3 +245,46 @@ def test_a_checkpoint_is_written_by_one_file_per_saving_rank_and_complete(
 
     names = [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
     assert run_ranks(2, save) == [names, names]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, model_path: Path) -> None:
+    def run() -> None:
+        policy, groups = build_policy(model_path, TP2)
+        if groups.world.rank == 1:
+            with torch.no_grad():
+                next(policy._stage.parameters()).view(-1)[3] = float("nan")
+        with pytest.raises(RuntimeError, match=r"rank 1: weights of .* are not finite: not saved"):
+            policy.save(tmp_path / "checkpoint")
+
+    run_ranks(2, run)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_an_entry_of_bytes_in_place_of_a_tensor_is_refused(
+    tmp_path: Path, model_path: Path
+) -> None:
+    """Torch would unpickle it without a limit, whatever the run asked for."""
+    path, trace = tmp_path / "checkpoint", tmp_path / "trace"
+
+    class Mkdir:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(trace),)
+
+    def run() -> None:
+        policy, _ = build_policy(model_path, Layout(world=1))
+        policy.save(path)
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        (index, place) = next((i, p) for i, p in metadata.storage_data.items() if "rng" in i.fqn)
+        torch.save(Mkdir(), path / "evil")
+        size = (path / "evil").stat().st_size
+        evil = dataclasses.replace(place, relative_path="evil", offset=0, length=size)
+        metadata.storage_data[MetadataIndex(index.fqn)] = evil
+        metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(
+            ValueError, match=r"not loaded: rank 0: the checkpoint has no tensor rng"
+        ):
+            policy.load(path)
+
+    run_ranks(1, run)
+    assert not trace.exists()

@@ -4,25 +4,28 @@ Called by policy_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metad
 values) and `metadata.json`. Writing is synchronous and in this process: Megatron's own writer forks workers, which
 costs seconds, and hangs where psutil is missing.
 
-What is unpickled on load: `common.pt` and the tensors go through torch.load with weights_only, so are limited to plain
-values, tensors and the few classes that Megatron allows. Without a limit, inside torch.distributed.checkpoint:
-`.metadata`, and the byte entries that only Transformer Engine's layers write. So load only checkpoints you trust.
+Nothing that is in a checkpoint runs when it is loaded: see checkpoint_reader.py. The extra state of Transformer Engine's
+layers (FP8 scales) is saved, as Megatron does, but not loaded: it is a pickle.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 
+from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from tlt_megatron.runtime.collectives import barrier
+from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.process_groups import ProcessGroups
+
+_EXTRA = "_extra_state"  # how such keys of a state dict end
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -35,10 +38,11 @@ def save_checkpoint(
     """Write weights, optimizer, schedule and random states to `path`, a new or empty folder that all ranks see.
 
     A collective of all ranks; when it returns on one, everything is on disk (fsynced). ValueError where the folder
-    holds something.
+    holds something, RuntimeError where a weight is not finite, OSError where a rank cannot write.
     """
     from megatron.core import dist_checkpointing
 
+    _require_finite(model, groups)
     if groups.world.is_first:
         path.mkdir(parents=True, exist_ok=True)
     barrier(groups.world)
@@ -47,10 +51,13 @@ def save_checkpoint(
     barrier(groups.world)  # nobody writes before everybody has looked
     state = _sharded_state(model, optimizer, groups, is_loading=False)
     state["rng"] = _sharded_rng_states(groups)
-    dist_checkpointing.save(state, str(path), sharded_strategy=_synchronous_strategy())
+    try:
+        dist_checkpointing.save(state, str(path), sharded_strategy=_synchronous_strategy())
+    except CheckpointException as error:
+        raise OSError(_first_failure(error)) from None
     if groups.world.is_first:
         for name in ("common.pt", "metadata.json", "."):
-            _fsync(path / name)
+            sync_path(path / name)
     barrier(groups.world)
 
 
@@ -61,13 +68,13 @@ def load_checkpoint(
 
     Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored.
     Random states are restored at an equal layout and kept otherwise. ValueError where the checkpoint was written
-    with another model dtype or kind of optimizer, or is none.
+    with another model dtype, shape or kind of optimizer, is none, or holds more than plain values and tensors.
     """
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    common = read_common(path)
     for name, value in _identity(model, optimizer).items():
         if common["identity"][name] != value:
             raise ValueError(
@@ -75,11 +82,19 @@ def load_checkpoint(
                 f"must equal this run's {value!r}"
             )
     state = _sharded_state(model, optimizer, groups, is_loading=True)
+    extra = {name: value for name, value in model.state_dict().items() if name.endswith(_EXTRA)}
+    state["model"] = {n: v for n, v in state["model"].items() if not n.endswith(_EXTRA)}
     is_same_layout = common["layout"] == state["layout"]
     if is_same_layout:
         state["rng"] = _sharded_rng_states(groups)
-    loaded = dist_checkpointing.load(state, str(path))
-    model.load_state_dict(loaded["model"])
+    sharded, plain = loading_strategies()
+    try:
+        loaded = dist_checkpointing.load(
+            state, str(path), sharded_strategy=sharded, common_strategy=plain
+        )
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint {path} is not loaded: {_first_failure(error)}") from None
+    model.load_state_dict(loaded["model"] | extra)
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
     optimizer.scheduler.load_state_dict(loaded["lr_schedule"])
@@ -113,6 +128,25 @@ def _sharded_state(
             "device": next(model.parameters()).device.type,
         },
     }
+
+
+def _require_finite(model: nn.Module, groups: ProcessGroups) -> None:
+    """Not-a-number weights must not replace good ones."""
+    own = next(
+        (n for n, p in model.named_parameters() if not torch.isfinite(p.detach()).all()), None
+    )
+    for rank, name in enumerate(gather_objects(own, groups.world)):
+        if name is not None:
+            raise RuntimeError(
+                f"rank {rank}: weights of {name} are not finite: not saved, earlier checkpoints stay"
+            )
+
+
+def _first_failure(error: CheckpointException) -> str:
+    """Its own text holds the stack of every rank."""
+    rank, (cause, _) = min(error.failures.items())
+    lines = str(cause).splitlines()
+    return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"
 
 
 def _identity(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, str | bool]:
@@ -177,11 +211,3 @@ def _restore_rng_states(loaded: dict[str, Tensor]) -> None:
     get_cuda_rng_tracker().set_states(
         {name.removeprefix("tracker."): state for name, state in states.items()}
     )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""Reads a torch_dist checkpoint without running anything that is in it. Used by checkpoint.py.
+
+Three of its files are pickles, which can call any function when they are loaded. `.metadata` is read by an unpickler that
+knows the classes which torch.distributed.checkpoint writes, and no other. `common.pt` and the tensors go through torch.load
+with weights_only. Entries of bytes (the extra state of Transformer Engine's layers) are refused: no load needs one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.base import (
+        LoadCommonStrategy,
+        LoadShardedStrategy,
+    )
+
+# What torch 2.11 to 2.14 pickle into `.metadata`. Python 3.13 alone names pathlib's classes pathlib._local.
+_ALLOWED = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not a class of a checkpoint's index")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The index in the folder `path`. ValueError where it is damaged, or names what is not allowed."""
+    file = path / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        # Shards are files of the folder itself.
+        names = {info.relative_path for info in metadata.storage_data.values()}
+        strange = sorted(name for name in names if PurePath(name).name != name)
+    except Exception as error:  # damaged bytes make an unpickler raise any type
+        raise ValueError(f"{file} is not loaded: {error}") from error
+    if strange:
+        raise ValueError(f"{file} is not loaded: {strange[0]!r} is not a file name")
+    return metadata
+
+
+class MetadataReader(FileSystemReader):
+    """Torch's reader of shards, with our reader of the index."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See `read_metadata` above."""
+        return read_metadata(Path(self.path))
+
+
+def read_common(path: Path) -> dict[str, Any]:
+    """The plain values in `common.pt`. ValueError where it holds more than that, or is damaged."""
+    file = path / "common.pt"
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make torch.load raise any type
+        raise ValueError(f"{file} is not loaded: {str(error).splitlines()[0]}") from error
+
+
+def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+    """For `megatron.core.dist_checkpointing.load`: its own ones unpickle without a limit."""
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from torch.distributed.checkpoint import load as load_shards
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    class TensorPlanner(torch_dist.MCoreLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            for name in self.state_dict:
+                if not isinstance(
+                    self.metadata.state_dict_metadata.get(name), TensorStorageMetadata
+                ):
+                    raise ValueError(f"the checkpoint has no tensor {name}")
+            return super().create_local_plan()
+
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            raise ValueError(f"{read_item.dest_index.fqn} is an entry of bytes: not loaded")
+
+    class ShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):
+        def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+            shards, flat_mapping, rename_mapping = (
+                torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+            )
+            expected = [part for parts in shards.values() for part in parts]
+            tensors = torch_dist.mcore_to_pyt_state_dict(shards, True)
+            load_shards(
+                tensors,
+                storage_reader=MetadataReader(checkpoint_dir),
+                planner=TensorPlanner(shapes_validation_sharded_tensors=expected),
+            )
+            loaded = {k: torch_dist._unwrap_pyt_sharded_tensor(t) for k, t in tensors.items()}
+            loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(
+                loaded, flat_mapping, rename_mapping
+            )
+            torch_dist._restore_dict_types(loaded, sharded_state_dict)
+            return loaded
+
+    class CommonStrategy(TorchCommonLoadStrategy):
+        def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+            return read_common(Path(checkpoint_dir))
+
+    return ShardedStrategy(), CommonStrategy()
