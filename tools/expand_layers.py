@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.durable import save_tensors
 
 _ZEROED = ("o_proj.weight", "down_proj.weight")
 _MODEL_FILES = ("model.safetensors.index.json", "config.json")
@@ -57,7 +57,7 @@ def expand_policy(model: Path, num_extra: int, out: Path) -> None:
         if path.suffix != ".safetensors" and path.name not in _MODEL_FILES and path.is_file():
             shutil.copy(path, out / path.name)
     copies = {name: tensor.clone() for name, tensor in tensors}
-    save_file(copies, out / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(copies, out / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config, indent=2) + "\n"
     (out / "config.json").write_text(text, encoding="utf-8")
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.drafter.async_checkpoint import find_best, find_newest
@@ -39,6 +39,7 @@ from tlt_megatron.drafter.attention import UnrolledAttention
 from tlt_megatron.drafter.checkpoint import WEIGHTS_FILE, load_drafter
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.durable import save_tensors
 
 FORMATS = ("sglang", "vllm")
 _OWN_KEY = "tlt_megatron"  # in config.json: the target's fingerprint
@@ -166,7 +167,7 @@ def read_layout(folder: Path) -> Layout:
 def write_layout(folder: Path, layout: Layout) -> None:
     """The inverse of `read_layout`."""
     folder.mkdir(parents=True)
-    save_file(layout.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(layout.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(layout.config, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 

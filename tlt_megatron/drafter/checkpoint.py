@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.config.draft_folder import (
@@ -31,6 +31,7 @@ from tlt_megatron.models.draft_model import (
     fingerprint_target,
 )
 from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.durable import save_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 # In a folder of its own: SGLang reads every .safetensors file beside config.json as weights.
@@ -53,13 +54,13 @@ def save_drafter(
     """
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
-    save_file(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(weights, path / WEIGHTS_FILE, metadata={"format": "pt"})
     target = fingerprint_target(model.embedding_VD)
     save_draft_config(path, model.config, target, dtype or model.fc.weight.dtype)
     if trainer_state is not None:
         file = path / TRAINER_FILE
         file.parent.mkdir(exist_ok=True)
-        save_file({name: _to_disk(tensor) for name, tensor in trainer_state.items()}, file)
+        save_tensors({name: _to_disk(tensor) for name, tensor in trainer_state.items()}, file)
 
 
 def save_draft_config(

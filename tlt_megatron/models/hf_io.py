@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_megatron.config.weight_files import INDEX_NAME, find_tensors
+from tlt_megatron.runtime.durable import save_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs launches
@@ -71,7 +71,7 @@ def save_hf_model(
     total_bytes = shard_bytes = 0
 
     def flush() -> None:
-        save_file(shards[-1], path / f"part-{len(shards):05d}", metadata={"format": "pt"})
+        save_tensors(shards[-1], path / f"part-{len(shards):05d}", metadata={"format": "pt"})
         shards[-1] = dict.fromkeys(shards[-1])  # type: ignore[arg-type]
 
     for name, tensor in tensors:

@@ -1,9 +1,14 @@
-"""Files that survive a crash: flush to the disk, replace at once. Used by whoever writes beside and renames."""
+"""Files that survive a crash: flush to the disk, replace at once, and have the access rights that the user's umask asks for."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sync_path(path: Path) -> None:
@@ -22,9 +27,21 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give `path` the content `text`: whoever reads it, after a crash too, finds the old or the new one whole."""
+    """Give `path` the content `text`. A reader finds the whole old or the whole new content, after a crash too."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     sync_path(temporary)
     temporary.replace(path)
     sync_path(path.parent)
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the access rights of any new file here: safetensors itself gives 0600."""
+    from safetensors.torch import save_file
+
+    path.touch()  # takes umask and default access lists; reading the umask would change it for all threads
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode)
