@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
+from tlt_megatron.trainer.run_folder import RunFolder, claim_run_folder
 
 if TYPE_CHECKING:
     from tlt_megatron.trainer.build import Run
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
         check_files(config)
         check_layout(config, world_size)
+        folder = _claim_run_folder(config, name=Path(options.config or "defaults").stem)
     except ValueError as error:
         return _refuse(error)
     rank = int(os.environ.get("RANK", "0"))
@@ -58,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     stop = StopRequest(rank, world_size=world_size, is_first_of_node=is_first_of_node)
     stop.listen()
-    return _Launch(config, stop, rank).run(name=Path(options.config or "defaults").stem)
+    with folder or nullcontext():  # this run's until the process ends
+        return _Launch(config, stop, rank).run(folder)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -81,6 +84,14 @@ def _refuse(error: ValueError) -> int:
     return 2
 
 
+def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
+    """The run folder, locked for this run, on rank 0; None elsewhere."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return claim_run_folder(path, resume=config.checkpoint.resume, on_used=config.run.on_used_dir)
+
+
 class _Launch:
     """One rank of one run, and what there is to say if it fails."""
 
@@ -91,13 +102,13 @@ class _Launch:
         self._run_dir: Path | None = None
         self._run: Run | None = None  # once it is built
 
-    def run(self, name: str) -> int:
+    def run(self, folder: RunFolder | None) -> int:
         """Returns the exit code. A failure is told to the other ranks before anything is closed, which may take long."""
         code = 0
         try:
             with ExitStack() as stack:
                 try:
-                    self._train(stack, name)
+                    self._train(stack, folder)
                 except Exception as error:
                     code = self._report(error)
                     raise
@@ -114,7 +125,7 @@ class _Launch:
         dist.barrier()
         dist.destroy_process_group()
 
-    def _train(self, stack: ExitStack, name: str) -> None:
+    def _train(self, stack: ExitStack, folder: RunFolder | None) -> None:
         from tlt_megatron.runtime.collectives import broadcast_object
         from tlt_megatron.runtime.device import select_device
         from tlt_megatron.runtime.process_groups import init_world
@@ -129,9 +140,7 @@ class _Launch:
         if world.is_first:
             print("\n".join(ledger.lines()), flush=True)
         ledger.check(device.free_bytes() + device.process_bytes())
-        run_dir = config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._run_dir = Path(broadcast_object(run_dir, world))
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = Path(broadcast_object(str(folder.path) if folder else "", world))
         configure_logging(world.rank, self._run_dir)
         built = build_run(config, self._run_dir, world, device, self._stop)
         self._run = stack.enter_context(built)

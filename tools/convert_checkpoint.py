@@ -35,7 +35,8 @@ from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import Group, init_world
-from tlt_megatron.trainer.checkpoint import read_pointer
+from tlt_megatron.trainer.checkpoint import find_intact
+from tlt_megatron.trainer.manifest import is_checkpoint_root
 
 _COMMON_FILE = "common.pt"  # Megatron's plain values
 _TIMEOUT_S = 600.0
@@ -51,7 +52,7 @@ def main() -> None:
             hf_to_megatron(source, target, world, dtype=options.dtype or "float32")
         else:
             model = Path(options.model) if options.model else find_model(source)
-            megatron_to_hf(find_policy(source), target, model, world, dtype=options.dtype)
+            megatron_to_hf(find_policy(source, world), target, model, world, dtype=options.dtype)
     except ValueError as error:
         sys.exit(f"convert_checkpoint: {error}")
     finally:
@@ -64,12 +65,14 @@ def is_hf_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def find_policy(path: Path) -> Path:
-    """The torch_dist folder in `path`: a run, a folder of checkpoints (the last one counts), one of them, or itself."""
+def find_policy(path: Path, world: Group) -> Path:
+    """The torch_dist folder in `path`: a run, a folder of checkpoints (the newest intact one counts), one of them, or
+    itself."""
     for root in (path, path / "checkpoints"):
-        step = read_pointer(root)
-        if step is not None:
-            path = root / f"iter_{step:07d}"
+        intact = find_intact(root, world) if is_checkpoint_root(root) else None
+        if intact is not None:
+            path = intact
+            break
     for folder in (path, path / "policy"):
         if (folder / _COMMON_FILE).is_file():
             return folder

@@ -13,7 +13,8 @@ from tests.mcore_policy import Layout, build_policy, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.process_groups import SINGLE, Group
+from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.convert_checkpoint import (
     find_model,
     find_policy,
@@ -60,10 +61,12 @@ def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) ->
         return trained["weights"]
 
     weights = run_ranks(4, save)[0]
+    seal(run_dir / "checkpoints" / "iter_0000001")
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     (run_dir / "config.yaml").write_text(f"model:\n  path: {source}\n")
-    policy = find_policy(run_dir)
-    assert policy == find_policy(run_dir / "checkpoints") == find_policy(policy.parent)
+    policy = find_policy(run_dir, SINGLE)
+    for path in (run_dir / "checkpoints", policy.parent, policy):
+        assert find_policy(path, SINGLE) == policy
     assert find_model(policy) == source
     run_ranks(1, lambda: megatron_to_hf(policy, tmp_path / "back", source, world()))
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -73,9 +76,15 @@ def test_a_trained_checkpoint_of_four_ranks_becomes_its_model(tmp_path: Path) ->
         assert torch.equal(tensor, weights[name]), name
 
 
+def seal(folder: Path) -> None:
+    """The manifest that a run writes."""
+    files = {name: hash_file(folder / name) for name in list_files(folder)}
+    write_manifest(folder, Manifest(step=1, order=1, files=files))
+
+
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--from .* must be a Hugging Face model"):
-        find_policy(tmp_path)
+        find_policy(tmp_path, SINGLE)
     with pytest.raises(ValueError, match="--model: needed"):
         find_model(tmp_path)
     with pytest.raises(ValueError, match=r"--to .* must not exist"):

@@ -263,7 +263,7 @@ class CheckpointSection:
 
     interval: int = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
     keep: int = 2  # newest checkpoints that stay; 0: all
-    resume: str = "never"  # auto: from the newest, if any | never | path of a checkpoints folder
+    resume: str = "never"  # auto: from the newest, if any | never | folder of checkpoints, or one
     export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
 
     def __post_init__(self) -> None:
@@ -310,6 +310,9 @@ class RunSection:
     """The run as a whole."""
 
     dir: str = ""  # run folder; empty: runs/<config name>-<time>
+    on_used_dir: str = (
+        "refuse"  # where dir holds a run that is not resumed: refuse | set_aside (rename it)
+    )
     num_steps: int = 10  # RL steps
     seed: int = 0  # of sampling noise
     device: str = "auto"  # auto: cuda where there is one | cpu | cuda
@@ -321,6 +324,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         _require(self.num_steps >= 0, "run.num_steps", self.num_steps, ">= 0")
+        _one_of("run.on_used_dir", self.on_used_dir, ("refuse", "set_aside"))
         _one_of("run.device", self.device, ("auto", "cpu", "cuda"))
         _require(self.max_bad_updates >= 1, "run.max_bad_updates", self.max_bad_updates, ">= 1")
         _require(self.group_timeout_s > 0, "run.group_timeout_s", self.group_timeout_s, "> 0")

@@ -17,12 +17,13 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.drafter.checkpoint import (
@@ -32,7 +33,7 @@ from tlt_megatron.drafter.checkpoint import (
     save_draft_config,
 )
 from tlt_megatron.models.draft_model import DraftModel, fingerprint_sample, sample_embedding
-from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
+from tlt_megatron.runtime.durable import replace_text, save_tensors, sync_path, sync_tree
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,19 @@ _PREFIX = "save_"
 _TARGET = "target"  # in a copy beside its files: what the fingerprint is made of
 
 Extra = Mapping[str, Mapping[str, Tensor]]  # file name -> its tensors
+
+
+class DrafterNotSaved(RuntimeError):
+    """A write in the background failed. What was saved before is still there, and the next save may succeed."""
+
+
+@contextmanager
+def logging_failed_saves() -> Iterator[None]:
+    """For a caller that does not need what is saved: it goes on without."""
+    try:
+        yield
+    except DrafterNotSaved as error:
+        log.error("%s", error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +140,8 @@ class _Job:
 
 
 class AsyncDrafterCheckpointer:
-    """Saves one drafter under `root`, from one thread. What failed in the background is raised by the next call.
+    """Saves one drafter under `root`, from one thread. What failed in the background is raised as DrafterNotSaved by the next
+    call.
 
     Keeps the `keep` newest checkpoints and the best. A save that still waits when a newer one comes is dropped and counted
     in `num_superseded`; one marked best is dropped only for a newer best.
@@ -255,7 +270,7 @@ class AsyncDrafterCheckpointer:
             error, self._error = self._error, None
         if error is not None:
             folder, cause = error
-            raise RuntimeError(
+            raise DrafterNotSaved(
                 f"the drafter's checkpoint {folder} was not written: {cause}"
             ) from cause
 
@@ -291,7 +306,7 @@ class AsyncDrafterCheckpointer:
         files = dict(job.copy.files)
         rows_ND = files.pop(_TARGET)["rows"]
         for file, tensors in files.items():
-            save_file(tensors, temporary / file, metadata={"format": "pt"})
+            save_tensors(tensors, temporary / file, metadata={"format": "pt"})
         (temporary / _RECORD_FILE).write_text(job.record, encoding="utf-8")
         config = self._model.config
         target = fingerprint_sample(rows_ND, config.vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,13 +36,20 @@ from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import attach_drafter, drafter_tap_layers
-from tlt_megatron.trainer.checkpoint import CheckpointManager, read_pointer
+from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.graph_log import graph_lines
+from tlt_megatron.trainer.identity import (
+    Resumed,
+    check_identity,
+    compare_settings,
+    describe_run,
+)
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.run_folder import CHECKPOINTS, resume_path
 from tlt_megatron.trainer.speculation_log import SpeculationLog
 from tlt_megatron.trainer.weight_sync import WeightSync
 from tlt_megatron.types import SamplingParams
@@ -99,13 +106,16 @@ def _build(
     heartbeat: Heartbeat | None,
     stop: StopRequest,
 ) -> Iterator[tuple[RLTrainer, McorePolicyModel, torch.dtype]]:
-    resume_root = _resume_root(config, run_dir)
+    saved = _find_saved_run(config, run_dir, world)
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)
     with ExitStack() as stack:
         rewards = stack.enter_context(_start_rewards(config))
         tokenizer = load_tokenizer(config.model.path)
+        model_config = load_model_config(config.model.path)
+        about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
+        resumed = _compare(saved, about, world)
         prompts = load_prompts(config.data.train, tokenizer, config.data)
         rewards.wait_ready()
 
@@ -148,7 +158,7 @@ def _build(
             ),
             evaluator=_build_evaluator(config, worker, tokenizer, world),
             checkpoints=CheckpointManager(
-                run_dir / "checkpoints", model, keep=config.checkpoint.keep, world=world
+                run_dir / CHECKPOINTS, model, keep=config.checkpoint.keep, world=world, about=about
             ),
             phases=phases,
             stop=stop,
@@ -165,18 +175,20 @@ def _build(
             store=store,
             check_ranks=heartbeat.check if heartbeat else lambda: None,
         )
-        is_resumed = trainer.start(resume_root, attach)
+        trainer.start(saved, resumed, attach)
         if trainer.upkeep is not None:
             stack.callback(trainer.upkeep.close)
         if world.is_first:
             (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-            first_step = trainer.step + 1 if is_resumed else None
+            first_step = trainer.step + 1 if saved is not None else None
             trainer.metrics = stack.enter_context(
                 closing(_open_metrics(config, run_dir, first_step))
             )
             worker.speculation_log = SpeculationLog(run_dir, resume_step=first_step)
             if config.logging.rollouts:
-                trainer.rollout_log = RolloutLog(run_dir / "rollouts", tokenizer.decode)
+                trainer.rollout_log = RolloutLog(
+                    run_dir / "rollouts", tokenizer.decode, resume_step=first_step
+                )
         stop.begin_training()
         barrier(world)  # no rank trains while another would say that there is nothing to save
         yield trainer, model, getattr(torch, config.model.dtype)
@@ -299,14 +311,18 @@ def _build_evaluator(
     return Evaluator(worker, prompts, params)
 
 
-def _resume_root(config: RunConfig, run_dir: Path) -> Path | None:
-    """Where to restore from, None for a fresh start. ValueError for a path without checkpoints."""
-    resume = config.checkpoint.resume
-    if resume == "never":
-        return None
-    root = run_dir / "checkpoints" if resume == "auto" else Path(resume)
-    if resume != "auto" and read_pointer(root) is None:
-        raise ValueError(
-            f"checkpoint.resume={resume!r}: must be auto, never or a folder of checkpoints"
-        )
-    return root
+def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
+    """What to go on from, every file of it verified; None for a fresh start. ValueError where nothing intact is there."""
+    path = resume_path(run_dir, config.checkpoint.resume)
+    saved = None if path is None else find_saved_run(path, world)
+    if path is not None and saved is None and world.is_first:
+        log.warning("%s holds no checkpoint yet: the run starts at step 0", path)
+    return saved
+
+
+def _compare(saved: SavedRun | None, about: Mapping[str, object], world: Group) -> Resumed:
+    """Refuse a checkpoint of another model or seed; say which learned parts go on."""
+    if saved is None:
+        return Resumed(has_selector=False, has_drafter=False)
+    check_identity(saved, about)
+    return compare_settings(saved, about, is_warning=world.is_first)

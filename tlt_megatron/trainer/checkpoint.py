@@ -1,7 +1,8 @@
 """Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ + latest_checkpointed_iteration.txt.
 
-Each is written beside, fsynced, renamed, and only then does the pointer move: a crash at any instant leaves the last
-good one loadable. Inside: policy/ (torch_dist, reshards on load) and trainer_state.json.
+Each is written beside, fsynced, sealed with a manifest, renamed, and then the pointer moves: a crash at any instant leaves
+the last good one loadable. Inside: policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, and what
+the drafter adds. A load verifies every file and takes the newest intact checkpoint, by the order of writing.
 """
 
 from __future__ import annotations
@@ -9,33 +10,145 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tlt_megatron.policy.interfaces import PolicyModel
-from tlt_megatron.runtime.collectives import barrier, broadcast_object
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.trainer.manifest import (
+    POINTER,
+    BrokenCheckpoint,
+    FileRecord,
+    Manifest,
+    checkpoint_folders,
+    deal_files,
+    hash_file,
+    is_checkpoint,
+    list_checkpoints,
+    list_files,
+    read_manifest,
+    read_pointer,
+    verify_file,
+    write_manifest,
+    writer_of,
+)
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """An intact checkpoint: every file is as it was written."""
+
+    folder: Path
+    state: dict[str, object]  # what was given to `save`
+
+    @property
+    def step(self) -> int:
+        """RL steps done."""
+        return int(self.state["step"])
+
+
+def find_saved_run(path: Path, world: Group) -> SavedRun | None:
+    """What `find_intact` finds, with the state that was saved. A collective of all ranks."""
+    folder = find_intact(path, world)
+    if folder is None:
+        return None
+    return SavedRun(folder=folder, state=_on_first(partial(_read_state, folder), world))
+
+
+def find_intact(path: Path, world: Group) -> Path | None:
+    """The newest intact checkpoint under `path`, or `path` itself if it is one. A collective of all ranks.
+
+    None where there is no checkpoint. Warns of newer ones that are broken, and of a wrong pointer. ValueError names the
+    broken file of each where none is intact, and a pointer without a checkpoint.
+    """
+    found, problems = _on_first(lambda: _candidates(path), world)
+    for folder, manifest in found:
+        problem = _verify(folder, manifest, world)
+        if problem is None:
+            if problems and world.is_first:
+                log.warning("%s is the newest intact checkpoint: %s", folder, "; ".join(problems))
+            return folder
+        problems.append(problem)
+    if problems:
+        raise ValueError(f"no checkpoint in {path} is intact: {'; '.join(problems)}")
+    return None
+
+
+def _candidates(path: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+    """What may be loaded, the newest first, and what is known to be wrong. On rank 0."""
+    if is_checkpoint(path):
+        return [(path, read_manifest(path))], []
+    listing = list_checkpoints(path)
+    problems = list(listing.broken)
+    if listing.pointer:
+        problems.append(listing.pointer)
+    return list(listing.found), problems
+
+
+def _read_state(folder: Path) -> dict[str, object]:
+    return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+
+
+def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
+    """What is wrong with the files, on all ranks; each reads its share."""
+    problem = None
+    for name in deal_files(manifest.files, world.size)[world.rank]:
+        try:
+            verify_file(folder, name, manifest.files[name])
+        except BrokenCheckpoint as error:
+            problem = str(error)
+            break
+    return next((found for found in gather_objects(problem, world) if found), None)
+
+
+def _on_first(function: Callable[[], T], world: Group) -> T:
+    """What `function` gives on rank 0, on every rank; its ValueError and OSError too, as ValueError."""
+    value, error = None, None
+    if world.is_first:
+        try:
+            value = function()
+        except (ValueError, OSError) as cause:
+            error = str(cause)
+    value, error = broadcast_object((value, error), world)
+    if error is not None:
+        raise ValueError(error)
+    return value  # type: ignore[return-value]
 
 
 class CheckpointManager:
     """Saves and restores. Every method is a collective of all ranks; rank 0 alone renames and deletes."""
 
-    def __init__(self, root: Path, model: PolicyModel, *, keep: int, world: Group) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model: PolicyModel,
+        *,
+        keep: int,
+        world: Group,
+        about: Mapping[str, object] | None = None,
+    ) -> None:
+        """`about` the run is added to the state of every checkpoint (`identity.py`). `keep=0` keeps all."""
         self.root = root
         self.model = model
         self.keep = keep
         self.world = world
+        self._about = dict(about or {})
         self._current: int | None = None  # the step that this run has saved or restored last
 
-    def folder(self, step: int, root: Path | None = None) -> Path:
-        """Where the checkpoint of `step` under `root` (default: where this run saves) stands."""
-        return (root or self.root) / f"iter_{step:07d}"
+    def folder(self, step: int) -> Path:
+        """Where this run saves the checkpoint of `step`."""
+        return self.root / f"iter_{step:07d}"
 
     def save(
         self,
@@ -44,67 +157,101 @@ class CheckpointManager:
         save_part: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, unless it stands already; `state` is rank 0's, JSON-able. `save_part` is called
-        by every rank to write what is its own into the given folder."""
+        by every rank to write what is its own into the given folder. RuntimeError names the rank that could not write;
+        earlier checkpoints stay."""
         final = self.folder(step)
         if self._current == step:
             return final
         temporary = self.root / f"{final.name}.tmp"
+        text = json.dumps({**self._about, "step": step, **state})
+        self._together(lambda: self._prepare(temporary), final)
+        try:
+            self.model.save(temporary / "policy")  # with collectives of its own: none may be left
+        except OSError as error:
+            raise RuntimeError(self._failure(final, error)) from error
+        self._together(lambda: self._write_rest(temporary, text, save_part), final)
+        parts = self._together(lambda: self._hash_own(temporary), final)
+        files = {name: record for part in parts for name, record in part.items()}
+        self._together(lambda: self._commit(temporary, final, step, files), final)
+        self._current = step
+        return final
+
+    def restore(self, saved: SavedRun) -> None:
+        """Give the model the weights and the optimizer's state of `saved`."""
+        self.model.load(saved.folder / "policy")
+        if saved.folder == self.folder(saved.step):
+            self._current = saved.step
+        log.info("restored %s", saved.folder)
+
+    def _together(self, work: Callable[[], T], final: Path) -> list[T]:
+        """What `work` returns on every rank. Where it fails on one, all raise the same error, and none waits for it."""
+        result, failure = None, None
+        try:
+            result = work()
+        except OSError as error:
+            failure = self._failure(final, error)
+        parts = gather_objects((result, failure), self.world)
+        for _, failed in parts:
+            if failed is not None:
+                raise RuntimeError(failed)
+        return [part for part, _ in parts]  # type: ignore[misc]
+
+    def _failure(self, final: Path, error: OSError) -> str:
+        where = f"rank {self.world.rank} on {socket.gethostname()}"
+        return f"{where}: checkpoint {final} was not written: {error}"
+
+    def _prepare(self, temporary: Path) -> None:
         if self.world.is_first:
             self.root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "policy").mkdir(parents=True)
-        barrier(self.world)
-        self.model.save(temporary / "policy")
+
+    def _write_rest(
+        self, temporary: Path, text: str, save_part: Callable[[Path], None] | None
+    ) -> None:
         if save_part is not None:
             save_part(temporary)
-        barrier(self.world)
         if self.world.is_first:
-            (temporary / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            sync_tree(temporary)
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            sync_path(self.root)
-            replace_text(self.root / POINTER, str(step))
-            self._drop_old()
-        barrier(self.world)
-        self._current = step
-        return final
+            (temporary / STATE_FILE).write_text(text, encoding="utf-8")
 
-    def load_latest(self, root: Path | None = None) -> dict[str, object] | None:
-        """Restore the model from the newest checkpoint under `root` (default: where this run saves).
+    def _hash_own(self, folder: Path) -> dict[str, FileRecord]:
+        """Flush and hash the files that this rank wrote, while they are in its memory."""
+        own = {}
+        for name in list_files(folder):
+            if writer_of(name, self.world.size) == self.world.rank:
+                sync_path(folder / name)
+                own[name] = hash_file(folder / name)
+        return own
 
-        Returns the trainer state, or None where there is no checkpoint. ValueError for a pointer to nothing.
-        """
-        root = root or self.root
-        step = broadcast_object(read_pointer(root) if self.world.is_first else None, self.world)
-        if step is None:
-            return None
-        folder = self.folder(step, root)
-        if not (folder / STATE_FILE).is_file():
-            raise ValueError(
-                f"{root / POINTER} names step {step}, but {folder} is not a checkpoint"
-            )
-        self.model.load(folder / "policy")
-        if root == self.root:
-            self._current = step
-        log.info("restored %s", folder)
-        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    def _commit(
+        self, temporary: Path, final: Path, step: int, files: Mapping[str, FileRecord]
+    ) -> None:
+        """From the manifest on, `temporary` is a checkpoint, whatever its name is."""
+        if not self.world.is_first:
+            return
+        newest = max((m.order for _, m in list_checkpoints(self.root).found), default=0)
+        sync_tree(temporary)
+        write_manifest(temporary, Manifest(step=step, order=newest + 1, files=files))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        sync_path(self.root)
+        replace_text(self.root / POINTER, str(step))
+        self._drop_old()
 
     def _drop_old(self) -> None:
-        if not self.keep:
-            return
-        for folder in sorted(p for p in self.root.glob("iter_*") if p.suffix != ".tmp")[
-            : -self.keep
-        ]:
-            shutil.rmtree(folder)
-
-
-def read_pointer(root: Path) -> int | None:
-    """The step of the newest checkpoint under `root`, None where there is none."""
-    pointer = root / POINTER
-    if not pointer.is_file():
-        return None
-    text = pointer.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
-        raise ValueError(f"{pointer} holds {text!r}: must be a step number")
-    return int(text)
+        """Delete all but the newest by the order of writing. The pointer's target stays in any case."""
+        orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root).found}
+        folders = sorted(checkpoint_folders(self.root), key=lambda folder: orders.get(folder, 0))
+        complete = [folder for folder in folders if folder.suffix != ".tmp"]
+        kept = set(complete[-self.keep :] if self.keep else complete)
+        step = read_pointer(self.root)
+        if step is not None:
+            kept.add(self.folder(step))
+        for folder in folders:
+            if folder not in kept:
+                # Renamed first: what is deleted half-way must not be taken for a broken checkpoint.
+                hidden = folder.with_suffix(".tmp")
+                if hidden != folder:
+                    shutil.rmtree(hidden, ignore_errors=True)
+                    folder.rename(hidden)
+                shutil.rmtree(hidden)

@@ -8,17 +8,21 @@ is the time from there to the end of `publish`, and that is measured as stall.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, load_checkpoint
+from tlt_megatron.drafter.async_checkpoint import (
+    AsyncDrafterCheckpointer,
+    load_checkpoint,
+    logging_failed_saves,
+)
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.holdout import HoldoutResult, measure_holdout
@@ -29,11 +33,14 @@ from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 from tlt_megatron.trainer.live_publish import LiveChannel, LiveOffer
 from tlt_megatron.types import Rollout
+
+log = logging.getLogger(__name__)
 
 _HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a comparison is known
 _HOLDOUT_ROWS = (
@@ -307,30 +314,45 @@ class DrafterUpkeep:
 
     def _save(self, *, is_best: bool) -> None:
         assert self.checkpointer is not None
-        self.checkpointer.save(self.trainer.state_dict(), self._record(), is_best=is_best)
+        with logging_failed_saves():
+            self.checkpointer.save(self.trainer.state_dict(), self._record(), is_best=is_best)
 
     def _record(self) -> dict[str, object]:
         return {"publisher": self.publisher.record(), "num_considered": self._num_considered}
 
     def save_into(self, folder: Path) -> None:
-        """This rank's part of an RL checkpoint: rank 0 the drafter, every rank its data."""
+        """This rank's part of an RL checkpoint: rank 0 the drafter, every rank its data. A part that cannot be written is
+        logged and left out: a resume starts it anew."""
         data = self.buffer.state_dict()
         path = folder / _DATA_FOLDER / f"rank_{self.world.rank:05d}.safetensors"
         path.parent.mkdir(exist_ok=True)
-        save_file(data["tensors"], path, metadata={"values": json.dumps(data["values"])})
+        try:
+            save_tensors(data["tensors"], path, metadata={"values": json.dumps(data["values"])})
+        except (OSError, SafetensorError):
+            log.exception("the drafter's data were not written to %s", path)
+            path.unlink(missing_ok=True)
         if self.checkpointer is not None:
-            self.checkpointer.snapshot_into(
-                folder / _FOLDER,
-                self.trainer.state_dict(),
-                self._record(),
-                extra={"publisher": self.publisher.state_dict()},
-            )
-            self.checkpointer.wait()
+            with logging_failed_saves():
+                self.checkpointer.wait()  # for earlier saves, so that their failure is not this one's
+            with logging_failed_saves():
+                self.checkpointer.snapshot_into(
+                    folder / _FOLDER,
+                    self.trainer.state_dict(),
+                    self._record(),
+                    extra={"publisher": self.publisher.state_dict()},
+                )
+                self.checkpointer.wait()
 
     def load_from(self, folder: Path) -> None:
-        """Go on where `save_into` stood. The data are only taken up by as many ranks as wrote them."""
-        saved = load_checkpoint(folder / _FOLDER)
-        self.trainer.load_state_dict(saved.state)
+        """Go on where `save_into` stood, or start anew, with a warning, where the folder holds no drafter or another one.
+        The data are only taken up by as many ranks as wrote them."""
+        try:
+            saved = load_checkpoint(folder / _FOLDER)
+            self.trainer.load_state_dict(saved.state)
+        except ValueError as error:
+            if self.world.is_first:
+                log.warning("the drafter starts anew: %s", error)
+            return
         self.publisher.load_state_dict(saved.extra["publisher"], saved.record["publisher"])
         self._num_considered = int(saved.record["num_considered"])
         self._candidate = self._own_weights()
@@ -351,7 +373,8 @@ class DrafterUpkeep:
     def close(self) -> None:
         """Finish the checkpoints that are still being written."""
         if self.checkpointer is not None:
-            self.checkpointer.close()
+            with logging_failed_saves():
+                self.checkpointer.close()
 
 
 def _share_of(report: SpotReport) -> SpotShare:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
+from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.runtime.stop import StopRequest
-from tlt_megatron.trainer.checkpoint import CheckpointManager
+from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.drafter_upkeep import DrafterUpkeep
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.gain import measure_gain
 from tlt_megatron.trainer.history import RunHistory
+from tlt_megatron.trainer.identity import Resumed
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.weight_sync import WeightSync
 from tlt_megatron.types import Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
 
 _GAIN_STEPS = 4  # whose prompts are drawn once more to measure what speculation gained
 
@@ -177,31 +181,38 @@ class RLTrainer:
                 "engine": gather_objects(self.engine.state_dict(), self.world),
                 "history": self.history.state_dict(),
             }
+            if self.metrics is not None:
+                sync_path(self.metrics.path)  # a checkpoint's steps must not be lost to a power cut
             self.checkpoints.save(
                 self.step, state, save_part=self.upkeep.save_into if self.upkeep else None
             )
         self._note_memory()
 
     def start(
-        self, resume_root: Path | None, attach_drafter: Callable[[], DrafterUpkeep | None]
-    ) -> bool:
-        """Restore from the newest checkpoint under `resume_root`, if any, and give the engines policy and drafter.
-
-        `attach_drafter` is called once the engine holds weights. Returns whether the run was resumed.
-        """
-        state = self.checkpoints.load_latest(resume_root) if resume_root else None
-        if state is not None:
-            self.step = state["step"]
+        self,
+        saved: SavedRun | None,
+        resumed: Resumed,
+        attach_drafter: Callable[[], DrafterUpkeep | None],
+    ) -> None:
+        """Go on where `saved` stood, if given, with the learned parts that `resumed` names, and give the engines policy and
+        drafter. `attach_drafter` is called once the engine holds weights."""
+        state = saved.state if saved is not None else {}
+        if saved is not None:
+            self.checkpoints.restore(saved)
+            self.step = saved.step
             self.sampler.load_state_dict(state["sampler"])
             self.history.load_state_dict(state["history"])
         self.push_policy()
         self.upkeep = attach_drafter()
-        if state is not None and self.upkeep is not None:
-            self.upkeep.load_from(self.checkpoints.folder(self.step, resume_root))
-        if state is not None and len(state["rng"]) == self.world.size:
+        if saved is not None and resumed.has_drafter and self.upkeep is not None:
+            self.upkeep.load_from(saved.folder)
+        if saved is not None and len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
-            self.engine.load_state_dict(state["engine"][self.world.rank])
-        return state is not None
+        if saved is not None and resumed.has_selector:
+            try:
+                self.engine.load_state_dict(state["engine"][self.world.rank])
+            except (ValueError, KeyError) as error:  # of another version of the selector
+                log.warning("the strategy selector starts anew: its state does not fit: %r", error)
 
     def measure_gain(self) -> None:
         """Time the latest steps' prompts with speculation and without, for the summary."""

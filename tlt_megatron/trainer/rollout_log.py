@@ -6,20 +6,40 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tlt_megatron.runtime.metrics import set_aside
 from tlt_megatron.types import ScoredGroup
 
 
-class RolloutLog:
-    """<run.dir>/rollouts/step_0000001.jsonl, one line for each response, in the order of the draws."""
+def _file_name(step: int) -> str:
+    return f"step_{step:07d}.jsonl"
 
-    def __init__(self, folder: Path, decode: Callable[[Sequence[int]], str]) -> None:
+
+class RolloutLog:
+    """<run.dir>/rollouts/step_0000001.jsonl, one line for each response, in the order of the draws.
+
+    `resume_step` is the first step that will be written again, None for a fresh run: what a killed run wrote from there on
+    is deleted, and the folder of an earlier run in the same place is set aside.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        resume_step: int | None = None,
+    ) -> None:
         self.folder = folder
         self.decode = decode
+        if resume_step is None and folder.is_dir():
+            set_aside(folder)
+        for file in folder.glob("step_*.jsonl"):
+            if file.name >= _file_name(resume_step or 0):
+                file.unlink()
 
     def write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """Write (or, after a resume, rewrite) the file of `step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"step_{step:07d}.jsonl", "w", encoding="utf-8") as file:
+        with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
             for scored in groups:
                 for rollout, reward in zip(scored.group.rollouts, scored.rewards, strict=True):
                     tokens = rollout.token_ids.tolist()

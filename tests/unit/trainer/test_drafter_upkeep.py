@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
@@ -276,6 +278,31 @@ def test_restored_upkeep_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) ->
     )
     assert version == restored_version
     assert same(weights, restored_weights)
+    rank.upkeep.close()
+    restored.upkeep.close()
+
+
+def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
+    rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    for step in (1, 2, 3):
+        rank.begin(step)
+        rank.train(2)
+        rank.publish()
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    rank.upkeep.save_into(folder)
+    assert "drafter's checkpoint" in caplog.text
+    assert "drafter's data were not written" in caplog.text
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+    restored = Rank(tmp_path / "restored")
+    restored.upkeep.load_from(folder)
+    assert "the drafter starts anew" in caplog.text
+    assert restored.trainer.num_updates == 0
     rank.upkeep.close()
     restored.upkeep.close()
 

@@ -1,13 +1,19 @@
-"""The checkpoint folder: what a crash at any instant leaves must load, and old ones must go."""
+"""The checkpoint folder: a crash at any instant and any damage leave the newest intact one, and old ones go."""
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.trainer.checkpoint import POINTER, CheckpointManager, read_pointer
+from tests.ranks import run_ranks
+from tlt_megatron.runtime.process_groups import SINGLE, group_of
+from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
+from tlt_megatron.trainer.manifest import MANIFEST, POINTER, deal_files, read_manifest, read_pointer
 
 
 class FileModel:
@@ -36,80 +42,216 @@ def manager(root: Path, model: FileModel, keep: int = 0) -> CheckpointManager:
     return CheckpointManager(root, model, keep=keep, world=SINGLE)
 
 
+def find(root: Path) -> SavedRun:
+    saved = find_saved_run(root, SINGLE)
+    assert saved is not None
+    return saved
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("iter_*"))
+
+
 def test_save_then_load_restores_state_and_model(tmp_path: Path, model: FileModel) -> None:
     checkpoints = manager(tmp_path, model)
     model.value = 3
-    folder = checkpoints.save(10, {"step": 10})
+    folder = checkpoints.save(10, {"step": 10, "x": [1]})
     assert folder.name == "iter_0000010"
     assert (tmp_path / POINTER).read_text() == "10"
     model.value = 0
-    assert checkpoints.load_latest() == {"step": 10}
-    assert model.value == 3
+    saved = find(tmp_path)
+    checkpoints.restore(saved)
+    assert (saved.step, saved.state["x"], model.value) == (10, [1], 3)
+    assert find(folder) == saved
 
 
-def test_nothing_saved_is_none(tmp_path: Path, model: FileModel) -> None:
-    assert manager(tmp_path, model).load_latest() is None
+def test_nothing_saved_is_none(tmp_path: Path) -> None:
+    assert find_saved_run(tmp_path, SINGLE) is None
+    assert find_saved_run(tmp_path / "nowhere", SINGLE) is None
 
 
 def test_a_save_that_dies_leaves_the_last_good_one(tmp_path: Path, model: FileModel) -> None:
     checkpoints = manager(tmp_path, model)
-    model.value = 1
-    checkpoints.save(1, {"step": 1})
-    model.value, model.fail = 2, True
-    with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(2, {"step": 2})
-    assert read_pointer(tmp_path) == 1
-    assert checkpoints.load_latest() == {"step": 1}
+    checkpoints.save(1, {})
+    model.fail = True
+    with pytest.raises(RuntimeError, match=r"rank 0 on .*iter_0000002 was not written: disk full"):
+        checkpoints.save(2, {})
+    assert read_pointer(tmp_path) == find(tmp_path).step == 1
     model.fail = False
-    model.value = 2
-    checkpoints.save(2, {"step": 2})
-    assert checkpoints.load_latest() == {"step": 2}
+    checkpoints.save(2, {})
+    assert find(tmp_path).step == 2
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_crash_between_rename_and_pointer_loads_the_older_one(
-    tmp_path: Path, model: FileModel
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_sealed_checkpoint_counts_wherever_the_crash_came(
+    tmp_path: Path, model: FileModel, is_renamed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = manager(tmp_path, model)
-    model.value = 1
-    checkpoints.save(1, {"step": 1})
-    checkpoints.save(2, {"step": 2})
+    checkpoints.save(1, {})
+    folder = checkpoints.save(2, {})
     (tmp_path / POINTER).write_text("1")
-    assert checkpoints.load_latest() == {"step": 1}
+    if not is_renamed:
+        folder.rename(folder.with_suffix(".tmp"))
+    assert find(tmp_path).step == 2
+    assert "names step 1, step 2 was written last" in caplog.text
+    checkpoints.save(3, {})
+    assert find(tmp_path).step == 3
+
+
+def _remove(folder: Path) -> None:
+    (folder / "policy" / "value").unlink()
+
+
+def _truncate(folder: Path) -> None:
+    (folder / "policy" / "value").write_text("")
+
+
+def _flip(folder: Path) -> None:
+    flip_bit(folder / "policy" / "value")
+
+
+def _flip_state(folder: Path) -> None:
+    flip_bit(folder / "trainer_state.json")
+
+
+def _flip_order(folder: Path) -> None:
+    text = (folder / MANIFEST).read_text().replace('"order": 2', '"order": 0')
+    (folder / MANIFEST).write_text(text)
+
+
+def _unseal(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_remove, "policy/value is missing"),
+        (_truncate, "policy/value has 0 bytes, 1 were written"),
+        (_flip, "policy/value is damaged"),
+        (_flip_state, "trainer_state.json is damaged"),
+        (_flip_order, "manifest.json is damaged"),
+        (_unseal, "manifest.json is missing"),
+    ],
+)
+def test_the_newest_intact_one_is_taken_and_the_broken_file_is_named(
+    tmp_path: Path,
+    model: FileModel,
+    damage: Callable[[Path], None],
+    named: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoints = manager(tmp_path, model)
+    for step in (1, 2):
+        checkpoints.save(step, {})
+    damage(tmp_path / "iter_0000002")
+    assert find(tmp_path).step == 1
+    assert f"iter_0000002/{named}" in caplog.text
+    damage_all = tmp_path / "iter_0000001" / "policy" / "half"
+    damage_all.unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is intact: .*half is missing"):
+        find_saved_run(tmp_path, SINGLE)
+
+
+@pytest.mark.parametrize("content", [None, b"7", b"seven", b"\xff\xfe"])
+def test_a_wrong_pointer_costs_a_warning_and_a_pointer_alone_an_error(
+    tmp_path: Path, model: FileModel, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager(tmp_path, model).save(3, {})
+    (tmp_path / POINTER).unlink()
+    if content is not None:
+        (tmp_path / POINTER).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert find(tmp_path).step == 3
+    assert POINTER in caplog.text
+    shutil.rmtree(tmp_path / "iter_0000003")
+    if content is None:
+        assert find_saved_run(tmp_path, SINGLE) is None
+    else:
+        with pytest.raises(ValueError, match=POINTER):
+            find_saved_run(tmp_path, SINGLE)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, model: FileModel) -> None:
     checkpoints = manager(tmp_path, model, keep=2)
     for step in (1, 2, 3, 10):
-        checkpoints.save(step, {"step": step})
-    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000010"]
+        checkpoints.save(step, {})
+    assert names(tmp_path) == ["iter_0000003", "iter_0000010"]
 
 
-def test_a_pointer_to_nothing_is_refused(tmp_path: Path, model: FileModel) -> None:
-    (tmp_path / POINTER).write_text("7")
-    with pytest.raises(ValueError, match="iter_0000007 is not a checkpoint"):
-        manager(tmp_path, model).load_latest()
-    (tmp_path / POINTER).write_text("seven")
-    with pytest.raises(ValueError, match="must be a step number"):
-        manager(tmp_path, model).load_latest()
+def test_newest_is_by_the_order_of_writing_not_by_number(tmp_path: Path, model: FileModel) -> None:
+    earlier = manager(tmp_path, model, keep=2)
+    for step in (8, 9):
+        earlier.save(step, {})
+    branch = manager(tmp_path, model, keep=2)  # goes on from an older checkpoint
+    branch.save(1, {})
+    assert names(tmp_path) == ["iter_0000001", "iter_0000009"]
+    assert find(tmp_path).step == read_pointer(tmp_path) == 1
+    branch.save(2, {})
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002"]
+
+
+def test_rotation_never_deletes_what_the_pointer_names(tmp_path: Path, model: FileModel) -> None:
+    checkpoints = manager(tmp_path, model, keep=1)
+    checkpoints.save(1, {})
+    checkpoints.save(2, {})
+    manifest = tmp_path / "iter_0000002" / MANIFEST
+    manifest.unlink()  # now nothing says when it was written
+    checkpoints._drop_old()
+    assert names(tmp_path) == ["iter_0000002"]
 
 
 def test_a_step_that_stands_is_not_written_again(tmp_path: Path, model: FileModel) -> None:
     checkpoints = manager(tmp_path, model)
-    checkpoints.save(3, {"step": 3})
+    checkpoints.save(3, {})
     model.fail = True
-    assert checkpoints.save(3, {"step": 3}) == tmp_path / "iter_0000003"
+    assert checkpoints.save(3, {}) == tmp_path / "iter_0000003"
     resumed = manager(tmp_path, model)
-    resumed.load_latest()
-    resumed.save(3, {"step": 3})
+    model.fail = False
+    resumed.restore(find(tmp_path))
+    model.fail = True
+    resumed.save(3, {})
 
 
 def test_another_run_in_the_same_folder_does_write_its_own(
     tmp_path: Path, model: FileModel
 ) -> None:
-    manager(tmp_path, model).save(3, {"step": 3})
+    manager(tmp_path, model).save(3, {})
     model.value = 8
-    manager(tmp_path, model).save(3, {"step": 3})
+    manager(tmp_path, model).save(3, {})
+    assert read_manifest(tmp_path / "iter_0000003").order == 2
     model.value = 0
-    manager(tmp_path, model).load_latest()
+    manager(tmp_path, model).restore(find(tmp_path))
     assert model.value == 8
+
+
+def test_all_ranks_verify_and_agree(tmp_path: Path, model: FileModel) -> None:
+    manager(tmp_path, model).save(1, {})
+    manager(tmp_path, model).save(2, {})
+    files = read_manifest(tmp_path / "iter_0000002").files
+    (name,) = deal_files(files, 3)[2]  # what rank 2 alone reads
+    flip_bit(tmp_path / "iter_0000002" / name)
+
+    def step() -> int:
+        import torch.distributed as dist
+
+        saved = find_saved_run(tmp_path, group_of(dist.group.WORLD))
+        assert saved is not None
+        return saved.step
+
+    assert run_ranks(3, step) == [1, 1, 1]
+
+
+def test_state_that_is_told_of_the_run_is_in_every_checkpoint(
+    tmp_path: Path, model: FileModel
+) -> None:
+    checkpoints = CheckpointManager(tmp_path, model, keep=0, world=SINGLE, about={"identity": {}})
+    folder = checkpoints.save(4, {"step": 4})
+    assert json.loads((folder / "trainer_state.json").read_text()) == {"identity": {}, "step": 4}

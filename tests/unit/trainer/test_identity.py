@@ -1,0 +1,111 @@
+"""What a resumed run must share with its checkpoint, and which learned parts go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt_megatron.config.load import load_config
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.trainer.checkpoint import SavedRun
+from tlt_megatron.trainer.identity import check_identity, compare_settings, describe_run
+
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=48,
+    hidden_size=64,
+    ffn_size=160,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    has_qkv_bias=False,
+    has_qk_norm=False,
+)
+SPECULATION = ("speculation.enabled=true", "speculation.strategies=['2_1_2']", "spot.enabled=true")
+
+
+def describe(
+    *overrides: str, stop: tuple[int, ...] = (1,), ranks: int = 2, **model: Any
+) -> dict[str, object]:
+    config = load_config(None, [*SPECULATION, *overrides])
+    return describe_run(config, replace(MODEL, **model), stop, ranks)
+
+
+def saved(state: dict[str, object]) -> SavedRun:
+    return SavedRun(folder=Path("iter_0000001"), state=state)
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (describe("run.seed=1"), "run.seed 0 -> 1"),
+        (describe("data.seed=3"), "data.seed 0 -> 3"),
+        (describe("data.shuffle=false"), "data.shuffle True -> False"),
+        (describe(stop=(1, 2)), r"stop_token_ids \[1\] -> \[1, 2\]"),
+        (describe(rope=RopeConfig(theta=5e5)), "config.json.rope.theta 10000.0 -> 500000.0"),
+        (describe(tie_word_embeddings=False), "config.json.tie_word_embeddings True -> False"),
+        (describe(vocab_size=64, num_layers=3), r"num_layers 2 -> 3, .*vocab_size 48 -> 64"),
+        (describe(rms_norm_eps=1e-5), "rms_norm_eps 1e-06 -> 1e-05"),
+    ],
+)
+def test_another_model_or_seed_is_refused_by_name(now: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"iter_0000001 belongs to another run: .*{named}"):
+        check_identity(saved(describe()), now)
+
+
+def test_what_changes_no_number_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    now = describe(
+        "run.dir=elsewhere",
+        "run.num_steps=99",
+        "checkpoint.resume=auto",
+        "logging.trace=false",
+        max_position_embeddings=128,
+    )
+    check_identity(saved(describe()), now)
+    resumed = compare_settings(saved(describe()), now, is_warning=True)
+    assert resumed.has_selector
+    assert resumed.has_drafter
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "has_selector", "has_drafter"),
+    [
+        ("speculation.strategies=['4_2_8']", False, True),
+        ("speculation.selector=fixed", False, True),
+        ("drafter.algorithm=eagle3", True, False),
+        ("speculation.drafter=folder", False, False),
+        ("drafter.lr=0.1", True, True),
+        ("rollout.max_new_tokens=7", True, True),
+    ],
+)
+def test_one_warning_names_changed_settings_and_the_parts_that_start_anew(
+    change: str, has_selector: bool, has_drafter: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = describe(change)
+    check_identity(saved(describe()), now)
+    resumed = compare_settings(saved(describe()), now, is_warning=True)
+    assert (resumed.has_selector, resumed.has_drafter) == (has_selector, has_drafter)
+    (record,) = caplog.records
+    assert change.partition("=")[0] in record.getMessage()
+    assert ("strategy selector" in record.getMessage()) == (not has_selector)
+    assert (" drafter start" in record.getMessage()) == (not has_drafter)
+
+
+def test_another_number_of_ranks_starts_the_selector_anew(caplog: pytest.LogCaptureFixture) -> None:
+    resumed = compare_settings(saved(describe()), describe(ranks=4), is_warning=True)
+    assert (resumed.has_selector, resumed.has_drafter) == (False, True)
+    assert "ranks 2 -> 4" in caplog.text
+
+
+def test_a_state_without_identity_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks identity"):
+        check_identity(saved({}), describe())

@@ -1,0 +1,95 @@
+"""A run folder belongs to one run at a time, and a used one is not started in by mistake."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.trainer.run_folder import LOCK_FILE, RunFolder, claim_run_folder
+
+
+def _hold(path: Path, connection: Connection) -> None:
+    """Lock the folder, leave a child that outlives this process, and wait to be killed."""
+    folder = RunFolder(path)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    connection.send(child)
+    signal.pause()
+    folder.close()
+
+
+def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    holder = context.Process(target=_hold, args=(tmp_path, sender))
+    holder.start()
+    child = receiver.recv()
+    try:
+        with pytest.raises(
+            ValueError, match=rf"in use by pid {holder.pid} on {socket.gethostname()} since 20"
+        ):
+            RunFolder(tmp_path)
+        for on_used in ("refuse", "set_aside"):
+            (tmp_path / "config.yaml").touch()
+            with pytest.raises(ValueError, match="is in use by pid"):
+                claim_run_folder(tmp_path, resume="never", on_used=on_used)
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()
+        RunFolder(tmp_path).close()  # its child lives on without the lock
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_file_without_a_holder_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text('{"pid": 1')
+    with RunFolder(tmp_path):
+        assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
+
+
+@pytest.mark.parametrize("mark", ["checkpoints", "metrics.jsonl", "config.yaml"])
+def test_a_used_folder_is_refused_set_aside_or_resumed(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "run"
+    (path / mark).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"holds an earlier run \({mark}\): resume it"):
+        claim_run_folder(path, resume="never", on_used="refuse")
+    claim_run_folder(path, resume="auto", on_used="refuse").close()
+    claim_run_folder(path, resume="never", on_used="set_aside").close()
+    assert not (path / mark).exists()
+    (aside,) = (folder for folder in tmp_path.iterdir() if folder != path)
+    assert aside.name.startswith("run.20")
+    assert (aside / mark).exists()
+
+
+def test_a_folder_with_logs_alone_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    claim_run_folder(tmp_path, resume="never", on_used="refuse").close()
+    claim_run_folder(tmp_path / "new", resume="never", on_used="refuse").close()
+
+
+def test_resume_of_a_path_must_name_checkpoints_and_elsewhere_needs_an_unused_folder(
+    tmp_path: Path,
+) -> None:
+    used, other = tmp_path / "used", tmp_path / "other"
+    for folder in (used, other):
+        (folder / "checkpoints" / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match="a folder of checkpoints or one of them"):
+        claim_run_folder(tmp_path / "new", resume=str(tmp_path), on_used="refuse")
+    own = used / "checkpoints"
+    for resume in (own, own / "iter_0000001"):
+        claim_run_folder(used, resume=str(resume), on_used="refuse").close()
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        claim_run_folder(used, resume=str(other / "checkpoints"), on_used="refuse")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written"):
+        RunFolder(tmp_path / "file" / "run")

@@ -1,0 +1,192 @@
+"""manifest.json of a checkpoint: size and SHA-256 of every file, and the place of the checkpoint in the order of writing.
+
+`checkpoint.py` writes it last and verifies it before a load. The hashes find what a disk or a copy broke. They do not
+protect against a person who can write to the folder: that person can write a new manifest, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_megatron.runtime.durable import replace_text
+
+MANIFEST = "manifest.json"
+POINTER = "latest_checkpointed_iteration.txt"
+_FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.tmp)?")
+_FILE_OF_RANK = re.compile(r"(?:policy/__|drafter_data/rank_)0*(\d+)[._]")
+
+
+class BrokenCheckpoint(ValueError):
+    """A checkpoint, or one of its files, is not what was written. The message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """What a file must be."""
+
+    num_bytes: int
+    sha256: str  # hexadecimal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint folder holds."""
+
+    step: int
+    order: int  # of writing, from 1: the highest in a folder of checkpoints is the newest
+    files: Mapping[str, FileRecord]  # by path within the folder, with /
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read the whole file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(num_bytes=os.fstat(file.fileno()).st_size, sha256=digest)
+
+
+def list_files(folder: Path) -> list[str]:
+    """Every file in `folder` but the manifest, as paths within it."""
+    names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def writer_of(name: str, num_ranks: int) -> int:
+    """The rank that wrote the file, for which it is still in memory; 0 for those that rank 0 writes for all."""
+    match = _FILE_OF_RANK.match(name)
+    rank = int(match[1]) if match else 0
+    return rank if rank < num_ranks else 0
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it with a hash of itself, durably."""
+    content = dataclasses.asdict(manifest)
+    content["sha256"] = _hash_content(content)
+    replace_text(folder / MANIFEST, json.dumps(content, indent=1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """BrokenCheckpoint where it is missing or damaged."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        written = content.pop("sha256")
+        if written != _hash_content(content):
+            raise BrokenCheckpoint(f"{path} is damaged: its own checksum is wrong")
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return Manifest(step=content["step"], order=content["order"], files=files)
+    except FileNotFoundError:
+        raise BrokenCheckpoint(f"{path} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+    except BrokenCheckpoint:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpoint(f"{path} is damaged: it is not the JSON that was written") from error
+
+
+def verify_file(folder: Path, name: str, record: FileRecord) -> None:
+    """BrokenCheckpoint where the file is not as it was written."""
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != record.num_bytes:
+            raise BrokenCheckpoint(f"{path} has {size} bytes, {record.num_bytes} were written")
+        if hash_file(path) != record:
+            raise BrokenCheckpoint(
+                f"{path} is damaged: its SHA-256 is not the one that was written"
+            )
+    except FileNotFoundError:
+        raise BrokenCheckpoint(f"{path} is missing") from None
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+
+
+def deal_files(files: Mapping[str, FileRecord], num_ranks: int) -> list[list[str]]:
+    """The files that each rank verifies: the largest first, each to the rank with the fewest bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for name in sorted(files, key=lambda name: (-files[name].num_bytes, name)):
+        rank = loads.index(min(loads))
+        shares[rank].append(name)
+        loads[rank] += files[name].num_bytes
+    return shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The checkpoints of a folder, by their manifests alone."""
+
+    found: tuple[tuple[Path, Manifest], ...]  # the newest first
+    broken: tuple[str, ...]  # what is wrong with the others
+    pointer: str  # what is wrong with the pointer file; empty: nothing
+
+
+def list_checkpoints(root: Path) -> Listing:
+    """Read every manifest under `root`. An unfinished write (`.tmp` without manifest) is no checkpoint."""
+    found: list[tuple[Path, Manifest]] = []
+    broken: list[str] = []
+    for folder in checkpoint_folders(root):
+        try:
+            found.append((folder, read_manifest(folder)))
+        except BrokenCheckpoint as error:
+            if folder.suffix != ".tmp":
+                broken.append(str(error))
+    found.sort(key=lambda entry: -entry[1].order)
+    pointed = _check_pointer(root, found[0][1].step if found else None)
+    return Listing(found=tuple(found), broken=tuple(broken), pointer=pointed)
+
+
+def checkpoint_folders(root: Path) -> list[Path]:
+    """iter_0000001, iter_0000002.tmp, ... under `root`, by name."""
+    if not root.is_dir():
+        return []
+    return sorted(p for p in root.iterdir() if _FOLDER_NAME.fullmatch(p.name) and p.is_dir())
+
+
+def is_checkpoint_root(path: Path) -> bool:
+    """Whether `path` holds checkpoints, broken ones too, or is one itself."""
+    folders = [folder for folder in checkpoint_folders(path) if folder.suffix != ".tmp"]
+    return bool(folders) or (path / POINTER).exists() or is_checkpoint(path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is one checkpoint, not a folder of them."""
+    return _FOLDER_NAME.fullmatch(path.name) is not None and path.is_dir()
+
+
+def read_pointer(root: Path) -> int | None:
+    """The step in the pointer file, None without the file. ValueError where it holds something else."""
+    pointer = root / POINTER
+    try:
+        text = pointer.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{pointer} cannot be read: {error}") from error
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{pointer} holds {text[:40]!r}: must be a step number")
+    return int(text)
+
+
+def _check_pointer(root: Path, newest_step: int | None) -> str:
+    try:
+        step = read_pointer(root)
+    except ValueError as error:
+        return str(error)
+    if step == newest_step:
+        return ""
+    if step is None:
+        return f"{root / POINTER} is missing"
+    written = "none is there" if newest_step is None else f"step {newest_step} was written last"
+    return f"{root / POINTER} names step {step}, {written}"
+
+
+def _hash_content(content: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

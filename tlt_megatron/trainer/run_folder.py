@@ -1,0 +1,128 @@
+"""The folder of a run: it belongs to one run at a time, and a fresh run does not start in a used one.
+
+Called by the launcher on rank 0, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+from tlt_megatron.trainer.manifest import is_checkpoint_root
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE = "lock"
+CHECKPOINTS = "checkpoints"
+_MARKS = (CHECKPOINTS, "metrics.jsonl", "config.yaml")  # what only a run that has begun leaves
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
+
+
+class RunFolder:
+    """The run folder at `path`, locked for this process until `close`; ValueError where another run has it.
+
+    The lock is a POSIX record lock: the kernel drops it when the process ends, however it ends, and forked or started
+    children do not inherit it. On NFS and Lustre it works across hosts where the mount has locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = open(path / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115  # stays open
+        except OSError as error:
+            raise ValueError(f"run.dir={str(path)!r}: cannot be written: {error}") from error
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = self._read_holder()
+                self._file.close()
+                raise ValueError(
+                    f"run.dir={str(path)!r}: is in use by {holder}: must be a folder that no run is using"
+                ) from error
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("run.dir=%r: its file system has no locks: %s", str(path), error)
+        self._write_holder()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another run have it."""
+        self._file.close()
+
+    def set_aside(self) -> Path:
+        """Rename the folder to <name>.<time> and release it. Returns the new path."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target, number = self.path.with_name(f"{self.path.name}.{stamp}"), 1
+        while target.exists():
+            number += 1
+            target = self.path.with_name(f"{self.path.name}.{stamp}-{number}")
+        self.path.rename(target)
+        self.close()
+        return target
+
+    def _read_holder(self) -> str:
+        self._file.seek(0)
+        try:
+            holder = json.loads(self._file.read())
+            return f"pid {holder['pid']} on {holder['host']} since {holder['started']}"
+        except (ValueError, KeyError, TypeError):
+            return f"another run (see {self.path / LOCK_FILE})"
+
+    def _write_holder(self) -> None:
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.truncate(0)
+        json.dump(
+            {"pid": os.getpid(), "host": socket.gethostname(), "started": started}, self._file
+        )
+        self._file.flush()
+
+
+def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:
+    """Lock the folder for a run with these settings (`checkpoint.resume`, `run.on_used_dir`); made where it is missing.
+
+    ValueError where another run has it, where it holds an earlier run that is neither resumed nor set aside, and where
+    there is nothing to resume in the path that `resume` names.
+    """
+    resume_root = resume_path(path, resume)
+    if resume not in ("auto", "never") and not is_checkpoint_root(resume_root):
+        raise ValueError(
+            f"checkpoint.resume={resume!r}: must be auto, never, a folder of checkpoints or one of them"
+        )
+    folder = RunFolder(path)
+    marks = [name for name in _MARKS if (path / name).exists()]
+    if not marks or _is_within(resume_root, path / CHECKPOINTS):
+        return folder
+    if on_used == "set_aside":
+        aside = folder.set_aside()
+        log.warning("run.dir=%r: the earlier run is set aside in %s", str(path), aside)
+        return RunFolder(path)
+    folder.close()
+    raise ValueError(
+        f"run.dir={str(path)!r}: holds an earlier run ({', '.join(marks)}): resume it (--resume auto), give another"
+        " run.dir, or set run.on_used_dir=set_aside"
+    )
+
+
+def resume_path(run_dir: Path, resume: str) -> Path | None:
+    """Where checkpoints are looked for; None for a fresh start."""
+    if resume == "never":
+        return None
+    return run_dir / CHECKPOINTS if resume == "auto" else Path(resume)
+
+
+def _is_within(path: Path | None, folder: Path) -> bool:
+    return path is not None and path.resolve().is_relative_to(folder.resolve())
