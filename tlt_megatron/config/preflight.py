@@ -43,6 +43,7 @@ def check_files(config: RunConfig) -> None:
         _check_prompts("data.eval", config.data.eval)
     if config.run.dir:
         _check_writable(Path(config.run.dir))
+    _check_tokenizer(config.model.path, policy.vocab_size)  # last: of these it takes the longest
 
 
 def risky_settings(config: RunConfig) -> list[str]:
@@ -66,7 +67,6 @@ def _check_policy(path: str) -> ModelConfig:
         check_not_quantized(read_json(folder / "config.json"), tensors)
         _check_tied(config, tensors)
         _check_shapes(config, tensors)
-        _check_tokenizer(folder, config.vocab_size)
         read_eos_token_ids(folder, config.vocab_size)
     except ValueError as error:
         raise ValueError(f"model.path={path!r}: {error}") from error
@@ -115,16 +115,18 @@ def _ends(tensor: StoredTensor) -> tuple[bytes, bytes]:
         return first, file.read(count)
 
 
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"must hold a tokenizer, one of {', '.join(_TOKENIZER_FILES)}")
-    file = folder / "tokenizer.json"
+def _check_tokenizer(path: str, vocab_size: int) -> None:
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"model.path={path!r}: must hold a tokenizer, one of {', '.join(_TOKENIZER_FILES)}"
+        )
+    file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return
     highest = _highest_token_id(read_json(file))
     if highest >= vocab_size:
         raise ValueError(
-            f"tokenizer.json has token ids up to {highest}, more than vocab_size={vocab_size} of config.json holds"
+            f"model.path={path!r}: tokenizer.json has token ids up to {highest}, more than vocab_size={vocab_size} of config.json holds"
         )
 
 

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.rows import read_rows
-from tlt_megatron.data.tokenizer import Message, Tokenizer
+from tlt_megatron.data.encoding import encode_file
+from tlt_megatron.data.rows import Row
+from tlt_megatron.data.tokenizer import Tokenizer
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
-_MAX_NAMED = 10  # overlong prompts that the warning names
+_MAX_NAMED = 10  # prompts or rows that a warning names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,23 +117,25 @@ class PromptSampler:
         return order
 
 
-def load_prompts(path: str | Path, tokenizer: Tokenizer, section: DataSection) -> PromptSet:
-    """Read, check and tokenize all rows of a .jsonl or .parquet file.
+def load_prompts(
+    path: str | Path, tokenizer: Tokenizer, section: DataSection, world: Group | None = None
+) -> PromptSet:
+    """Read, check and tokenize all rows of a .jsonl or .parquet file. With `world` every rank must call it, tokenizes a share,
+    and ends with the same set.
 
     Prompts over `section.max_prompt_tokens` are left out and reported, never cut. ValueError names file, row (from
     1) and key of what cannot be used, and what is allowed.
     """
+    found, encoded = encode_file(Path(path), tokenizer, section, world)
+    if not found:
+        raise ValueError(f"{path}: holds no rows, must hold at least one")
     rows: list[Prompt] = []
     overlong: list[str] = []
-    seen: dict[str, int] = {}  # prompt_id -> row
-    for row in read_rows(Path(path), section):
-        if row.prompt_id in seen:
+    for row, token_ids in zip(found, encoded, strict=True):
+        if not token_ids:
             raise ValueError(
-                f"{path} row {row.number}: id {row.prompt_id!r} stands in row {seen[row.prompt_id]} "
-                "already; ids (id, metadata.id, extra_info.index) must differ"
+                f"{path} row {row.number}: {section.input_key}={row.prompt!r} gives no tokens, must give at least one"
             )
-        seen[row.prompt_id] = row.number
-        token_ids = _encode(path, row.number, tokenizer, section, row.prompt)
         if len(token_ids) > section.max_prompt_tokens:
             overlong.append(row.prompt_id)
             continue
@@ -145,43 +149,34 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, section: DataSection) -
                 extra_info=row.extra_info,
             )
         )
-    if not seen:
-        raise ValueError(f"{path}: holds no rows, must hold at least one")
-    _report_overlong(path, section, overlong, len(seen))
+    if world is None or world.is_first:
+        _report_conversions(path, found)
+        _report_overlong(path, section, overlong, len(found))
+    if not rows:
+        raise ValueError(
+            f"{path}: all {len(found)} prompts are longer than "
+            f"data.max_prompt_tokens={section.max_prompt_tokens}"
+        )
     return PromptSet(
         path=str(path), rows=tuple(rows), overlong=tuple(overlong), fingerprint=_fingerprint(rows)
     )
 
 
-def _encode(
-    path: str | Path,
-    number: int,
-    tokenizer: Tokenizer,
-    section: DataSection,
-    prompt: str | list[Message],
-) -> tuple[int, ...]:
-    where = f"{path} row {number}: {section.input_key}"
-    if not isinstance(prompt, str) and not section.apply_chat_template:
-        raise ValueError(
-            f"{where} is a list of messages, must be a string where data.apply_chat_template=false"
-        )
-    try:
-        token_ids = tokenizer.encode(prompt)
-    except ValueError as error:
-        raise ValueError(f"{where} cannot be encoded: {error}") from error
-    if not token_ids:
-        raise ValueError(f"{where}={prompt!r} gives no tokens, must give at least one")
-    return token_ids
+def _report_conversions(path: str | Path, rows: list[Row]) -> None:
+    """One warning for each kind of value that was not taken as it stands."""
+    by_kind: dict[str, list[int]] = {}
+    for row in rows:
+        for kind in row.conversions:
+            by_kind.setdefault(kind, []).append(row.number)
+    for kind, numbers in by_kind.items():
+        named = ", ".join(map(str, numbers[:_MAX_NAMED]))
+        named += ", ..." if len(numbers) > _MAX_NAMED else ""
+        log.warning("%s: %s, in %d rows: %s", path, kind, len(numbers), named)
 
 
 def _report_overlong(
     path: str | Path, section: DataSection, overlong: list[str], num_rows: int
 ) -> None:
-    if len(overlong) == num_rows:
-        raise ValueError(
-            f"{path}: all {num_rows} prompts are longer than "
-            f"data.max_prompt_tokens={section.max_prompt_tokens}"
-        )
     if overlong:
         names = ", ".join(overlong[:_MAX_NAMED]) + (", ..." if len(overlong) > _MAX_NAMED else "")
         log.warning(

@@ -7,6 +7,7 @@ what is allowed there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,6 +18,8 @@ from tlt_megatron.data.tokenizer import Message
 
 _BATCH_ROWS = 1024
 _VERL_LABEL = "reward_model.ground_truth"
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+_SHOWN_CHARACTERS = 60  # of a prompt, in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class Row:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, object]
+    conversions: tuple[str, ...] = ()  # what was not taken as it stands, in words for a warning
 
 
 class _RowError(ValueError):
@@ -42,11 +46,24 @@ def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
         raise ValueError(f"{path}: must be a .jsonl or .parquet file")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    seen: dict[tuple[str, str], int] = {}  # data_source, prompt_id -> row
     for number, raw in readers[path.suffix](path):
         try:
-            yield _read_row(raw, number, path.stem, section)
+            row = _read_row(raw, number, path.stem, section)
+            if section.duplicate_ids == "refuse":
+                _check_id(row, seen)
         except _RowError as error:
             raise ValueError(f"{path} row {number}: {error}") from error
+        yield row
+
+
+def _check_id(row: Row, seen: dict[tuple[str, str], int]) -> None:
+    first = seen.setdefault((row.data_source, row.prompt_id), row.number)
+    if first != row.number:
+        raise _RowError(
+            f"id {row.prompt_id!r} of data_source {row.data_source!r} stands in row {first} already; ids (id, metadata.id, "
+            "extra_info.index) must differ within a data_source, or set data.duplicate_ids=keep"
+        )
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
@@ -74,7 +91,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     with file:
         number = 0
         # no threads: their pool would be left behind in ranks that are forked later
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pyarrow.ArrowException, OSError) as error:
+                raise ValueError(f"{path}: is damaged behind row {number}: {error}") from error
+            if batch is None:
+                return
             for raw in batch.to_pylist():
                 number += 1
                 yield number, raw
@@ -84,22 +108,32 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
     if not isinstance(raw, dict):
         raise _RowError(f"is a {_kind(raw)}, must be an object with keys")
     extra_info = {**_mapping(raw, "extra_info"), **_mapping(raw, "metadata")}
+    prompt, prompt_conversion = _prompt(raw, section.input_key)
+    label, label_conversion = _label(raw, section.label_key)
     return Row(
         number=number,
         prompt_id=_prompt_id(raw) or f"{stem}:{number}",
-        prompt=_prompt(raw, section.input_key),
+        prompt=prompt,
         data_source=_data_source(raw),
-        ground_truth=_label(raw, section.label_key),
+        ground_truth=label,
         extra_info=extra_info,
+        conversions=tuple(text for text in (prompt_conversion, label_conversion) if text),
     )
 
 
-def _prompt(raw: dict[str, object], key: str) -> str | list[Message]:
+def _prompt(raw: dict[str, object], key: str) -> tuple[str | list[Message], str]:
+    """The prompt, and what was converted (empty: nothing)."""
     value = _look_up(raw, key)
+    conversion = ""
     if value is None:
         raise _RowError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")
     if isinstance(value, str):
-        return value
+        if not _MESSAGES_AS_TEXT.match(value):
+            return value, ""
+        value, conversion = (
+            _parse_messages(value, key),
+            f"{key} is JSON text, read as chat messages",
+        )
     if not isinstance(value, list) or not value:
         raise _RowError(f"{key}={value!r} must be a string or a list of messages")
     messages: list[Message] = []
@@ -112,10 +146,20 @@ def _prompt(raw: dict[str, object], key: str) -> str | list[Message]:
             )
         # parquet gives every message the keys of all, with null where there is none
         messages.append({name: part for name, part in message.items() if part is not None})
-    return messages
+    return messages, conversion
 
 
-def _label(raw: dict[str, object], key: str) -> str:
+def _parse_messages(text: str, key: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _RowError(
+            f"{key}={text[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
+        ) from error
+
+
+def _label(raw: dict[str, object], key: str) -> tuple[str, str]:
+    """The label as text, and what was converted (empty: nothing)."""
     value: object = None
     for name in (key,) if key else ("label", _VERL_LABEL):
         value = _look_up(raw, name)
@@ -125,9 +169,29 @@ def _label(raw: dict[str, object], key: str) -> str:
     else:
         wanted = key or f"label (or {_VERL_LABEL})"
         raise _RowError(f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)})")
-    if not isinstance(value, str | int | float | Decimal):
+    if isinstance(value, str):
+        if not value.strip():
+            raise _RowError(f"{key}={value!r} must not be empty: no response could match it")
+        return value, ""
+    if isinstance(value, float | Decimal):
+        return _number(value, key)
+    if not isinstance(value, int):
         raise _RowError(f"{key}={value!r} must be a string, number or boolean")
-    return str(value)
+    return str(value), ""
+
+
+def _number(value: float | Decimal, key: str) -> tuple[str, str]:
+    """A number as a response would write it: 42.0 is 42, 1e-07 is 0.0000001."""
+    exact = Decimal(repr(value)) if isinstance(value, float) else value
+    if not exact.is_finite():
+        raise _RowError(f"{key}={value!r} must be a finite number: no response could match it")
+    text = str(int(exact)) if exact == exact.to_integral_value() else f"{exact.normalize():f}"
+    if text == str(value):
+        return text, ""
+    return (
+        text,
+        f"{key} is a number that no response would write so, read in its plain form (42.0 as 42)",
+    )
 
 
 def _data_source(raw: dict[str, object]) -> str:
@@ -146,8 +210,10 @@ def _prompt_id(raw: dict[str, object]) -> str:
         value = _look_up(raw, key)
         if value is None or value == "":
             continue
+        if isinstance(value, float) and value.is_integer():  # what a table with gaps makes of it
+            value = int(value)
         if not isinstance(value, str | int):
-            raise _RowError(f"{key}={value!r} must be a string or an integer")
+            raise _RowError(f"{key}={value!r} must be a string or a whole number")
         return str(value)
     return ""
 

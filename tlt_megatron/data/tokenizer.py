@@ -26,6 +26,9 @@ class Tokenizer:
         self.hf = hf
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._path = path
+        if hf.is_fast:  # tokenizer.json may say otherwise
+            hf.backend_tokenizer.no_truncation()
+            hf.backend_tokenizer.no_padding()
 
     @property
     def has_chat_template(self) -> bool:
@@ -37,8 +40,20 @@ class Tokenizer:
 
         ValueError where messages meet a tokenizer without a chat template, or a template that refuses them.
         """
+        return tuple(self.encode_texts([self.render(prompt)])[0])
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text as it stands. With a fast tokenizer, threads may encode at the same time."""
+        if not self.hf.is_fast:
+            return [self.hf.encode(text, add_special_tokens=False) for text in texts]
+        # Not through transformers: it sets the tokenizer's state on every call, which threads would do at once.
+        encode = self.hf.backend_tokenizer.encode_batch_fast
+        return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
+
+    def render(self, prompt: str | Sequence[Message]) -> str:
+        """The text that is encoded: a string as it stands, chat messages through the template. ValueError as `encode`."""
         if isinstance(prompt, str):
-            return tuple(self.hf.encode(prompt, add_special_tokens=False))
+            return prompt
         if not self.has_chat_template:
             raise ValueError(
                 f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
@@ -48,10 +63,9 @@ class Tokenizer:
 
         messages = [dict(message) for message in prompt]
         try:
-            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
-        return tuple(self.hf.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a response, without stop and other special tokens unless asked for."""

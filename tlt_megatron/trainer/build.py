@@ -116,7 +116,7 @@ def _build(
         model_config = load_model_config(config.model.path)
         about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
         resumed = _compare(saved, about, world)
-        prompts = load_prompts(config.data.train, tokenizer, config.data)
+        prompts = load_prompts(config.data.train, tokenizer, config.data, world)
         rewards.wait_ready()
 
         seed_everything(config.run.seed)
@@ -299,7 +299,7 @@ def _build_evaluator(
 ) -> Evaluator:
     prompts = []
     if config.data.eval:
-        held_out = load_prompts(config.data.eval, tokenizer, config.data)
+        held_out = load_prompts(config.data.eval, tokenizer, config.data, world)
         prompts = held_out.prompts(config.eval.num_prompts)
     params = SamplingParams(
         num_samples=config.eval.num_samples,

@@ -1,0 +1,121 @@
+"""The rows of a prompt file and their token ids: each rank encodes a share of the file, on threads, and all exchange.
+
+Called by `prompts.load_prompts`. A tokenizer of the `tokenizers` library lets other threads run while it encodes, so threads
+are enough, and they are gone when the file is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.rows import Row, read_rows
+from tlt_megatron.data.tokenizer import Tokenizer
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import Group
+
+_CHUNK_ROWS = 1000  # encoded by one call; what one rank takes at a time
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What a rank gives to the others."""
+
+    error: str  # empty: all went well
+    digest: str  # of the file's bytes
+    chunks: dict[int, tuple[array[int], array[int]]]  # chunk number -> lengths, token ids
+
+
+def encode_file(
+    path: Path, tokenizer: Tokenizer, section: DataSection, world: Group | None
+) -> tuple[list[Row], list[tuple[int, ...]]]:
+    """All rows in file order, and the token ids of each; the same on every rank.
+
+    With `world` every rank must call it. ValueError, the same on every rank, for the first rank that fails, or where ranks
+    read different files.
+    """
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    cause: OSError | ValueError | None = None
+    rows: list[Row] = []
+    share = _Share(error="", digest="", chunks={})
+    try:
+        rows, share = _encode_share(path, tokenizer, section, rank, size)
+    except (OSError, ValueError) as error:
+        cause, share = error, _Share(error=str(error), digest="", chunks={})
+    shares = [share] if world is None else gather_objects(share, world)
+    errors = [other.error for other in shares if other.error]
+    if errors:
+        raise ValueError(errors[0]) from cause
+    for other_rank, other in enumerate(shares):
+        if other.digest != shares[0].digest:
+            raise ValueError(
+                f"{path}: rank {other_rank} reads another file than rank 0; it must be the same on every host"
+            )
+    chunks = {number: chunk for other in shares for number, chunk in other.chunks.items()}
+    token_ids = [ids for number in sorted(chunks) for ids in _unpack(*chunks[number])]
+    assert len(token_ids) == len(rows)
+    return rows, token_ids
+
+
+def _encode_share(
+    path: Path, tokenizer: Tokenizer, section: DataSection, rank: int, size: int
+) -> tuple[list[Row], _Share]:
+    """Every row, and the token ids of this rank's chunks: each `size`-th from `rank`."""
+    rows: list[Row] = []
+    pending: dict[int, Future[tuple[array[int], array[int]]]] = {}
+    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // size))
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for number, chunk in enumerate(_chunks(read_rows(path, section))):
+                rows += chunk
+                if number % size == rank:
+                    texts = [_render(path, row, tokenizer, section) for row in chunk]
+                    pending[number] = pool.submit(_encode, tokenizer, texts)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    chunks = {number: future.result() for number, future in pending.items()}
+    return rows, _Share(error="", digest=digest, chunks=chunks)
+
+
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while chunk := list(islice(rows, _CHUNK_ROWS)):
+        yield chunk
+
+
+def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
+    where = f"{path} row {row.number}: {section.input_key}"
+    if not isinstance(row.prompt, str) and not section.apply_chat_template:
+        raise ValueError(
+            f"{where} is a list of messages, must be a string where data.apply_chat_template=false"
+        )
+    try:
+        return tokenizer.render(row.prompt)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be encoded: {error}") from error
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[array[int], array[int]]:
+    """Lengths, and all token ids one after the other."""
+    lengths, flat = array("i"), array("i")
+    for token_ids in tokenizer.encode_texts(texts):
+        lengths.append(len(token_ids))
+        flat.extend(token_ids)
+    return lengths, flat
+
+
+def _unpack(lengths: array[int], flat: array[int]) -> Iterator[tuple[int, ...]]:
+    start = 0
+    for length in lengths:
+        yield tuple(flat[start : start + length])
+        start += length
