@@ -97,7 +97,7 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
             continue
         if name in _INSTEAD:
             raise ValueError(f"mcore.transformer.{name}={value!r}: not allowed; {_INSTEAD[name]}")
-        near = difflib.get_close_matches(str(name), ALLOWED_FIELDS, n=1, cutoff=0.8)
+        near = difflib.get_close_matches(str(name), ALLOWED_FIELDS, n=1, cutoff=0.9)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"mcore.transformer.{name}={value!r}: not allowed{meant}; the model is that of model.path, and only "

@@ -69,8 +69,14 @@ def _check_policy(path: str) -> ModelConfig:
         _check_shapes(config, tensors)
         read_eos_token_ids(folder, config.vocab_size)
     except ValueError as error:
-        raise ValueError(f"model.path={path!r}: {error}") from error
+        raise _refusal(f"model.path={path!r}", folder, error) from error
     return config
+
+
+def _refusal(setting: str, folder: Path, error: ValueError) -> ValueError:
+    """The error under the setting's name, which holds the folder already."""
+    text = str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
+    return ValueError(f"{setting}: {text}")
 
 
 def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
@@ -145,7 +151,7 @@ def _check_drafter(folder: Path, policy: ModelConfig) -> None:
             if settings[name] != size:
                 raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
     except ValueError as error:
-        raise ValueError(f"speculation.drafter={str(folder)!r}: {error}") from error
+        raise _refusal(f"speculation.drafter={str(folder)!r}", folder, error) from error
 
 
 def _check_prompts(key: str, path: str) -> None:
