@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tlt_megatron.config.model_shape import read_eos_token_ids
+from tlt_megatron.config.model_shape import read_eos_token_ids, read_json
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(
             f"model.path={str(path)!r}: its tokenizer cannot be loaded: {error}"
         ) from error
+    _check_vocabulary(hf, folder)
     stop_token_ids = read_eos_token_ids(folder)
     if hf.eos_token_id is not None:
         stop_token_ids.append(hf.eos_token_id)
     if not stop_token_ids:
         log.warning("%s names no eos token: every response runs to max_new_tokens", folder)
     return Tokenizer(hf, stop_token_ids, folder)
+
+
+def _check_vocabulary(hf: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Also for tokenizers without tokenizer.json, which are not counted before launch."""
+    file = folder / "config.json"
+    vocab_size = read_json(file).get("vocab_size") if file.is_file() else None
+    highest = max(hf.get_vocab().values(), default=-1)
+    if isinstance(vocab_size, int) and highest >= vocab_size:
+        raise ValueError(
+            f"model.path={str(folder)!r}: its tokenizer has token ids up to {highest}, more than vocab_size={vocab_size} "
+            "of config.json holds"
+        )

@@ -32,6 +32,20 @@ def test_stop_tokens_of_the_model_config_join(
     assert load_tokenizer(folder).stop_token_ids == expected
 
 
+def test_tokenizer_larger_than_the_vocabulary_is_refused(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    size = len(load_tokenizer(folder).hf)
+    for vocab_size in (size, size - 1):
+        config = {"model_type": "llama", "vocab_size": vocab_size}
+        (folder / "config.json").write_text(json.dumps(config))
+        if vocab_size == size:
+            load_tokenizer(folder)
+    with pytest.raises(ValueError, match=f"token ids up to {size - 1}, more than vocab_size"):
+        load_tokenizer(folder)
+
+
 def test_generation_config_with_wrong_eos_is_refused(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:
