@@ -2,7 +2,7 @@
 
 A list of what is allowed, not of what is refused: Megatron has some 230 fields and gains more with every version, and one
 field that changes the model and was forgotten in a list of refusals would train a policy that is not the one that rolls
-out, without a word. The allowed ones change how the same numbers are computed: kernels, fusions, overlap, memory.
+out, without a word. The allowed ones change how and where the same numbers are computed: kernels, fusions, overlap, memory, pipeline stages.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ ALLOWED_FIELDS = frozenset(
         "tp_comm_split_rs",
         "use_ring_exchange_p2p",
         "wgrad_deferral_limit",
+        # which pipeline stage holds which layers
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
         # debugging
         "barrier_with_L1_time",
         "config_logger_dir",
@@ -101,5 +104,5 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"mcore.transformer.{name}={value!r}: not allowed{meant}; the model is that of model.path, and only "
-            "kernels, fusions, memory and communication may be set (tlt_megatron/config/mcore_fields.py lists them)"
+            "kernels, fusions, memory, communication and pipeline stages may be set (tlt_megatron/config/mcore_fields.py lists them)"
         )
