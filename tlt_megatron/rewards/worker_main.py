@@ -1,145 +1,126 @@
-"""The program of a reward worker, started by `worker_process.WorkerProcess`: load the function, then score.
+"""The program of a reward worker, a child of its keeper (keeper.py): load the function, then score until told to end.
 
-The main thread runs the reward function, because functions may use signals (math-verify does); a second thread
-waits on the pipe. The pipe is the worker's life: when it closes, the worker and what it started come to an end.
-Messages in: (task_id, pickled arguments). Messages out: ("ready", is_async) or ("failed", why), then for each task
-(task_id, score, failure, detail, seconds), where failure is "", "error" or "timeout".
+Messages are JSON lines over a socket on a high descriptor, away from what a function prints or closes. In:
+{"task", "arguments"}. Out: {"is_async"} or {"failed"}, then for each task its number and the fields of
+`worker_process.Outcome` that are not their default. The main thread runs the function, because functions may use
+signals (math-verify does). Without the socket the worker cannot work: an error of it ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import faulthandler
+import fcntl
+import json
 import os
-import pickle
-import select
+import resource
 import signal
-import threading
 import time
 import traceback
-from queue import SimpleQueue
 
-from tlt_megatron.rewards.frames import FrameReader, pack_frame
 from tlt_megatron.rewards.reward import ARGUMENTS, RewardFunction, is_async, load_reward, read_score
 
-_READ_BYTES = 1 << 18
-_EXIT_GRACE_S = 2.0
-_HEARTBEAT_S = 1.0
-
-Task = tuple[int, bytes]
+_HIGH_FD = 1000  # beyond what a function closes by range, within the usual limit of 1024
+_MAX_DETAIL = 8000  # characters of a traceback; its end says most
 
 
-class _Pipes:
-    """The worker's two ends, moved away from stdin and stdout so that a `print` cannot corrupt a message.
+class _Channel:
+    """The worker's end of the socket."""
 
-    `tasks` yields tasks as they come, and None when the pipe closes.
-    """
+    def __init__(self, control_fd: int) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        lowest = max(control_fd, min(_HIGH_FD, limit - 8))
+        self._fd = fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, lowest)
+        os.close(control_fd)
+        self._reader = os.fdopen(self._fd, "rb", closefd=False)
+        self._pid = os.getpid()
 
-    def __init__(self, stuck_s: float) -> None:
-        self._in_fd, self._out_fd = os.dup(0), os.dup(1)
-        null_fd = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null_fd, 0)
-        os.dup2(2, 1)
-        os.close(null_fd)
-        self._stuck_s = stuck_s
-        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
-        threading.Thread(target=self._receive, daemon=True).start()
+    def receive(self) -> dict | None:
+        """The next task; None when the trainer has closed the socket."""
+        line = self._reader.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
 
-    def send(self, *message: object) -> None:
-        frame = memoryview(pack_frame(message))
-        with contextlib.suppress(BrokenPipeError):  # the trainer is gone: tasks says so
-            while frame:
-                frame = frame[os.write(self._out_fd, frame) :]
+    def send(self, **message: object) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)  # a function forked, and its child returned
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(self._fd, data) :]
 
-    def _receive(self) -> None:
-        reader = FrameReader()
-        while data := self._read():
-            for task in reader.feed(data):
-                self.tasks.put(task)
-        self.tasks.put(None)
-        time.sleep(_EXIT_GRACE_S)
-        os.killpg(0, signal.SIGKILL)  # the main thread hangs in a reward function
-
-    def _read(self) -> bytes:
-        while True:
-            # ends the process from a thread of C if this one does not come back: a function that hangs in C
-            # keeps all others from running, and the trainer, which would kill the worker, may be dead
-            faulthandler.dump_traceback_later(self._stuck_s, exit=True)
-            if select.select([self._in_fd], [], [], _HEARTBEAT_S)[0]:
-                return os.read(self._in_fd, _READ_BYTES)
+    def send_score(self, task: int, start: float, result: object, *, is_late: bool = False) -> None:
+        """`result` is a reward, or the exception in its place."""
+        seconds = time.perf_counter() - start
+        if not isinstance(result, BaseException):
+            self.send(task=task, score=result, seconds=seconds)
+        else:
+            failure = "timeout" if is_late else "error"
+            self.send(task=task, failure=failure, detail=_describe(result), seconds=seconds)
 
 
-def main(spec: str, timeout_s: float, stuck_s: float) -> int:
-    """Serve until the pipe closes; the exit status. `stuck_s` bounds the life of a worker that hangs in C."""
-    os.setpgid(0, 0)
+def main(spec: str, timeout_s: float, control_fd: int) -> int:
+    """Serve until the socket closes; the exit status."""
     _outlive_signals()
-    pipes = _Pipes(stuck_s)
+    channel = _Channel(control_fd)
     try:
         function = load_reward(spec)
-    except BaseException as error:
-        pipes.send("failed", _explain_load_failure(error))
+    except BaseException as error:  # SystemExit too, and whatever else a user's module raises
+        is_said = isinstance(error, ValueError) and error.__cause__ is None
+        channel.send(failed=str(error) if is_said else _describe(error))
         return 1
-    pipes.send("ready", is_async(function))
+    channel.send(is_async=is_async(function))
     if is_async(function):
-        asyncio.run(_serve_async(pipes, function, timeout_s))
+        asyncio.run(_serve_async(channel, function, timeout_s))
     else:
-        _serve(pipes, function)
-    os.killpg(0, signal.SIGTERM)  # what the function started; this process does not mind
+        _serve(channel, function)
     return 0
 
 
-def _serve(pipes: _Pipes, function: RewardFunction) -> None:
-    while (task := pipes.tasks.get()) is not None:
-        task_id, payload = task
+def _serve(channel: _Channel, function: RewardFunction) -> None:
+    while (task := channel.receive()) is not None:
         start = time.perf_counter()
         try:
-            result = function(**dict(zip(ARGUMENTS, pickle.loads(payload), strict=True)))
-            outcome = (read_score(result), "", "")
-        except (
-            BaseException
-        ):  # SystemExit too: a function that calls exit() must not end the worker
-            outcome = (0.0, "error", traceback.format_exc())
-        pipes.send(task_id, *outcome, time.perf_counter() - start)
+            result: object = read_score(function(**_arguments(task)))
+        except BaseException as error:  # a function that calls exit() must not end the worker
+            result = error
+        channel.send_score(task["task"], start, result)
 
 
-async def _serve_async(pipes: _Pipes, function: RewardFunction, timeout_s: float) -> None:
+async def _serve_async(channel: _Channel, function: RewardFunction, timeout_s: float) -> None:
     running: set[asyncio.Task[None]] = set()
-    while (task := await asyncio.to_thread(pipes.tasks.get)) is not None:
-        job = asyncio.create_task(_score_async(pipes, function, timeout_s, *task))
+    while (task := await asyncio.to_thread(channel.receive)) is not None:
+        job = asyncio.create_task(_score_async(channel, function, timeout_s, task))
         running.add(job)  # the loop keeps weak references only
         job.add_done_callback(running.discard)
 
 
 async def _score_async(
-    pipes: _Pipes, function: RewardFunction, timeout_s: float, task_id: int, payload: bytes
+    channel: _Channel, function: RewardFunction, timeout_s: float, task: dict
 ) -> None:
     start = time.perf_counter()
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            result = await function(**dict(zip(ARGUMENTS, pickle.loads(payload), strict=True)))
-        outcome = (read_score(result), "", "")
+            result: object = read_score(await function(**_arguments(task)))
     except asyncio.CancelledError:
         raise
-    except BaseException:
-        failure = "timeout" if limit.expired() else "error"
-        outcome = (0.0, failure, traceback.format_exc())
-    pipes.send(task_id, *outcome, time.perf_counter() - start)
+    except BaseException as error:
+        result = error
+    channel.send_score(task["task"], start, result, is_late=limit.expired())
+
+
+def _arguments(task: dict) -> dict[str, object]:
+    return dict(zip(ARGUMENTS, task["arguments"], strict=True))
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-_MAX_DETAIL:]
 
 
 def _outlive_signals() -> None:
-    """Stay when the job is told to stop: the trainer decides when scoring ends, by closing the pipe.
+    """Stay when the job is told to stop: the trainer decides when scoring ends, by closing the socket.
 
-    A handler that does nothing, not SIG_IGN: programs that a reward function starts would inherit that and
-    could not be terminated. The owner blocked both signals until this point.
+    A handler that does nothing, not SIG_IGN: programs that a reward function starts would inherit that and could not be
+    terminated. The owner blocked both signals until this point.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def _explain_load_failure(error: BaseException) -> str:
-    if isinstance(error, ValueError) and error.__cause__ is None:
-        return str(error)  # says it all
-    return "".join(traceback.format_exception(error))

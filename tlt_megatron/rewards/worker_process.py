@@ -1,129 +1,185 @@
-"""One reward worker as its owner sees it: a program with a pipe each way, in a process group of its own.
+"""One reward worker as its owner sees it: a program of its own with a socket for messages and a pipe for its output.
 
-Used by `dispatch.Dispatcher`, from one thread. A program started afresh, not a fork: the trainer holds gloo
-threads, OpenMP pools and devices, which do not survive a fork; nor is the trainer's `__main__` run again.
+Used by `workers.RewardPool`, in one event loop. A program started afresh, not a fork: the trainer holds gloo threads,
+OpenMP pools and devices, which do not survive a fork; nor is the trainer's `__main__` run again.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tlt_megatron.rewards.frames import FrameReader, pack_frame
-
-_READ_BYTES = 1 << 18
+_START_TIMEOUT_S = 300.0  # to import the user's module
+_ASYNC_GRACE_S = 2.0  # an async worker ends its tasks at the timeout by itself
+_END_GRACE_S = 1.0  # for a worker that was asked to end, or has closed its socket
+_KILL_TIMEOUT_S = 10.0  # for the keeper to end the tree; only a process in the kernel takes longer
+_MAX_MESSAGE_BYTES = 1 << 20  # a worker's messages are bounded: more is not from its own code
 # the worker imports from where the trainer does, installed or not
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); life, control = map(int, sys.argv[2:4]); "
+    "from tlt_megatron.rewards.keeper import keep; keep(life, control); "
     "from tlt_megatron.rewards.worker_main import main; "
-    "sys.exit(main(sys.argv[2], float(sys.argv[3]), float(sys.argv[4])))"
+    "sys.exit(main(sys.argv[4], float(sys.argv[5]), control))"
 )
-_STUCK_S = 300.0  # on top of the timeout: importing a large library from a slow disk may hold the interpreter long
 
 
-@dataclass(slots=True, kw_only=True)
-class Task:
-    """One response on its way to a score."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a response. `failure` is "", "error" or "timeout".
 
-    task_id: int
-    payload: bytes  # pickled arguments of the reward function
-    sent_at: float = 0.0  # monotonic seconds at which its worker could begin with it
-    must_run_alone: bool = False  # it was in a worker that ended with several tasks at work
+    `is_shared`: the worker ended with several responses in hand, and any of them may be the cause.
+    """
+
+    score: float = 0.0
+    failure: str = ""
+    detail: str = ""  # traceback, timeout or exit status
+    seconds: float = 0.0  # in the reward function
+    is_shared: bool = False
 
 
-class WorkerProcess:
-    """Starts a worker at construction; `flush` and `receive` never block."""
+class _OutputPipe(asyncio.Protocol):
+    """What the worker and its programs print, in pieces, until the last of them has ended."""
 
-    def __init__(self, spec: str, timeout_s: float, folder: str) -> None:
+    def __init__(self, on_output: Callable[[bytes], None]) -> None:
+        self.data_received = on_output  # type: ignore[method-assign]
+        self.has_ended = asyncio.Event()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.has_ended.set()
+
+
+class WorkerProcess(asyncio.Protocol):
+    """Starts at construction, inside a running event loop; `load` and then `score` as often as needed, then `close`."""
+
+    def __init__(
+        self, spec: str, timeout_s: float, folder: str, on_output: Callable[[bytes], None]
+    ) -> None:
         self.spec = spec
-        seconds = [repr(timeout_s), repr(timeout_s + _STUCK_S)]
-        arguments = [json.dumps([str(entry) for entry in sys.path]), spec, *seconds]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            cwd=folder,
-            process_group=0,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        os.set_blocking(self._stdout.fileno(), False)
-        self._reader = FrameReader()
-        self._unsent = bytearray()
-        self.started_at = time.monotonic()
-        self.is_ready = False
-        self.is_async = False
-        self.in_flight: dict[int, Task] = {}  # in the order in which they were sent
-        self.mean_seconds: float | None = None  # of scoring one response, recent ones count more
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def read_fd(self) -> int:
-        return self._stdout.fileno()
-
-    @property
-    def write_fd(self) -> int:
-        return self._stdin.fileno()
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether the pipe was full: call `flush` again when `write_fd` can be written."""
-        return bool(self._unsent)
-
-    def send(self, task: Task) -> None:
-        """Take on a task; `flush` writes it."""
-        task.sent_at = time.monotonic()
-        self.in_flight[task.task_id] = task
-        self._unsent += pack_frame((task.task_id, task.payload))
-
-    def flush(self) -> None:
-        """Write what the pipe takes."""
+        self.is_async = self.is_lost = False
+        self._timeout_s = timeout_s
+        self._output = _OutputPipe(on_output)
+        self._answers: dict[int, asyncio.Future[Outcome]] = {}
+        self._is_loaded = asyncio.get_running_loop().create_future()
+        self._buffer = bytearray()
+        life_read_fd, self._life_fd = os.pipe()
+        self._output_fd, output_write_fd = os.pipe()
+        self._socket, theirs = socket.socketpair()
+        fds = [life_read_fd, theirs.fileno()]
+        path = json.dumps([str(entry) for entry in sys.path])
         try:
-            while self._unsent:
-                del self._unsent[: os.write(self.write_fd, self._unsent)]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._unsent.clear()  # it has ended; receive says so
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _PROGRAM, path, *map(str, fds), spec, repr(timeout_s)],
+                stdin=subprocess.DEVNULL,
+                stdout=output_write_fd,
+                stderr=output_write_fd,
+                pass_fds=fds,
+                cwd=folder,
+                start_new_session=True,  # what a function signals by group is not the trainer
+            )
+        finally:
+            os.close(life_read_fd)
+            os.close(output_write_fd)
+            theirs.close()
 
-    def receive(self) -> tuple[list[tuple], bool]:
-        """The messages that have come, and whether the worker has ended."""
-        messages: list[tuple] = []
+    async def load(self) -> None:
+        """Return when the function is loaded. ValueError says why it cannot be, RuntimeError that it took the worker's life."""
+        loop = asyncio.get_running_loop()
+        output = os.fdopen(self._output_fd, "rb")
+        await loop.connect_read_pipe(lambda: self._output, output)
+        self._transport, _ = await loop.create_connection(lambda: self, sock=self._socket)
+        await asyncio.wait([self._is_loaded], timeout=_START_TIMEOUT_S)
+        if not self._is_loaded.done():
+            await self._end("timeout", f"not loaded within {_START_TIMEOUT_S} s")
+        failure = await self._is_loaded
+        if failure is not None:
+            raise failure
+
+    async def score(self, task: int, line: bytes) -> Outcome:
+        """Have one response scored. A worker that is late is ended, and takes no more."""
+        answer = self._answers[task] = asyncio.get_running_loop().create_future()
+        self._transport.write(line)
+        # `wait` tells what came in time even where this thread was kept from running past the deadline
+        await asyncio.wait([answer], timeout=self._timeout_s + _ASYNC_GRACE_S * self.is_async)
+        if not answer.done():
+            await self._end("timeout", f"no score within timeout_s={self._timeout_s}")
+        return await answer
+
+    async def close(self) -> None:
+        """End the worker and what it started; a worker that has nothing to do ends by itself."""
+        if hasattr(self, "_transport"):
+            self._transport.close()
+        await self._end("error", "the reward pool was closed", grace_s=_END_GRACE_S)
+
+    def data_received(self, data: bytes) -> None:
+        """Of asyncio.Protocol: messages of the worker."""
+        self._buffer += data
+        *lines, rest = self._buffer.split(b"\n")
+        self._buffer = bytearray(rest)
         try:
-            while data := os.read(self.read_fd, _READ_BYTES):
-                messages += self._reader.feed(data)
-        except BlockingIOError:
-            return messages, False
-        return messages, True
+            if len(rest) > _MAX_MESSAGE_BYTES:
+                raise ValueError(f"{len(rest)} bytes without an end")
+            for line in lines:
+                self._take_message(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            why = f"something else than a score was written to the worker's socket: {error!r}"
+            self._ending = asyncio.ensure_future(self._end("error", why))
+            self._transport.abort()  # nothing more is read
 
-    def close_input(self) -> None:
-        """Ask the worker to end."""
-        self._stdin.close()
+    def connection_lost(self, _: Exception | None) -> None:
+        """Of asyncio.Protocol: the worker has ended, or the function has closed its socket."""
+        self._ending = asyncio.ensure_future(self._end("error", "", grace_s=_END_GRACE_S))
 
-    def wait_end(self, deadline: float) -> None:
-        """Return when the worker has ended, or at `deadline` (monotonic seconds)."""
-        while not self.receive()[1] and (left := deadline - time.monotonic()) > 0:
-            select.select([self.read_fd], [], [], left)
+    def _take_message(self, message: dict) -> None:
+        if self._is_loaded.done():
+            answer = self._answers.pop(message.pop("task"))
+            answer.set_result(Outcome(**message))
+        elif "failed" in message:
+            self._is_loaded.set_result(ValueError(message["failed"]))
+        else:
+            self.is_async = bool(message["is_async"])
+            self._is_loaded.set_result(None)
 
-    def kill(self) -> str:
-        """End the worker and all that it started, if they have not ended; how the worker ended, in words."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # before wait: until then the pid is not given away
-        self._process.kill()
-        status = self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    async def _end(self, failure: str, detail: str, *, grace_s: float = 0.0) -> None:
+        """End the process tree, after `grace_s` if it does not end by itself; then say so to all that wait for an answer.
+
+        Without `detail` the exit status is given.
+        """
+        if self.is_lost:
+            return
+        self.is_lost = True
+        status = await self._wait_end(grace_s) if grace_s else None
+        os.close(self._life_fd)
+        if await self._wait_end(_KILL_TIMEOUT_S) is None:
+            self._process.kill()
+        await asyncio.wait([asyncio.ensure_future(self._output.has_ended.wait())], timeout=grace_s)
+        if not detail and status is None:
+            detail = "the reward function closed the worker's socket"
+        detail = detail or f"the worker process ended with {_describe_status(status)}"
+        if not self._is_loaded.done():
+            error = RuntimeError(f"reward.function={self.spec!r}: {detail} while it loaded")
+            self._is_loaded.set_result(error)
+        answers, self._answers = self._answers, {}
+        outcome = Outcome(failure=failure, detail=detail, is_shared=len(answers) > 1)
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_result(outcome)
+
+    async def _wait_end(self, timeout_s: float) -> int | None:
+        try:
+            return await asyncio.to_thread(self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _describe_status(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"exit status {status}"
+    hint = " (out of memory?)" if status == -signal.SIGKILL else ""
+    return f"signal {signal.Signals(-status).name}{hint}"

@@ -1,27 +1,34 @@
 """Scores responses in worker processes while the trainer decodes. Called by the rollout worker of each rank.
 
 `submit` each response as it ends, `collect` once for each batch. The trainer never runs a reward function itself,
-so one that hangs, leaks or crashes costs a worker, which is replaced, and never the run's other work.
+so one that hangs, leaks or crashes costs a worker, which is replaced, and never the run's other work. The workers are
+driven by an event loop in a thread of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import json
 import logging
 import os
-import pickle
+import signal
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Coroutine, Hashable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from tlt_megatron.rewards.dispatch import Dispatcher, Outcome
-from tlt_megatron.rewards.worker_process import Task, WorkerProcess
+from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
 from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
+# not a logger of ours: a user's prints belong into the rank's log file, not on the terminal
+output_log = logging.getLogger("reward_output")
 
-_STOP_POLL_S = 0.2  # seconds between two questions whether to stop waiting
+MAX_OUTPUT_BYTES = 1 << 16  # of a rank's reward functions that reach the log between two `collect`
+_ASYNC_SLOTS = 64  # responses that one worker of an async function scores at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,7 @@ class RewardPool:
 
     `on_error` says what a function that raises, exceeds `timeout_s` or kills its worker means: "raise" makes
     `collect` raise RuntimeError; "zero" makes the reward 0.0, counts it and logs it once for each prompt.
+    What the function and its programs print goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` a batch.
     Example: `with RewardPool("math", num_workers=2, timeout_s=30.0, on_error="raise") as pool: ...`
     """
 
@@ -52,64 +60,51 @@ class RewardPool:
                 f"on_error={on_error!r} one of raise, zero"
             )
         self._spec = function_spec
+        self._timeout_s = timeout_s
         self._on_error = on_error
-        self._changed = threading.Condition()  # guards all below
+        self._folder = os.getcwd()  # relative paths mean the same in a worker started later
+        self._batch: dict[Hashable, Future[Outcome]] = {}
         self._num_submitted = 0
-        self._pending: dict[int, tuple[Hashable, str]] = {}  # task_id -> key, prompt_id
-        self._keys: set[Hashable] = set()  # of this batch
-        self._rewards: dict[Hashable, float] = {}
-        self._is_ready = self._is_closed = False
-        self._broken: Exception | None = None
-        self._logged_prompt_ids: set[str] = set()
-        self._stats = _new_counters()
-        folder = os.getcwd()  # relative paths mean the same in a worker started later
-        self._dispatcher = Dispatcher(
-            lambda: WorkerProcess(function_spec, timeout_s, folder),
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            on_outcome=self._take_outcome,
-            on_ready=self._take_ready,
-            on_broken=self._take_broken,
-        )
-        self._dispatcher.start()
+        self._scored: list[Outcome] = []  # since `take_stats`
+        self._wait_seconds = 0.0
+        self._broken: BaseException | None = None
+        self._is_closed = False
+        self._logged_prompt_ids: set[str] = set()  # of the loop's thread, as all below
+        self._output = _OutputLog(function_spec)
+        self._workers: list[WorkerProcess] = []
+        self._free: asyncio.Queue[_Seat] = (
+            asyncio.Queue()
+        )  # a seat for each response it has room for
+        self._alone = _Seat()  # for responses whose worker ended with several in hand
+        self._alone_lock = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="reward-workers", daemon=True)
+        self._thread.start()
+        self._loaded = self._call(self._start_workers(num_workers))
 
     def wait_ready(self) -> None:
         """Return when every worker has loaded the function.
 
         ValueError says why it cannot be loaded, RuntimeError that a worker died over it.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_ready or self._broken or self._is_closed)
-            self._raise_if_unusable()
+        self._wait([self._loaded])
 
     def submit(self, rollout_key: Hashable, prompt: Prompt, solution_str: str) -> None:
-        """Have a response scored; never waits. ValueError if the batch holds `rollout_key` already."""
-        payload = pickle.dumps(
-            (prompt.data_source, solution_str, prompt.ground_truth, dict(prompt.extra_info)),
-            protocol=pickle.HIGHEST_PROTOCOL,
-        )
-        with self._changed:
-            if self._is_closed:
-                raise RuntimeError("the reward pool is closed")
-            if rollout_key in self._keys:
-                raise ValueError(f"rollout_key={rollout_key!r}: submitted twice in one batch")
-            task_id = self._num_submitted
-            self._num_submitted += 1
-            self._keys.add(rollout_key)
-            self._pending[task_id] = (rollout_key, prompt.prompt_id)
-        self._dispatcher.put(Task(task_id=task_id, payload=payload))
+        """Have a response scored; never waits. ValueError if the batch holds `rollout_key` already.
 
-    def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
-        """Wait until `collect` will not; False if `should_stop` says True before that. What is not scored then is dropped
-        by `close`."""
-        start = time.perf_counter()
-        with self._changed:
-            while self._pending and not self._broken and not self._is_closed:
-                if should_stop():
-                    return False
-                self._changed.wait(_STOP_POLL_S)
-            self._stats["wait_seconds"] += time.perf_counter() - start
-        return True
+        The function gets `extra_info` as JSON carries it: keys are text, bytes are base64, what else JSON does not
+        know (dates, decimals) is its `str`.
+        """
+        if self._is_closed:
+            raise RuntimeError("the reward pool is closed")
+        if rollout_key in self._batch:
+            raise ValueError(f"rollout_key={rollout_key!r}: submitted twice in one batch")
+        self._num_submitted += 1
+        row = (prompt.data_source, solution_str, prompt.ground_truth, dict(prompt.extra_info))
+        message = {"task": self._num_submitted, "arguments": row}
+        line = json.dumps(message, default=_as_text).encode() + b"\n"
+        scoring = self._score(self._num_submitted, line, prompt.prompt_id, rollout_key)
+        self._batch[rollout_key] = self._call(scoring)
 
     def collect(self) -> dict[Hashable, float]:
         """Wait for all that was submitted since the last `collect`; the reward of each key, in no special order.
@@ -118,28 +113,36 @@ class RewardPool:
         only be closed.
         """
         start = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending or self._broken or self._is_closed)
-            self._raise_if_unusable()
-            self._stats["wait_seconds"] += time.perf_counter() - start
-            rewards, self._rewards = self._rewards, {}
-            self._keys.clear()
-        return rewards
+        self._wait([self._loaded, *self._batch.values()])
+        self._wait_seconds += time.perf_counter() - start
+        outcomes = {key: future.result() for key, future in self._batch.items()}
+        self._batch = {}
+        self._scored += outcomes.values()
+        self._loop.call_soon_threadsafe(self._output.end_batch)
+        return {key: outcome.score for key, outcome in outcomes.items()}
 
     def take_stats(self) -> RewardStats:
         """The counters since the last call, which starts them anew."""
-        with self._changed:
-            counters, self._stats = self._stats, _new_counters()
-        return RewardStats(**counters)
+        failures = [outcome.failure for outcome in self._scored]
+        stats = RewardStats(
+            num_scored=len(failures),
+            num_errors=failures.count("error"),
+            num_timeouts=failures.count("timeout"),
+            score_seconds=sum(outcome.seconds for outcome in self._scored),
+            wait_seconds=self._wait_seconds,
+        )
+        self._scored, self._wait_seconds = [], 0.0
+        return stats
 
     def close(self) -> None:
         """End the workers and whatever they started. A second call does nothing."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._changed.notify_all()
-        self._dispatcher.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._call(self._end_workers()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,46 +150,99 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _raise_if_unusable(self) -> None:
+    def _wait(self, futures: list[Future]) -> None:
+        """Return when all are done; raise the first error that any of them, or of an earlier call, has."""
+        if self._is_closed:
+            raise RuntimeError("the reward pool is closed")
+        if self._broken is None:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            self._broken = next((e for future in done if (e := future.exception())), None)
         if self._broken is not None:
             # a fresh one each time: an exception object that is raised twice collects tracebacks
             raise type(self._broken)(*self._broken.args)
-        if self._is_closed:
-            raise RuntimeError("the reward pool is closed")
 
-    def _take_ready(self) -> None:
-        with self._changed:
-            self._is_ready = True
-            self._changed.notify_all()
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _take_broken(self, error: Exception) -> None:
-        with self._changed:
-            self._broken = self._broken or error
-            self._changed.notify_all()
+    def _run_loop(self) -> None:
+        # workers inherit the mask, so that no signal ends one before its handlers stand
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        self._loop.run_forever()
 
-    def _take_outcome(self, outcome: Outcome) -> None:
-        with self._changed:
-            rollout_key, prompt_id = self._pending.pop(outcome.task_id)
-            self._stats["num_scored"] += 1
-            self._stats["score_seconds"] += outcome.seconds
-            self._rewards[rollout_key] = outcome.score
-            if outcome.failure:
-                self._take_failure(rollout_key, prompt_id, outcome)
-            if not self._pending or self._broken:
-                self._changed.notify_all()
+    async def _start_workers(self, num_workers: int) -> None:
+        seats = [_Seat() for _ in range(num_workers)]
+        workers = await asyncio.gather(*map(self._worker_of, seats))
+        for _ in range(_ASYNC_SLOTS if workers[0].is_async else 1):
+            for seat in seats:
+                self._free.put_nowait(seat)
 
-    def _take_failure(self, rollout_key: Hashable, prompt_id: str, outcome: Outcome) -> None:
-        self._stats["num_timeouts" if outcome.failure == "timeout" else "num_errors"] += 1
-        text = (
-            f"reward.function={self._spec!r} failed on prompt_id={prompt_id!r} "
-            f"(rollout {rollout_key!r}): {outcome.detail.rstrip()}"
-        )
-        if self._on_error == "raise":
-            self._broken = self._broken or RuntimeError(text)
-        elif prompt_id not in self._logged_prompt_ids:
-            self._logged_prompt_ids.add(prompt_id)
-            log.warning("%s\nThe reward is 0 (reward.on_error=zero).", text)
+    async def _worker_of(self, seat: _Seat) -> WorkerProcess:
+        """The worker in a seat: a new one where the last has ended."""
+        async with seat.lock:
+            if seat.worker is None or seat.worker.is_lost:
+                arguments = self._spec, self._timeout_s, self._folder, self._output.write
+                seat.worker = WorkerProcess(*arguments)
+                self._workers = [worker for worker in self._workers if not worker.is_lost]
+                self._workers.append(seat.worker)
+                await seat.worker.load()
+            return seat.worker
+
+    async def _score(self, task: int, line: bytes, prompt_id: str, key: Hashable) -> Outcome:
+        """The outcome of one response. With on_error="raise" a failure is a RuntimeError."""
+        seat = await self._free.get()
+        try:
+            outcome = await (await self._worker_of(seat)).score(task, line)
+            if outcome.is_shared:  # any of several may have ended the worker
+                async with self._alone_lock:
+                    outcome = await (await self._worker_of(self._alone)).score(task, line)
+        finally:
+            self._free.put_nowait(seat)
+        if outcome.failure:
+            where = f"prompt_id={prompt_id!r} (rollout {key!r})"
+            text = f"reward.function={self._spec!r} failed on {where}: {outcome.detail.rstrip()}"
+            if self._on_error == "raise":
+                raise RuntimeError(text)
+            if prompt_id not in self._logged_prompt_ids:
+                self._logged_prompt_ids.add(prompt_id)
+                log.warning("%s\nThe reward is 0 (reward.on_error=zero).", text)
+        return outcome
+
+    async def _end_workers(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+        self._output.end_batch()
 
 
-def _new_counters() -> dict[str, float]:
-    return dict.fromkeys(RewardStats.__dataclass_fields__, 0)
+class _Seat:
+    """A place for a worker, which may be replaced."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.worker: WorkerProcess | None = None
+
+
+class _OutputLog:
+    """What reward functions print, to the log up to a bound for each batch; the rest is counted."""
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        kept = data[: max(0, MAX_OUTPUT_BYTES - self._num_bytes)]
+        self._num_bytes += len(data)
+        if text := kept.decode(errors="replace").rstrip():
+            output_log.info("%s", text)
+
+    def end_batch(self) -> None:
+        num_cut, self._num_bytes = self._num_bytes - MAX_OUTPUT_BYTES, 0
+        if num_cut > 0:
+            output_log.info(
+                "reward.function=%r: %d more bytes of output of this step were cut",
+                *(self._spec, num_cut),
+            )
+
+
+def _as_text(value: object) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
