@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, Self
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 output_log = logging.getLogger("reward_output")
 
 MAX_OUTPUT_BYTES = 1 << 16  # of a rank's reward functions that reach the log between two `collect`
+_STOP_POLL_S = 0.2  # between two questions whether to stop waiting
 _ASYNC_SLOTS = 64  # responses that one worker of an async function scores at once
 
 
@@ -105,6 +106,21 @@ class RewardPool:
         line = json.dumps(message, default=_as_text).encode() + b"\n"
         scoring = self._score(self._num_submitted, line, prompt.prompt_id, rollout_key)
         self._batch[rollout_key] = self._call(scoring)
+
+    def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
+        """Wait until `collect` will not; False if `should_stop` says True before that. What is not scored then is dropped
+        by `close`."""
+        start = time.perf_counter()
+        futures = [self._loaded, *self._batch.values()]
+        while not (self._broken or self._is_closed):
+            done, pending = wait(futures, timeout=0, return_when=FIRST_EXCEPTION)
+            if not pending or any(future.exception() for future in done):
+                break
+            if should_stop():
+                return False
+            wait(futures, timeout=_STOP_POLL_S, return_when=FIRST_EXCEPTION)
+        self._wait_seconds += time.perf_counter() - start
+        return True
 
     def collect(self) -> dict[Hashable, float]:
         """Wait for all that was submitted since the last `collect`; the reward of each key, in no special order.
