@@ -139,6 +139,7 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
     """A reward of 1e200 made every advantage 0, and the run learned nothing without a word."""
     (tmp_path / "huge.py").write_text(
         "def huge(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    print('a word of the reward function')\n"
         "    return 1e200 * len(solution_str)\n"
     )
     zero = ("reward.on_error=zero", "run.num_steps=1", "data.eval=")
@@ -152,3 +153,5 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
     assert "must be a finite number from -1e+06 to 1e+06" in stderr
     (row,) = metric_rows(tmp_path)
     assert row["reward/num_errors"] == 16
+    assert "a word of the reward function" in (tmp_path / "logs" / "rank_00000.log").read_text()
+    assert "a word of the reward function" not in stderr

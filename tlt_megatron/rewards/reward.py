@@ -3,7 +3,8 @@ wants to refuse a wrong setting early. A reward function has the signature that 
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": float, ...}
 
-It may be `async def`; a worker then scores many responses at once.
+It may be `async def`; a worker then scores many responses at once. `extra_info` arrives as JSON carries it: keys are
+text, bytes are base64, and dates and decimals are their `str`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ OpenMP pools and devices, which do not survive a fork; nor is the trainer's `__m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from tlt_megatron.rewards.reward import read_score
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
 _ASYNC_GRACE_S = 2.0  # an async worker ends its tasks at the timeout by itself
@@ -62,7 +65,9 @@ class WorkerProcess(asyncio.Protocol):
         self, spec: str, timeout_s: float, folder: str, on_output: Callable[[bytes], None]
     ) -> None:
         self.spec = spec
-        self.is_async = self.is_lost = False
+        self.is_async = False
+        self._transport: asyncio.Transport | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._timeout_s = timeout_s
         self._output = _OutputPipe(on_output)
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
@@ -88,6 +93,11 @@ class WorkerProcess(asyncio.Protocol):
             os.close(output_write_fd)
             theirs.close()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended or is being ended; it takes no more responses."""
+        return self._ending is not None
+
     async def load(self) -> None:
         """Return when the function is loaded. ValueError says why it cannot be, RuntimeError that it took the worker's life."""
         loop = asyncio.get_running_loop()
@@ -96,24 +106,26 @@ class WorkerProcess(asyncio.Protocol):
         self._transport, _ = await loop.create_connection(lambda: self, sock=self._socket)
         await asyncio.wait([self._is_loaded], timeout=_START_TIMEOUT_S)
         if not self._is_loaded.done():
-            await self._end("timeout", f"not loaded within {_START_TIMEOUT_S} s")
+            await asyncio.shield(self._end("timeout", f"not loaded within {_START_TIMEOUT_S} s"))
         failure = await self._is_loaded
         if failure is not None:
             raise failure
 
     async def score(self, task: int, line: bytes) -> Outcome:
         """Have one response scored. A worker that is late is ended, and takes no more."""
+        assert self._transport is not None
         answer = self._answers[task] = asyncio.get_running_loop().create_future()
         self._transport.write(line)
         # `wait` tells what came in time even where this thread was kept from running past the deadline
         await asyncio.wait([answer], timeout=self._timeout_s + _ASYNC_GRACE_S * self.is_async)
         if not answer.done():
-            await self._end("timeout", f"no score within timeout_s={self._timeout_s}")
+            why = f"no score within timeout_s={self._timeout_s}"
+            await asyncio.shield(self._end("timeout", why))
         return await answer
 
     async def close(self) -> None:
         """End the worker and what it started; a worker that has nothing to do ends by itself."""
-        if hasattr(self, "_transport"):
+        if self._transport is not None:
             self._transport.close()
         await self._end("error", "the reward pool was closed", grace_s=_END_GRACE_S)
 
@@ -127,38 +139,43 @@ class WorkerProcess(asyncio.Protocol):
                 raise ValueError(f"{len(rest)} bytes without an end")
             for line in lines:
                 self._take_message(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             why = f"something else than a score was written to the worker's socket: {error!r}"
-            self._ending = asyncio.ensure_future(self._end("error", why))
-            self._transport.abort()  # nothing more is read
+            self._end("error", why)
+            if self._transport is not None:
+                self._transport.abort()  # nothing more is read
 
     def connection_lost(self, _: Exception | None) -> None:
         """Of asyncio.Protocol: the worker has ended, or the function has closed its socket."""
-        self._ending = asyncio.ensure_future(self._end("error", "", grace_s=_END_GRACE_S))
+        self._end("error", "", grace_s=_END_GRACE_S)
 
     def _take_message(self, message: dict) -> None:
         if self._is_loaded.done():
-            answer = self._answers.pop(message.pop("task"))
-            answer.set_result(Outcome(**message))
+            task, score = message.pop("task"), read_score(message.pop("score", 0.0))
+            outcome = Outcome(score=score, **message)
+            self._answers.pop(task).set_result(outcome)
         elif "failed" in message:
             self._is_loaded.set_result(ValueError(message["failed"]))
         else:
             self.is_async = bool(message["is_async"])
             self._is_loaded.set_result(None)
 
-    async def _end(self, failure: str, detail: str, *, grace_s: float = 0.0) -> None:
-        """End the process tree, after `grace_s` if it does not end by itself; then say so to all that wait for an answer.
+    def _end(self, failure: str, detail: str, grace_s: float = 0.0) -> asyncio.Task[None]:
+        """End the process tree, after `grace_s` if it does not end by itself; then tell all that wait for an answer.
 
-        Without `detail` the exit status is given.
+        Without `detail` the exit status is given. The first call decides; await the task to see the processes gone.
         """
-        if self.is_lost:
-            return
-        self.is_lost = True
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end_processes(failure, detail, grace_s))
+        return self._ending
+
+    async def _end_processes(self, failure: str, detail: str, grace_s: float) -> None:
         status = await self._wait_end(grace_s) if grace_s else None
         os.close(self._life_fd)
         if await self._wait_end(_KILL_TIMEOUT_S) is None:
             self._process.kill()
-        await asyncio.wait([asyncio.ensure_future(self._output.has_ended.wait())], timeout=grace_s)
+        with contextlib.suppress(TimeoutError):  # the last output
+            await asyncio.wait_for(self._output.has_ended.wait(), _END_GRACE_S)
         if not detail and status is None:
             detail = "the reward function closed the worker's socket"
         detail = detail or f"the worker process ended with {_describe_status(status)}"

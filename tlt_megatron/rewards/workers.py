@@ -155,6 +155,8 @@ class RewardPool:
         if self._is_closed:
             return
         self._is_closed = True
+        for future in (self._loaded, *self._batch.values()):
+            future.cancel()
         self._call(self._end_workers()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -224,9 +226,8 @@ class RewardPool:
         return outcome
 
     async def _end_workers(self) -> None:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
         await asyncio.gather(*(worker.close() for worker in self._workers))
+        await self._loop.shutdown_default_executor()
         self._output.end_batch()
 
 

@@ -205,21 +205,39 @@ def test_daemons_live_while_their_worker_does_and_end_with_the_pool(
         wait_gone(pid)
 
 
-def test_forged_scores_of_other_responses_are_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"task": 99, "score": 1}',
+        '{"task": 1, "score": "NaN"}',
+        '{"task": 1, "score": 1, "failed": 0}',
+        '{"task": [], "score": 1}',
+        "[1]",
+        "5",
+        "{",
+        "[" * 100_000,
+        "x" * 3_000_000,
+    ],
+)
+def test_what_is_no_score_costs_one_response(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
 ) -> None:
     (tmp_path / "forger.py").write_text(
         "import os\n"
         "def act(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    for name in os.listdir('/proc/self/fd'):\n"
+        "    for name in os.listdir('/proc/self/fd') if solution_str == 'forge' else ():\n"
         "        if 'socket' in os.path.realpath('/proc/self/fd/' + name):\n"
-        '            os.write(int(name), b\'{"task": 99, "score": 1}\\n\')\n'
+        "            os.write(int(name), (extra_info['line'] + '\\n').encode())\n"
         "    return 1.0\n"
     )
     spec = f"{tmp_path / 'forger.py'}:act"
     with RewardPool(spec, num_workers=1, timeout_s=30.0, on_error="zero") as pool:
-        assert score(pool, "x") == [0.0]
-    assert "something else than a score" in failures(caplog)[0]
+        pool.submit("forger", prompt("forger", extra_info={"line": line}), "forge")
+        pool.submit("other", prompt("other"), "x")
+        assert pool.collect() == {"forger": 0.0, "other": 1.0}
+    (message,) = failures(caplog)
+    assert "something else than a score" in message
+    assert "prompt_id='forger'" in message
 
 
 def test_strange_rows_reach_the_function(pool: RewardPool) -> None:
