@@ -6,11 +6,9 @@ Everything is imported here once; each schedule is a forked process, and forks t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -23,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.faults.case import Case, Hang, Missed, Verdict
+from tests.faults.case import Case, Verdict, judge
 from tests.faults.catalogue import FAULTS, draw
 from tests.faults.lab import Lab
 from tests.faults.processes import adopt_orphans, descendants, kill_all
@@ -130,37 +128,12 @@ def _start(fault: str, seed: int, lab: Lab, folder: Path) -> int:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         folder.mkdir()
-        verdict = judge(fault, seed, lab, folder)
+        verdict = judge(FAULTS[fault].run, Case(fault, seed, lab, folder))
         (folder / "verdict.part").write_text(json.dumps(dataclasses.asdict(verdict)))
         (folder / "verdict.part").rename(folder / "verdict.json")
     except BaseException:
         traceback.print_exc()
     os._exit(0)
-
-
-def judge(fault: str, seed: int, lab: Lab, folder: Path) -> Verdict:
-    """Run one schedule in this process, which adopts what it leaves behind."""
-    adopt_orphans()
-    case = Case(fault, seed, lab, folder)
-    started = time.monotonic()
-    try:
-        FAULTS[fault].run(case)
-    except Hang as hang:
-        case.verdict.hang = str(hang)
-    except Missed as missed:
-        case.verdict.missed = str(missed)
-    except Exception:
-        case.verdict.broken = traceback.format_exc()
-    while left := descendants():
-        kill_all(left)
-        time.sleep(0.02)
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, 0):
-            pass
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    case.verdict.cpu_seconds = usage.ru_utime + usage.ru_stime
-    case.verdict.seconds = time.monotonic() - started
-    return case.verdict
 
 
 def _read(folder: Path, fault: str, seed: int) -> Verdict:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import random
 import re
+import resource
 import signal
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +19,14 @@ from typing import NoReturn
 from tests.faults.compare import differences, saved_step
 from tests.faults.lab import Lab, Variant
 from tests.faults.probe import Plan
-from tests.faults.processes import Job, descendants, kill_all, start_forked, start_torchrun
+from tests.faults.processes import (
+    Job,
+    adopt_orphans,
+    descendants,
+    kill_all,
+    start_forked,
+    start_torchrun,
+)
 
 RUN_LIMIT_S = 90.0  # of a run without waiting times of its own, on a loaded machine
 RESUME_LIMIT_S = 120.0
@@ -150,11 +161,13 @@ class Case:
         if not is_inside:
             self.release(job)
 
-    def finish(self, job: Job, limit_s: float = RUN_LIMIT_S) -> None:
+    def finish(
+        self, job: Job, limit_s: float = RUN_LIMIT_S, orphan_grace_s: float = ORPHAN_GRACE_S
+    ) -> None:
         """Wait for the end of the run and of all its processes."""
         if not job.wait(limit_s):
             self.give_up(job, f"not ended {limit_s:g} s after the fault")
-        deadline = time.monotonic() + ORPHAN_GRACE_S
+        deadline = time.monotonic() + orphan_grace_s
         while left := descendants():
             if time.monotonic() > deadline:
                 self.verdict.orphans += [f"{pid}: {command}" for pid, command in left.items()]
@@ -232,3 +245,27 @@ class Case:
         if begun < at_least:
             self.verdict.lost.append(f"resumed from step {begun}, {at_least} was saved")
         return job
+
+
+def judge(run: Callable[[Case], None], case: Case) -> Verdict:
+    """Run one schedule in this process, which adopts what it leaves behind and has no other children."""
+    adopt_orphans()
+    started = time.monotonic()
+    try:
+        run(case)
+    except Hang as hang:
+        case.verdict.hang = str(hang)
+    except Missed as missed:
+        case.verdict.missed = str(missed)
+    except Exception:  # of the harness: the table has a column for it
+        case.verdict.broken = traceback.format_exc()
+    while left := descendants():
+        kill_all(left)
+        time.sleep(0.02)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0):
+            pass
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    case.verdict.cpu_seconds = usage.ru_utime + usage.ru_stime
+    case.verdict.seconds = time.monotonic() - started
+    return case.verdict

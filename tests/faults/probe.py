@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -261,13 +260,13 @@ class _Proxy:
 
 
 def _reach_stores_through(proxy: _Proxy) -> None:
+    """Stores that this rank opens and does not host are reached by way of `proxy`. The world's own store stands already."""
     import torch.distributed as dist
 
-    store: Callable[..., dist.TCPStore] = dist.TCPStore
+    class ProxiedStore(dist.TCPStore):
+        def __init__(self, host: str, port: int, *args: Any, **kwargs: Any) -> None:
+            if not kwargs.get("is_master"):
+                host, port = "127.0.0.1", proxy.forward(host, port)
+            super().__init__(host, port, *args, **kwargs)
 
-    def make(host: str, port: int, *args: Any, **kwargs: Any) -> dist.TCPStore:
-        if kwargs.get("is_master"):
-            return store(host, port, *args, **kwargs)
-        return store("127.0.0.1", proxy.forward(host, port), *args, **kwargs)
-
-    dist.TCPStore = make  # type: ignore[misc,assignment]
+    dist.TCPStore = ProxiedStore  # type: ignore[misc]

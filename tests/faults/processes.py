@@ -29,6 +29,7 @@ from tests.ranks import _free_port as free_port
 
 REPO = Path(__file__).resolve().parent.parent.parent
 PROGRAM = REPO / "launch" / "pretrain_rl.py"
+LAUNCHER = REPO / "launch" / "torchrun.py"
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _POLL_S = 0.01
@@ -41,18 +42,14 @@ def adopt_orphans() -> None:
 
 
 def descendants(pid: int | None = None) -> dict[int, str]:
-    """Every live process below `pid` (default: this one), with its command line. Zombies of ours are reaped."""
+    """Every live process below `pid` (default: this one), with its command line."""
     pid = os.getpid() if pid is None else pid
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (status := _status(int(entry))) is not None:
             parent, state = status
-            if state == "Z":
-                if parent == os.getpid():
-                    with contextlib.suppress(ChildProcessError):
-                        os.waitpid(int(entry), os.WNOHANG)
-                continue
-            children.setdefault(parent, []).append(int(entry))
+            if state != "Z":
+                children.setdefault(parent, []).append(int(entry))
     found: dict[int, str] = {}
     queue = list(children.get(pid, []))
     while queue:
@@ -90,7 +87,9 @@ class Job:
     """One start of the program. `folder` holds terminal.txt, codes.json and the marks of the probe."""
 
     folder: Path
-    agent_pids: list[int]
+    agents: Sequence[
+        subprocess.Popen | int
+    ]  # a process of its own program, or the pid of a forked one
     num_ranks: int
     is_torchrun: bool
     agent_codes: dict[int, int] = field(default_factory=dict)  # by pid; -N: ended by signal N
@@ -101,16 +100,17 @@ class Job:
         return (self.folder / "terminal.txt").read_text(errors="replace")
 
     @property
+    def agent_pids(self) -> list[int]:
+        """In the order of their start."""
+        return [agent if isinstance(agent, int) else agent.pid for agent in self.agents]
+
+    @property
     def has_ended(self) -> bool:
         """Whether the agents have ended. Ranks may be left."""
-        for pid in self.agent_pids:
-            if pid in self.agent_codes:
-                continue
-            with contextlib.suppress(ChildProcessError):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.agent_codes[pid] = os.waitstatus_to_exitcode(status)
-        return len(self.agent_codes) == len(self.agent_pids)
+        for agent, pid in zip(self.agents, self.agent_pids, strict=True):
+            if pid not in self.agent_codes and (code := _poll(agent)) is not None:
+                self.agent_codes[pid] = code
+        return len(self.agent_codes) == len(self.agents)
 
     @property
     def rank_pids(self) -> dict[int, int]:
@@ -143,6 +143,14 @@ class Job:
         return True
 
 
+def _poll(agent: subprocess.Popen | int) -> int | None:
+    """Its exit code, -N for signal N; None while it runs."""
+    if not isinstance(agent, int):
+        return agent.poll()
+    done, status = os.waitpid(agent, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
 def start_forked(
     folder: Path,
     arguments: Sequence[str],
@@ -162,7 +170,7 @@ def start_forked(
             code = _agent(folder, arguments, plan, num_ranks, port, shutdown_timeout_s)
         finally:
             os._exit(code)
-    return Job(folder=folder, agent_pids=[pid], num_ranks=num_ranks, is_torchrun=False)
+    return Job(folder=folder, agents=[pid], num_ranks=num_ranks, is_torchrun=False)
 
 
 def start_torchrun(
@@ -187,7 +195,8 @@ def start_torchrun(
         endpoint = f"127.0.0.1:{free_port()}"
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
         rendezvous += ["--rdzv-id", "faults", "--nnodes", str(num_agents)]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *options]
+    launcher = [str(LAUNCHER)] if LAUNCHER.is_file() else ["-m", "torch.distributed.run", *options]
+    command = [sys.executable, *launcher, *rendezvous]
     command += ["--nproc-per-node", str(num_ranks // num_agents)]
     command += [str(REPO / "tests" / "faults" / "rank.py"), *arguments]
     with open(folder / "terminal.txt", "ab") as terminal:
@@ -200,10 +209,10 @@ def start_torchrun(
                 stdout=terminal,
                 stderr=terminal,
                 start_new_session=True,
-            ).pid
+            )
             for _ in range(num_agents)
         ]
-    return Job(folder=folder, agent_pids=agents, num_ranks=num_ranks, is_torchrun=True)
+    return Job(folder=folder, agents=agents, num_ranks=num_ranks, is_torchrun=True)
 
 
 def _agent(
@@ -274,6 +283,8 @@ def _rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         PYTHONPATH=str(REPO),
+        TORCHELASTIC_RUN_ID="faults",  # as under torchrun: somebody supervises the rank
+        TLT_AGENT_PID=str(os.getppid()),
     )
     code = 1
     try:
