@@ -62,6 +62,13 @@ test: setup  ## the whole test suite (CPU)
 	@echo "test: pytest"
 	@$(PY) -m pytest
 
+FAULT_SCHEDULES ?= 500
+FAULT_SEED ?= 1
+
+faults: setup  ## 500 schedules of injected faults against real runs; the table and build/faults.json
+	@echo "faults: $(FAULT_SCHEDULES) schedules, two at a time"
+	@$(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $(FAULT_SEED) --json build/faults.json
+
 lint: setup  ## ruff check and format
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
@@ -102,4 +109,4 @@ bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm drafter test test-gpu lint bench bench-gpu clean
+.PHONY: help setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm drafter test faults test-gpu lint bench bench-gpu clean

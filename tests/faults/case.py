@@ -200,6 +200,14 @@ class Case:
         if wrong:
             self.unclear(job, f"exit codes {wrong}: must be one of {allowed}")
 
+    def expect_refused(self, job: Job) -> None:
+        """A rank ends with exit code 2; others may be ended by the agent for that. No traceback."""
+        codes = set(job.rank_codes.values())
+        by_agent = {-signal.SIGTERM, 128 + signal.SIGTERM}
+        if 2 not in codes or codes - by_agent - {2}:
+            self.unclear(job, f"exit codes {job.rank_codes}: must be 2")
+        self.expect_no_traceback(job)
+
     def expect_line(self, job: Job, *patterns: str) -> None:
         """One line of the terminal that holds all of `patterns`."""
         lines = (_OWN_PREFIX.sub("", line) for line in job.terminal.splitlines())

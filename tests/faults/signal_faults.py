@@ -167,7 +167,7 @@ def torchrun_killed(case: Case) -> None:
     case.strike(job, (victim, signal.SIGKILL))
     case.finish(job)
     if victim is not None:
-        case.expect_codes(job, 1)
+        case.expect_codes(job, 1, 128 + signal.SIGKILL)
         case.expect_line(job, _naming(victim) + rf"|rank\s*:\s*{victim}\b")
     case.resume(at_least=steps_saved(plan))
 
