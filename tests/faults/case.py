@@ -81,7 +81,6 @@ class Case:
         self.variant = lab.variant("plain")
         self.plan: Plan | None = None
         self.jobs: list[Job] = []
-        self.options: list[str] = []  # of torchrun
         self.shutdown_timeout_s = 30.0
 
     # ---- drawing
@@ -121,9 +120,7 @@ class Case:
         self.verdict.where = f"{self.variant.name} {self.plan}"
         if is_torchrun:
             self.verdict.door = "torchrun"
-            job = start_torchrun(
-                folder, arguments, self.plan, num_agents=num_agents, options=self.options
-            )
+            job = start_torchrun(folder, arguments, self.plan, num_agents=num_agents)
         else:
             job = start_forked(
                 folder, arguments, self.plan, shutdown_timeout_s=self.shutdown_timeout_s
@@ -174,6 +171,14 @@ class Case:
                 kill_all(left)
                 return
             time.sleep(0.02)
+
+    def await_any_agent(self, job: Job) -> None:
+        """Return when one of several agents has ended."""
+        deadline = time.monotonic() + RUN_LIMIT_S
+        while not job.has_ended and not job.agent_codes:
+            if time.monotonic() > deadline:
+                self.give_up(job, "no agent ended")
+            time.sleep(0.05)
 
     def give_up(self, job: Job, why: str) -> NoReturn:
         """A hang: end everything, keep the stacks of the ranks."""

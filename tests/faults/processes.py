@@ -180,7 +180,6 @@ def start_torchrun(
     *,
     num_ranks: int = 2,
     num_agents: int = 1,
-    options: Sequence[str] = (),
 ) -> Job:
     """What a user types, but for the script: it is rank.py, which watches the program that it then runs."""
     folder.mkdir(parents=True)
@@ -195,8 +194,7 @@ def start_torchrun(
         endpoint = f"127.0.0.1:{free_port()}"
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
         rendezvous += ["--rdzv-id", "faults", "--nnodes", str(num_agents)]
-    launcher = [str(LAUNCHER)] if LAUNCHER.is_file() else ["-m", "torch.distributed.run", *options]
-    command = [sys.executable, *launcher, *rendezvous]
+    command = [sys.executable, str(LAUNCHER), *rendezvous]
     command += ["--nproc-per-node", str(num_ranks // num_agents)]
     command += [str(REPO / "tests" / "faults" / "rank.py"), *arguments]
     with open(folder / "terminal.txt", "ab") as terminal:

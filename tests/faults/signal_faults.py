@@ -10,11 +10,6 @@ from tests.faults.probe import Plan
 
 PHASES = ("setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
 TRAINING = PHASES[1:-1]
-# Signals of torchrun as launch/slurm and README give them.
-STOP_OPTIONS = (
-    "--shutdown-timeout=60",
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-)
 _FROZEN = (
     "run.group_timeout_s=4",
     "reward.timeout_s=4",
@@ -142,11 +137,10 @@ def _naming(rank: int) -> str:
 
 
 def torchrun_stop(case: Case) -> None:
-    """SIGTERM, SIGINT or SIGUSR1 to torchrun itself, started as README says."""
+    """SIGTERM, SIGINT or SIGUSR1 to launch/torchrun.py, as README starts a run."""
     case.draw_variant("plain", "spot")
     number = case.rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     plan = case.draw_moment(*PHASES[1:-1])
-    case.options = list(STOP_OPTIONS)
     job = case.start(is_torchrun=True)
     case.verdict.where += f" {number.name} to torchrun"
     case.strike(job, (None, number))
@@ -177,7 +171,6 @@ def two_agents(case: Case) -> None:
     plan = case.draw_moment(*TRAINING)
     which = case.rng.randrange(2)
     kind = case.rng.choice(["kill rank", "freeze rank", "kill agent", "stop"])
-    case.options = [*STOP_OPTIONS[1:], "--shutdown-timeout=10"]
     job = case.start(*_FROZEN, "run.num_steps=40", is_torchrun=True, num_agents=2)
     case.verdict.where += f" {kind} {which}"
     case.await_moment(job)
@@ -189,7 +182,14 @@ def two_agents(case: Case) -> None:
     else:
         job.signal_rank(which, signal.SIGKILL if kind == "kill rank" else signal.SIGSTOP)
     case.release(job)
+    if kind == "freeze rank":
+        case.await_any_agent(job)
+        for agent, pid in enumerate(job.agent_pids):
+            if pid not in job.agent_codes:  # no other node can end a frozen one: the scheduler does
+                job.signal_agent(signal.SIGKILL, agent)
     case.finish(job, 120.0)
+    if kind == "freeze rank":
+        case.expect_line(job, _naming(which))
     if kind == "stop":
         case.expect_codes(job, 0)
         case.expect_saved(steps_done(plan))
