@@ -70,6 +70,9 @@ def test_a_gpu_gives_its_memory_back_and_keeps_the_drafter(drafter: str) -> None
     found = arguments(speculate(drafter, "4_1_4", selector="fixed"), device_type="cuda")
     assert found["enable_memory_saver"]
     assert found["enable_draft_weights_cpu_backup"]
+    assert (
+        "enable_weights_cpu_backup" not in found
+    )  # the policy is sent anew: parking it would cost host memory
     assert "disable_cuda_graph" not in found
 
 

@@ -122,3 +122,9 @@ def test_messages_and_answered_probes_are_no_silence() -> None:
         return "done"
 
     assert asyncio.run(watched(work(), silence.failure)) == "done"
+
+
+def test_time_in_which_the_rank_itself_was_stopped_is_no_silence() -> None:
+    silence = Silence(lambda: 7.0, lambda: None, timeout_s=1.0)
+    time.sleep(1.1)  # as if stopped: nobody asks
+    assert silence.failure() is None

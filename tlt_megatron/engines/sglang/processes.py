@@ -164,18 +164,22 @@ class Silence:
         self._probe = probe
         self._timeout_s = timeout_s
         self._seen = last_message()
-        self._since = time.monotonic()
+        self._silent_s = 0.0
+        self._asked = time.monotonic()
         self._has_probed = False
 
     def failure(self) -> str | None:
-        """What is wrong, if anything; asks for a sign of life after half of the time."""
+        """What is wrong, if anything; asks for a sign of life after half of the time. To be called every `_POLL_S`.
+
+        Time in which this process did not ask counts little: while it was stopped or busy it took no messages either."""
         now, seen = time.monotonic(), self._last_message()
+        self._silent_s += min(now - self._asked, 2 * _POLL_S)
+        self._asked = now
         if seen != self._seen:
-            self._seen, self._since, self._has_probed = seen, now, False
-            return None
-        if now - self._since >= self._timeout_s:
+            self._seen, self._silent_s, self._has_probed = seen, 0.0, False
+        if self._silent_s >= self._timeout_s:
             return f"it has sent nothing for sglang.request_timeout_s={self._timeout_s:g}"
-        if now - self._since >= self._timeout_s / 2 and not self._has_probed:
+        if self._silent_s >= self._timeout_s / 2 and not self._has_probed:
             self._has_probed = True
             self._probe()
         return None
