@@ -37,7 +37,7 @@ class StopRequest:
         self, rank: int = 0, *, world_size: int = 1, is_first_of_node: bool = True
     ) -> None:
         self.is_requested = False
-        self._is_training = self._has_ended = False
+        self._is_training = self._has_ended = self._has_peer_ended = False
         self._first: signal.Signals | None = None  # that this rank received
         self._store: dist.Store | None = None
         self._rank = rank
@@ -67,12 +67,12 @@ class StopRequest:
         Returns whether it is the first to end, so that its reason is the one to show.
         """
         self._has_ended = True
-        return self._tell(_END, code, line)
+        return not self._has_peer_ended and self._tell(_END, code, line)
 
     def linger(self) -> None:
-        """Before this rank exits after `end`: where it hosts the store, let the others read it."""
+        """Before this rank exits after `end`: where it hosts the store, let the others read it and end."""
         if self._store is not None and self._rank == 0 and self._world_size > 1:
-            time.sleep(2 * _POLL_S)
+            time.sleep(2 * _POLL_S + _OWN_END_S)
 
     def close(self) -> None:
         """Stop listening; signals have no effect any more. Call it on every rank before rank 0, which hosts the store, ends."""
@@ -122,6 +122,7 @@ class StopRequest:
             if rank == self._rank:
                 continue
             if kind == _END:
+                self._has_peer_ended = True
                 time.sleep(_OWN_END_S)
                 if not self._has_ended:
                     self._exit(code, f"rank {rank} has ended the run: {line}", is_shown=False)
