@@ -155,7 +155,7 @@ def test_what_only_data_and_memory_show_is_refused_too(
     assert message in stderr
 
 
-def test_risky_sampling_is_warned_of_and_an_unusable_row_is_named_once_per_rank(
+def test_risky_sampling_is_warned_of_and_an_unusable_row_is_named_once(
     config: Path, tmp_path: Path
 ) -> None:
     rows = ['{"prompt": "a=", "label": 42.0}', '{"prompt": "b=", "label": NaN}']
@@ -166,9 +166,9 @@ def test_risky_sampling_is_warned_of_and_an_unusable_row_is_named_once_per_rank(
     assert [code for code, _ in results] == [2, 2]
     assert "rollout.top_p=0.9 and rollout.top_k=0 cut the distribution" in results[0][1]
     assert "cut the distribution" not in results[1][1]
-    for _, stderr in results:
-        assert stderr.count(f"{train} row 2: label=nan must be a finite number") == 1
-        assert "Traceback" not in stderr
+    said = "".join(stderr for _, stderr in results)
+    assert said.count(f"{train} row 2: label=nan must be a finite number") == 1
+    assert "Traceback" not in said
 
 
 def test_refusals_come_before_torch_is_imported(config: Path) -> None:

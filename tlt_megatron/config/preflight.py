@@ -1,10 +1,9 @@
 """What can be known from files before torch is imported: the policy's folder, the drafter's, the tokenizer, the prompts'
-files, the run's folder. Called by the launcher, so that such a mistake costs a moment and one line.
+files. Called by the launcher, so that such a mistake costs a moment and one line.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,6 @@ def check_files(config: RunConfig) -> None:
     _check_prompts("data.train", config.data.train)
     if config.data.eval:
         _check_prompts("data.eval", config.data.eval)
-    if config.run.dir:
-        _check_writable(Path(config.run.dir))
     _check_tokenizer(config.model.path, policy.vocab_size)  # last: of these it takes the longest
 
 
@@ -169,17 +166,3 @@ def _check_prompts(key: str, path: str) -> None:
         raise ValueError(f"{key}={path!r}: is empty, must hold at least one row")
     if file.suffix == ".parquet" and not (first == last == _PARQUET_MAGIC):
         raise ValueError(f"{key}={path!r}: is truncated, or not a parquet file")
-
-
-def _check_writable(run_dir: Path) -> None:
-    """Tries it where the folder is, or will be: permissions alone do not tell of read-only and full disks."""
-    parent = run_dir.absolute()
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    try:
-        with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"run.dir={str(run_dir)!r}: must be a folder that can be written; {parent}: {error.strerror}"
-        ) from error

@@ -169,8 +169,8 @@ CASES = [
     Case("truncated drafter", r"speculation\.drafter=.*model\.safetensors: is truncated", cut("drafter/model.safetensors", -2), DRAFTS),
     Case("drafter by its old key", r"drafter\.path='x': unknown key; did you mean speculation\.drafter\?", overrides=("drafter.path=x",)),
     # run folder and prompts
-    Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': must be a folder that can be written; .*: Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),
-    Case("run.dir that cannot be written", r"run\.dir='/proc/run': must be a folder that can be written; /proc: ", overrides=("run.dir=/proc/run",)),
+    Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': cannot be written: .*Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),
+    Case("run.dir that cannot be written", r"run\.dir='/proc/run': cannot be written: ", overrides=("run.dir=/proc/run",)),
     Case("no prompts", r"data\.train='': must be an existing", overrides=("data.train=",)),
     Case("absent prompts", r"data\.train='/absent\.jsonl': must be an existing \.jsonl or \.parquet file", overrides=("data.train=/absent.jsonl",)),
     Case("absent eval", r"data\.eval='/absent\.parquet': must be an existing", overrides=("data.eval=/absent.parquet",)),
