@@ -12,6 +12,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _RUNTIME = Path(__file__).resolve().parent
 # As gloo (pair.cc, unbound_buffer.cc) and NCCL (ProcessGroupNCCL.cpp) put it; both raise plain RuntimeErrors too.
 _COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Timed out waiting")
+_STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -29,6 +30,8 @@ def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tu
     """
     where = _call_site(error)
     first = str(error).partition("\n")[0]
+    if any(isinstance(e, _STORE_ERRORS) for e in (error, error.__cause__)):
+        return f"{where}: the job's store does not answer", False
     if _TIMEOUT.search(first):
         return f"{where}: no answer within run.group_timeout_s={group_timeout_s:g} s", True
     if "Connection" in first:

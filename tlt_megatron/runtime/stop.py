@@ -40,6 +40,7 @@ class StopRequest:
         self._is_training = self._has_ended = self._has_peer_ended = False
         self._first: signal.Signals | None = None  # that this rank received
         self._store: dist.Store | None = None
+        self._has_lost_store = False
         self._rank = rank
         self._world_size = world_size
         self._is_first_of_node = is_first_of_node
@@ -134,15 +135,16 @@ class StopRequest:
     # ---- the store: lines in one order for all ranks
 
     def _tell(self, kind: str, code: int, line: str) -> bool:
-        """Whether this rank is the first to tell that; without a store, whether it is the first of its node."""
+        """Whether this rank is the first to tell that; without a store, whether it is the first of its node. Where the store
+        is lost, rank 0 is, so rank 1 tells too."""
         if self._store is None:
-            return self._is_first_of_node
+            return self._is_first_of_node or (self._has_lost_store and self._rank == 1)
         try:
             text = " ".join(line.splitlines())
             self._store.append(_KEY, f"{kind}\t{self._rank}\t{code}\t{text}\n")
         except RuntimeError as error:  # all that a store raises
             self._lose_store(error)
-            return True
+            return self._is_first_of_node or self._rank == 1
         firsts = [rank for told, rank, _, _ in self._events() if told == kind]
         return not firsts or firsts[0] == self._rank
 
@@ -161,7 +163,7 @@ class StopRequest:
 
     def _lose_store(self, error: RuntimeError) -> None:
         """Rank 0, which hosts it, is gone: the next collective will say so."""
-        self._store = None
+        self._store, self._has_lost_store = None, True
         log.warning("the store of stop requests is gone: %s", error, extra=FILE_ONLY)
 
     def _exit(self, code: int, line: str, *, is_shown: bool) -> None:

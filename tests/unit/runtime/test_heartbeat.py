@@ -110,3 +110,8 @@ def test_errors_of_collectives_are_said_in_our_words() -> None:
     assert is_timeout
     assert text == "a collective: no answer within run.group_timeout_s=90 s"
     assert describe_collective_error(closed, 90.0)[1] is False
+    silent_store = RuntimeError("spot: rank 0 does not answer: Socket Timeout")
+    silent_store.__cause__ = dist.DistNetworkError("Socket Timeout")
+    assert is_collective_error(silent_store)
+    text, is_timeout = describe_collective_error(silent_store, 90.0)
+    assert (text, is_timeout) == ("a collective: the job's store does not answer", False)
