@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import (
     REPO,
     answers,
@@ -274,10 +274,13 @@ def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_pa
     [
         ("run.seed=7", "run.seed 0 -> 7"),
         ("data.seed=7", "data.seed 0 -> 7"),
-        ({"rope_theta": 5e5, "rope_parameters": None}, "rope.theta"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope.theta 1000000.0 -> 500000.0",
+        ),
         ({"rms_norm_eps": 1e-3}, "rms_norm_eps 1e-06 -> 0.001"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings False -> True"),
-        ({"vocab_size": 44}, "vocab_size 48 -> 44"),
+        ({"tied": True}, "tie_word_embeddings False -> True"),
+        ({"vocab_size": 50}, "vocab_size 48 -> 50"),
     ],
 )
 def test_another_model_or_seed_is_refused_by_name(
@@ -288,10 +291,9 @@ def test_another_model_or_seed_is_refused_by_name(
     named: str,
 ) -> None:
     if isinstance(override, dict):
-        model = shutil.copytree(config.parent / "model", tmp_path / "model")
-        values = json.loads((model / "config.json").read_text()) | override
-        kept = {name: value for name, value in values.items() if value is not None}
-        (model / "config.json").write_text(json.dumps(kept))
+        model = shutil.copytree(config.parent / "model", tmp_path / "model")  # for its tokenizer
+        like = {"vocab_size": 48, "num_layers": 2, "eos_token_id": 1, "pad_token_id": 0}
+        make_tiny_hf(model, "qwen2", **(like | override))
         override = f"model.path={model}"
     code, stderr = resume(config, straight, override)
     assert code == 2
