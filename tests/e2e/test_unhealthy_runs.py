@@ -155,3 +155,17 @@ def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
     assert row["reward/num_errors"] == 16
     assert "a word of the reward function" in (tmp_path / "logs" / "rank_00000.log").read_text()
     assert "a word of the reward function" not in stderr
+
+
+def test_reward_that_fails_to_load_is_said_once_in_one_line(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    spec = f"{tmp_path}/broken.py:act"
+    results = run_forked(
+        2, "--config", config, f"run.dir={tmp_path}/run", f"reward.function={spec}"
+    )
+    assert [code for code, _ in results] == [2, 2]
+    said_by_all = "".join(stderr for _, stderr in results)
+    assert said_by_all.count("no_such_package") == 1, said_by_all
+    assert "Traceback" not in said_by_all
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("rank_*.log")]
+    assert any("Traceback" in text and "no_such_package" in text for text in logs)

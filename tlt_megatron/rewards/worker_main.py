@@ -63,8 +63,10 @@ def main(spec: str, timeout_s: float, control_fd: int) -> int:
     try:
         function = load_reward(spec)
     except BaseException as error:  # SystemExit too, and whatever else a user's module raises
-        is_said = isinstance(error, ValueError) and error.__cause__ is None
-        channel.send(failed=str(error) if is_said else _describe(error))
+        traceback.print_exception(error)  # to the rank's log; the terminal gets one line
+        is_named = isinstance(error, ValueError)
+        line = str(error) if is_named else f"reward.function={spec!r} fails to load: {error!r}"
+        channel.send(failed=line[-_MAX_DETAIL:])
         return 1
     channel.send(is_async=is_async(function))
     if is_async(function):

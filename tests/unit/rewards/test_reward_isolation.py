@@ -135,6 +135,20 @@ def test_output_goes_to_the_log_whoever_prints_it(
     assert capfd.readouterr() == ("", "")
 
 
+def test_traceback_of_a_function_that_fails_to_load_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("def deep():\n    import no_such_package\ndeep()\n")
+    spec = f"{tmp_path / 'broken.py'}:act"
+    pool = RewardPool(spec, num_workers=1, timeout_s=30.0, on_error="raise")
+    with caplog.at_level(logging.INFO):
+        with pytest.raises(ValueError, match="no_such_package") as caught:
+            pool.wait_ready()
+        pool.close()
+    assert "\n" not in str(caught.value)
+    assert "in deep" in output(caplog)
+
+
 def test_output_beyond_the_bound_is_cut_and_counted(
     pool: RewardPool, caplog: pytest.LogCaptureFixture
 ) -> None:
