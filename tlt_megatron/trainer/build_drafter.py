@@ -79,7 +79,7 @@ def attach_drafter(
         if config.speculation.is_learned:
             drafting = _make_drafter(config, target, embedding_VD, lm_head_VD)
             draft = DraftInference(drafting, lm_head_VD.dtype)
-        engine.set_speculation(_make_speculation(config, draft))
+        engine.set_speculation(make_speculation(config, draft))
     if not config.spot.enabled:
         return None
     # Trained apart from the one that drafts: what is not good enough never reaches the engine.
@@ -139,12 +139,15 @@ def _make_drafter(
     )
 
 
-def _make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
+def make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
+    """What `config.speculation` asks for; `draft` is the learned drafter, if there is one."""
     section = config.speculation
     strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
     selectors: dict[str, Callable[[], StrategySelector]] = {
         "cost_model": lambda: CostModelSelector(strategies),
-        "beg_mab": lambda: BegMabSelector(strategies, section.beg_thresholds),
+        "beg_mab": lambda: BegMabSelector(
+            strategies, section.beg_thresholds, max_batch_size=config.rollout.max_batch_size
+        ),
         "fixed": lambda: FixedSelector(strategies[0]),
     }
     return Speculation(

@@ -37,6 +37,8 @@ def write_config(
     strategies: Sequence[SpeculationStrategy],
     selector: str,
     beg_thresholds: Sequence[int],
+    *,
+    max_batch_size: int,
 ) -> None:
     """The file behind SGLang's `speculative_adaptive_config`: its own part sizes buffers, ours makes the selector."""
     steps = sorted({0, *(strategy.num_steps for strategy in strategies)})
@@ -44,6 +46,7 @@ def write_config(
         "strategies": [str(strategy) for strategy in strategies],
         "selector": selector,
         "beg_thresholds": list(beg_thresholds),
+        "max_batch_size": max_batch_size,
     }
     path.write_text(json.dumps({"1": {"candidate_steps": steps}, CONFIG_KEY: ours}))
 
@@ -64,7 +67,9 @@ class PolicyFactory:
         strategies = [SpeculationStrategy.parse(text) for text in ours["strategies"]]
         selectors: dict[str, Callable[[], StrategySelector]] = {
             "cost_model": lambda: CostModelSelector(strategies),
-            "beg_mab": lambda: BegMabSelector(strategies, ours["beg_thresholds"]),
+            "beg_mab": lambda: BegMabSelector(
+                strategies, ours["beg_thresholds"], max_batch_size=ours["max_batch_size"]
+            ),
             "fixed": lambda: FixedSelector(strategies[0]),
         }
         self.policy = SelectorPolicy(selectors[ours["selector"]](), strategies, _agree)

@@ -83,7 +83,11 @@ class SglangEngine:
         if self._plan is not None and self._plan.is_adaptive:
             path = Path(self._folder.name) / "adaptive.json"
             write_config(
-                path, self._plan.strategies, self._plan.selector, speculation.beg_thresholds
+                path,
+                self._plan.strategies,
+                self._plan.selector,
+                speculation.beg_thresholds,
+                max_batch_size=rollout.max_batch_size,
             )
             arguments["speculative_adaptive_config"] = str(path)
         self._sglang = Connection(
