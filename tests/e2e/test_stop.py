@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -42,8 +43,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 # Rank 0 has twice the work of rank 1, which trains the drafter meanwhile.
 SETTINGS = (
-    *("run.num_steps=3", "rollout.num_prompts=3", "rollout.num_samples=32"),
-    *("rollout.max_new_tokens=40", "data.eval=", "logging.tensorboard=false"),
+    *("run.num_steps=3", "rollout.num_prompts=3", "rollout.num_samples=64"),
+    *("rollout.max_new_tokens=48", "data.eval=", "logging.tensorboard=false"),
 )
 SPOT = (
     *("speculation.enabled=true", "speculation.strategies=['3_1_3']"),
@@ -156,14 +157,20 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
     job.line("saved step 0 of 3; resume with: --resume auto run.dir=")
 
     # SIGUSR1 after the rollouts of a step: the save follows its update.
-    record = run_dir / "rollouts" / "step_0000001.jsonl"
-    record.parent.mkdir()
-    os.mkfifo(record)
     job = start("stopped", FAST, *SPOT, *resume)
-    with record.open() as pipe:  # rank 0 has come to write it, and waits until it is read
+    job.wait_for_scoring()
+    record = run_dir / "rollouts" / "step_0000001.jsonl"
+    record.parent.mkdir(exist_ok=True)
+    os.mkfifo(record)
+    (job.folder / "hold").unlink()
+    with open(os.open(record, os.O_RDONLY | os.O_NONBLOCK)) as pipe:
+        # Rank 0 has come to write more than a pipe holds, and waits until it is read.
+        job.wait_until(lambda: select.select([pipe], [], [], 0)[0], "the update is done")
         job.process.send_signal(signal.SIGUSR1)
         job.wait_until(lambda: job.lines("SIGUSR1: the run stops"), "the signal is heard")
+        os.set_blocking(pipe.fileno(), True)
         text = pipe.read()
+    assert len(text) > 1 << 16, "rank 0 did not wait"
     record.unlink()
     record.write_text(text)
     job.end(0)
