@@ -38,6 +38,8 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 # Of SGLang's memory saver: all that it can give back.
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+# In which the last pass must end: SGLang's scheduler dies if memory is released before.
+_IDLE_TIMEOUT_S = 30.0
 
 
 class SglangEngine:
@@ -193,7 +195,10 @@ class SglangEngine:
         if self._is_asleep:
             return
         with self._replica.in_step(SLEEPING):
-            self._sglang.run(self._sglang.engine.tokenizer_manager.flush_cache())
+            manager = self._sglang.engine.tokenizer_manager
+            flushed = self._sglang.run(manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S))
+            if not flushed.success:
+                raise RuntimeError(f"sglang cannot drop its keys and values: {flushed.message}")
             self._memory("release_memory_occupation")
         self._is_asleep = True
         self._version = None if self._device.is_cuda else self._version
