@@ -11,7 +11,8 @@ from tests.faults.probe import Plan
 PHASES = ("setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
 TRAINING = PHASES[1:-1]
 _FROZEN = (
-    "run.group_timeout_s=4",
+    "run.group_timeout_s=10",
+    "run.heartbeat_timeout_s=3",  # below the other: who is frozen is known when a collective fails
     "reward.timeout_s=4",
 )
 
@@ -113,6 +114,7 @@ def short_freeze(case: Case) -> None:
     job.signal_rank(victim, signal.SIGCONT)
     case.finish(job)
     case.expect_codes(job, 0)
+    case.expect_no_traceback(job)
     case.expect_straight()
 
 

@@ -93,7 +93,8 @@ class StopRequest:
             if self._has_ended:
                 continue  # torchrun sends SIGTERM when one rank has failed
             self._read()
-            if taken is not None:
+            # Where SIGCONT ends the wait after its time, CPython returns a record that was never filled in.
+            if taken is not None and taken.si_signo in SIGNALS:
                 self._take(signal.Signals(taken.si_signo))
 
     def _take(self, number: signal.Signals) -> None:
