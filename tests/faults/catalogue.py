@@ -6,7 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults import file_faults, other_faults, reward_faults, signal_faults
+from tests.faults import (
+    file_faults,
+    model_faults,
+    other_faults,
+    reward_faults,
+    signal_faults,
+)
 from tests.faults.case import Case
 
 
@@ -49,6 +55,8 @@ FAULTS = {
         Fault(name="store slow", run=other_faults.slow_store, weight=8),
         Fault(name="store silent", run=other_faults.silent_store, weight=10),
         Fault(name="NaN weights", run=other_faults.nan_weights, weight=10),
+        Fault(name="model: spot sessions", run=model_faults.spot_sessions, weight=20),
+        Fault(name="model: checkpoints", run=model_faults.checkpoints, weight=20),
     )
 }
 

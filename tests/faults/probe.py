@@ -206,22 +206,19 @@ def _shift_clock(seconds: float) -> None:
 
 
 def _poison_policy() -> None:
-    """One weight of every parameter of the policy becomes NaN."""
+    """One weight of every parameter of the policy, and of the optimizer's copy of it, becomes NaN."""
     import torch
 
-    from tlt_megatron.mcore.policy_model import McorePolicyModel
+    from tlt_megatron.mcore.optimizer import PolicyOptimizer
 
-    for model in (o for o in gc.get_objects() if isinstance(o, McorePolicyModel)):
-        modules = (v for v in vars(model).values() if isinstance(v, torch.nn.Module))
-        optimizers = getattr(model.optimizer.megatron, "chained_optimizers", None)
-        with torch.no_grad():
-            for module in modules:
-                for parameter in module.parameters():
+    for policy in (o for o in gc.get_objects() if isinstance(o, PolicyOptimizer)):
+        megatron = policy.megatron
+        for optimizer in getattr(megatron, "chained_optimizers", [megatron]):
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            chunks = [p for chunk in optimizer.model_chunks for p in chunk.parameters()]
+            with torch.no_grad():
+                for parameter in (p for p in [*owned, *chunks] if p.numel()):
                     parameter.view(-1)[0] = float("nan")
-            for optimizer in optimizers or [model.optimizer.megatron]:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.view(-1)[0] = float("nan")
 
 
 class _Proxy:

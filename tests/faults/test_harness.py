@@ -13,14 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis.stateful import rule
 from safetensors.torch import save_file
 
 from tests.faults.case import Case, Verdict, judge
 from tests.faults.catalogue import FAULTS, draw
+from tests.faults.checkpoint_machine import CheckpointMachine
 from tests.faults.compare import differences
 from tests.faults.lab import Lab, Variant
+from tests.faults.model_faults import run_machine
 from tests.faults.processes import Job, descendants, kill_all
+from tests.faults.spot_machine import SpotMachine
 from tests.faults.table import summarize
+from tlt_megatron.spot.coordinator import Coordinator
+from tlt_megatron.spot.rank_state import PhaseView
 
 
 class NoLab(Lab):
@@ -191,3 +197,38 @@ def test_processes_below_processes_are_found() -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     kill_all([process.pid])  # nothing, where it has ended
+
+
+class NeverGrows(Coordinator):
+    """A rule that is broken: who comes later is left out."""
+
+    def plan_growth(self, view: PhaseView) -> None:
+        return None
+
+
+class BrokenSpotMachine(SpotMachine):
+    def coordinator(self, rank: int) -> Coordinator:
+        good = super().coordinator(rank)
+        good.__class__ = NeverGrows
+        return good
+
+
+def test_a_broken_rule_of_spot_sessions_is_found() -> None:
+    run_machine(SpotMachine, 30, 0)
+    with pytest.raises(AssertionError, match="could"):
+        run_machine(BrokenSpotMachine, 200, 0)
+
+
+class BrokenCheckpointMachine(CheckpointMachine):
+    """Damage that nobody notes: the machine believes that the checkpoint is intact."""
+
+    @rule()
+    def damage_unseen(self) -> None:
+        for folder in self.intact:
+            (folder / "trainer_state.json").write_text("{}")
+
+
+def test_damage_of_checkpoints_is_found() -> None:
+    run_machine(CheckpointMachine, 4, 0)
+    with pytest.raises((AssertionError, ValueError, ExceptionGroup)):
+        run_machine(BrokenCheckpointMachine, 20, 0)
