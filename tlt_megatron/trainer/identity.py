@@ -32,7 +32,6 @@ _OF_SELECTOR = (
 )
 _OF_DRAFTER = (
     "speculation.drafter",
-    "drafter.path",
     "drafter.algorithm",
     "drafter.aux_layer_ids",
     "spot.enabled",
