@@ -120,7 +120,7 @@ def reward_worker(case: Case) -> None:
     number = case.rng.choice([signal.SIGKILL, signal.SIGSTOP])
     job = case.start()
     case.await_moment(job)
-    workers = [pid for pid, command in descendants().items() if "worker_main" in command]
+    workers = [pid for pid, command in descendants().items() if "tlt_megatron.rewards" in command]
     victim = case.rng.choice(sorted(workers))
     case.verdict.where += f" {number.name} to one of {len(workers)} workers"
     _signal(victim, number)
