@@ -21,6 +21,7 @@ import numpy as np
 from tlt_megatron.speculation.acceptance_shape import (
     LEARNED,
     LEARNED_TEXT,
+    LEAST_RATE,
     QUALITY_VARIANCE,
     RETRIEVED,
     RETRIEVED_TEXT,
@@ -156,6 +157,8 @@ class AcceptanceModel:
             noise_D = _OVERDISPERSION * (rate_D * (1.0 - rate_D) + 0.1 / reached_D)
             noise_D /= reached_D * slope_D * slope_D
             step_D = np.clip((share_D - rate_D) / slope_D, -_MAX_STEP, _MAX_STEP)
+            # At the least rate that is told apart, more misses say nothing: the mean would fall without end, and to NaN.
+            step_D[(rate_D <= LEAST_RATE) & (step_D < 0.0)] = 0.0
             innovation_D = step_D + rows_DN @ shift_N
             if sweep == _SWEEPS - 1 or np.abs(step_D).max() < _SMALL_STEP:
                 break

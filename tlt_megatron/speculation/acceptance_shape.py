@@ -42,6 +42,7 @@ _VARIANCES = {
 }
 _DEPTH_REACH = 3.0  # depths over which the summands of depths are alike
 _LIMITS = (-6.0, 2.5)  # of x: p between 0.002 and 0.999995
+LEAST_RATE = -math.expm1(-math.exp(_LIMITS[0])) * (1.0 + 1e-9)  # p at the lower limit
 _NEVER = -50.0  # x of a depth that a strategy does not have
 
 _Terms = dict[tuple[object, ...], float]  # summand -> factor

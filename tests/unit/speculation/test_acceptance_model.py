@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import numpy as np
 import pytest
 
 from tests.synthetic_decoding import ARMS
@@ -112,3 +114,18 @@ def test_what_fits_the_estimates_is_no_news() -> None:
     assert model.has_news
     model.fit(8)
     assert not model.has_news
+
+
+@pytest.mark.parametrize("accepted", [0, 64])
+def test_thousands_of_equal_passes_keep_every_number_finite(accepted: int) -> None:
+    """Passes that accept nothing made the means fall without end, and after a thousand of them to NaN."""
+    strategies = parse("2_1_2", "6_1_6", "4_2_8", "4_1_4+ngram_4", "ngram_8")
+    model = AcceptanceModel(strategies)
+    for turn in range(3000):
+        strategy = strategies[turn % len(strategies)]
+        model.observe(strategy, 64, [accepted] * strategy.depth)
+        model.fit(1)
+    json.dumps(model.state_dict(), allow_nan=False)
+    estimates = model.estimates()
+    assert np.isfinite(estimates.mean_S).all()
+    assert np.isfinite(estimates.covariance_SS).all()
