@@ -44,14 +44,19 @@ def check_files(config: RunConfig) -> None:
 
 
 def risky_settings(config: RunConfig) -> list[str]:
-    """Settings that are allowed and bias what is learned, one sentence each, for a warning at the start."""
-    rollout, found = config.rollout, []
+    """Settings that are allowed and do harm: to what is learned, or to messages. For a warning each at the start."""
+    rollout, run, found = config.rollout, config.run, []
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0
     if is_truncated and config.algorithm.tis_cap == 0:
         found.append(
             f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} cut the distribution that responses are drawn"
             " from, and algorithm.tis_cap=0 does not correct for it: the policy gradient is biased."
             " Set top_p=1 and top_k=0, or algorithm.tis_cap >= 1"
+        )
+    if run.group_timeout_s <= run.heartbeat_timeout_s:
+        found.append(
+            f"run.group_timeout_s={run.group_timeout_s:g} is not above run.heartbeat_timeout_s={run.heartbeat_timeout_s:g}:"
+            " a rank that freezes ends the run before it is known which one it is"
         )
     return found
 

@@ -90,6 +90,14 @@ def test_truncated_sampling_without_correction_is_named(
         assert all(key in line for key in ("rollout.top_p=", "rollout.top_k=", "algorithm.tis_cap"))
 
 
+def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:
+    (line,) = risky_settings(load_config(None, ["run.group_timeout_s=60"]))
+    assert line.startswith("run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60")
+    assert not risky_settings(
+        load_config(None, ["run.group_timeout_s=60", "run.heartbeat_timeout_s=0"])
+    )
+
+
 def test_a_merged_yaml_mapping_is_no_duplicate(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: &base {seed: 1, num_steps: 2}\ndata: {<<: {seed: 4}, seed: 5}\n")
