@@ -9,7 +9,7 @@ import pytest
 from tests.tiny_task import run_forked
 
 
-def test_a_run_with_another_release_ends_with_one_line_on_every_rank(
+def test_a_run_with_another_release_ends_with_one_line(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = tmp_path / "sglang-0.5.24.dist-info"  # what `importlib.metadata` reads of a package
@@ -17,7 +17,8 @@ def test_a_run_with_another_release_ends_with_one_line_on_every_rank(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.24\n")
     monkeypatch.syspath_prepend(tmp_path)
     settings = ("rollout.engine=sglang", f"run.dir={tmp_path / 'run'}", "logging.progress=none")
-    for code, stderr in run_forked(2, "--config", config, *settings):
-        assert code == 2
-        assert "needs sglang==0.5.23; installed: 0.5.24" in stderr
-        assert "Traceback" not in stderr
+    results = run_forked(2, "--config", config, *settings)
+    assert [code for code, _ in results] == [2, 2]
+    said = "".join(stderr for _, stderr in results)
+    assert said.count("needs sglang==0.5.23; installed: 0.5.24") == 1
+    assert "Traceback" not in said
