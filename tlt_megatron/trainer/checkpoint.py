@@ -43,6 +43,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STATE_FILE = "trainer_state.json"
+_TORCH_WRITER = (
+    "inline_container"  # names torch's zip writer, whose errors are RuntimeErrors without a cause
+)
+_FULL_BYTES = 1 << 20  # a disk with less free space has no room for a file of a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +171,9 @@ class CheckpointManager:
         self._together(lambda: self._prepare(temporary), final)
         try:
             self.model.save(temporary / "policy")  # with collectives of its own: none may be left
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and _TORCH_WRITER not in str(error):
+                raise  # a collective, say
             raise RuntimeError(self._failure(final, error)) from error
         self._together(lambda: self._write_rest(temporary, text, save_part), final)
         parts = self._together(lambda: self._hash_own(temporary), final)
@@ -196,9 +202,12 @@ class CheckpointManager:
                 raise RuntimeError(failed)
         return [part for part, _ in parts]  # type: ignore[misc]
 
-    def _failure(self, final: Path, error: OSError) -> str:
+    def _failure(self, final: Path, error: OSError | RuntimeError) -> str:
         where = f"rank {self.world.rank} on {socket.gethostname()}"
-        return f"{where}: checkpoint {final} was not written: {error}"
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, RuntimeError) and shutil.disk_usage(self.root).free < _FULL_BYTES:
+            reason = f"No space left on device ({reason})"
+        return f"{where}: checkpoint {final} was not written: {reason}"
 
     def _prepare(self, temporary: Path) -> None:
         if self.world.is_first:
