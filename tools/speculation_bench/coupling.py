@@ -1,0 +1,141 @@
+"""What exactness costs: acceptance of noise-keyed drafts and of rejection sampling, on the same distributions.
+
+    python -m tools.speculation_bench.coupling --model build/tiny_policy --drafter build/tiny_drafter \
+        --prompts build/tiny_policy/eval.jsonl
+
+Both distributions, the policy's and the drafter's, are taken after responses of the policy. With one draft, rejection sampling
+accepts 1 - TV(p, q), the upper bound for independent draws. Shared noise accepts sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)
+(Daliri, Musco, Suresh 2024). With several drafts at one node, SpecInfer rejects recursively without replacement (Miao et al.
+2024), and shared noise takes the drafter's best candidates under the noise. Shapes: N rows, V tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from tlt_megatron.config.schema import DataSection, DrafterSection
+from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.drafter.loss import make_objective, unroll_draft
+from tlt_megatron.drafter.packing import pack_batch
+from tlt_megatron.types import SamplingParams
+from tools.load_engine import MAX_PROMPT_TOKENS, load_engine
+from tools.warmup_drafter import collect_sequences
+
+_Scheme = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
+_WIDTHS = (2, 4)  # drafts at one node
+_NUM_DRAWS = 64  # for each row, where no formula is known
+
+
+def acceptances(
+    target_NV: Tensor, draft_NV: Tensor, generator: torch.Generator
+) -> dict[str, float]:
+    """Mean chance over the rows that the policy's token is among the drafts, by scheme."""
+    p, q = target_NV.double(), draft_NV.double()
+    rows_N = torch.arange(len(p))
+    result = {
+        "1: independent draws": (p * q).sum(1).mean(),
+        "1: greedy draft": p[rows_N, q.argmax(1)].mean(),
+        "1: rejection, sampled draft (1 - TV)": torch.minimum(p, q).sum(1).mean(),
+        "1: shared noise": shared_noise(p, q).mean(),
+    }
+    for width in _WIDTHS:
+        greedy = p.gather(1, q.topk(width).indices).sum(1).mean()
+        result[f"{width}: greedy drafts"] = greedy
+        result[f"{width}: SpecInfer, sampled drafts"] = _mean(_specinfer, p, q, width, generator)
+        result[f"{width}: shared noise"] = _mean(_best_by_noise, p, q, width, generator)
+    return {name: float(value) for name, value in result.items()}
+
+
+def shared_noise(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+    """[N]: chance that argmax(log p + noise) = argmax(log q + noise) for the same Gumbel noise."""
+    tiny = torch.finfo(p_NV.dtype).tiny
+    p, q = p_NV.clamp(min=tiny), q_NV.clamp(min=tiny)
+    ratios_NVV = torch.maximum(p.unsqueeze(1) / p.unsqueeze(2), q.unsqueeze(1) / q.unsqueeze(2))
+    return (1.0 / ratios_NVV.sum(2)).sum(1)
+
+
+def _mean(
+    scheme: _Scheme, p_NV: Tensor, q_NV: Tensor, width: int, generator: torch.Generator
+) -> Tensor:
+    draws = [scheme(p_NV, q_NV, width, generator).double() for _ in range(_NUM_DRAWS)]
+    return torch.stack(draws).mean()
+
+
+def _best_by_noise(p_NV: Tensor, q_NV: Tensor, width: int, generator: torch.Generator) -> Tensor:
+    """[N] bool: the policy's draw is among the drafter's best `width` under the same noise."""
+    noise_NV = -torch.empty_like(p_NV).exponential_(generator=generator).log()
+    drawn_N1 = (p_NV.log() + noise_NV).argmax(1, keepdim=True)
+    return ((q_NV.log() + noise_NV).topk(width).indices == drawn_N1).any(1)
+
+
+def _specinfer(p_NV: Tensor, q_NV: Tensor, width: int, generator: torch.Generator) -> Tensor:
+    """[N] bool: one of `width` drafts, drawn without replacement, is accepted by recursive rejection."""
+    accepted_N = torch.zeros(len(p_NV), dtype=torch.bool)
+    for _ in range(width):
+        draft_N1 = torch.multinomial(q_NV, 1, generator=generator)
+        chance_N = (p_NV.gather(1, draft_N1) / q_NV.gather(1, draft_N1)).squeeze(1)
+        accepted_N |= torch.rand(len(p_NV), generator=generator, dtype=p_NV.dtype) < chance_N
+        p_NV = _normalized((p_NV - q_NV).clamp(min=0.0))
+        q_NV = _normalized(q_NV.scatter(1, draft_N1, 0.0))
+    return accepted_N
+
+
+def _normalized(weights_NV: Tensor) -> Tensor:
+    """Rows that sum to 1; uniform where nothing is left, which no accepted draft follows."""
+    sums_N1 = weights_NV.sum(1, keepdim=True)
+    uniform = torch.full_like(weights_NV, 1.0 / weights_NV.shape[1])
+    return torch.where(sums_N1 > 1e-300, weights_NV / sums_N1.clamp(min=1e-300), uniform)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure at the first drafted token, print the table."""
+    options = _parse()
+    torch.set_num_threads(1)
+    engine = load_engine(options.model, dtype="float32", max_new_tokens=options.num_tokens)
+    tokenizer = load_tokenizer(options.model)
+    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
+    prompts = load_prompts(options.prompts, tokenizer, section).prompts(options.num_prompts)
+    params = SamplingParams(
+        max_new_tokens=options.num_tokens, stop_token_ids=tokenizer.stop_token_ids, seed=4
+    )
+    batch = pack_batch(collect_sequences(engine, prompts, params))
+    embedding, head_VD = engine.target_tensors()
+    model = load_drafter(Path(options.drafter), embedding_VD=embedding, lm_head_VD=head_VD)
+    objective = make_objective(DrafterSection(algorithm="hass"))
+    _, head_inputs = unroll_draft(model, batch, objective)
+    rows_M = batch.loss_mask.nonzero().squeeze(-1)
+    target_MV = (batch.target_hidden[rows_M] @ head_VD.t()).softmax(1)
+    draft_MV = (head_inputs[0][rows_M] @ head_VD.t()).softmax(1)
+    generator = torch.Generator().manual_seed(0)
+    measured = acceptances(target_MV, draft_MV, generator)
+    entropy = -(target_MV * target_MV.clamp(min=1e-30).log()).sum(1).mean()
+    table = Table(title=f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy")
+    table.add_column("drafts: scheme")
+    table.add_column("accepted", justify="right")
+    for name, value in measured.items():
+        table.add_row(name, f"{value:.3f}")
+    Console(width=100).print(table)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="build/tiny_policy")
+    parser.add_argument("--drafter", default="build/tiny_drafter")
+    parser.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--num-tokens", type=int, default=200)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
