@@ -1,7 +1,7 @@
-"""The records that travel between the boxes of a step: prompt -> rollout -> experience -> micro-batch.
+"""The records of an RL step: prompt -> rollout -> experience -> micro-batch.
 
-Imported by every package, imports none. All records are immutable values; tensors in them live on the CPU
-unless the field says otherwise. Shape letters are those of the package map (README.md beside this file).
+Every package may import this module; it imports none of them. Records are immutable, and their tensors live on the CPU
+unless the field says otherwise. README.md in this directory defines the shape letters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to answer every prompt of one `generate` call.
+    """Sampling settings for all prompts of one `generate` call.
 
     Example: `SamplingParams(num_samples=8, max_new_tokens=512, temperature=1.0, stop_token_ids=(2,), seed=7)`.
     `temperature=0` is greedy. `top_k=0` and `top_p=1.0` keep the whole vocabulary.
@@ -36,7 +36,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0  # of the run; the noise of a request also depends on (draw_index, sample_index)
+    seed: int = 0  # of the run; a request's noise also depends on (draw_index, sample_index)
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
@@ -53,11 +53,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One drawn prompt, tokenized, with what its reward function needs.
+    """One drawn prompt: its tokens and the inputs of its reward function.
 
-    `prompt_id` names the row of the data set in reports. `draw_index` is the position in the run's stream of
-    draws, unique in a run: it keys the sampling noise, so a prompt that comes again in a later epoch is
-    answered afresh, while a rerun or a resume repeats every token.
+    `prompt_id` names the row of the data set in reports. `draw_index` counts the draws of a run and is unique in it.
+    It keys the sampling noise: the same prompt gets new responses in a later epoch, and a rerun or a resume
+    repeats every token.
     """
 
     prompt_id: str
@@ -70,8 +70,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One response. `logprobs` are of the distribution that was sampled (temperature, top-p, top-k applied),
-    `policy_logprobs` of the raw policy (temperature 1, nothing cut)."""
+    """One response.
+
+    `logprobs` refer to the sampled distribution, after temperature, top-p and top-k. `policy_logprobs` refer to the
+    raw policy: temperature 1, no cut.
+    """
 
     prompt_id: str
     draw_index: int
@@ -84,17 +87,17 @@ class Rollout:
     policy_version: int
     accept_lengths: tuple[
         int, ...
-    ] = ()  # tokens out per verify pass, bonus token included; () = plain
+    ] = ()  # tokens out per verify pass, bonus token included; () for plain decoding
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response together."""
+        """Return the number of prompt and response tokens."""
         return len(self.prompt_ids) + self.token_ids.numel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The G siblings of one prompt, in order of sample_index."""
+    """The G responses to one prompt, in order of sample_index."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -102,75 +105,71 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group with the reward of each sibling; the unit that ranks exchange after the rollout phase."""
+    """A group with the reward of each response. Ranks exchange these after the rollout phase."""
 
     group: RolloutGroup
-    rewards: tuple[float, ...]  # one for each rollout
+    rewards: tuple[float, ...]  # one per rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """A rollout with all that the policy update needs. Token tensors align with `rollout.token_ids`."""
+    """A rollout with the inputs of the policy update. Token tensors align with `rollout.token_ids`."""
 
     rollout: Rollout
     advantages: Tensor  # [T] float32
     old_logprobs: (
         Tensor | None
-    )  # [T] float32, training engine, before this batch's first update; None: see MicroBatch
+    )  # [T] float32, from the training engine before this batch's first update; None: see MicroBatch
     ref_logprobs: Tensor | None = None  # [T] float32, reference policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The packed tensors of one slot of the pipeline schedule.
+    """The packed tensors of one micro-batch of the pipeline schedule.
 
-    Sequences stand one after the other without padding. Everything at index p speaks of the prediction of
-    `labels[p]` from the tokens up to p of the same sequence: a prompt of 2 tokens [a b] with the response
-    [c d] gives token_ids [a b c d], labels [b c d 0], loss_mask [0 1 1 0].
+    Sequences follow each other without padding. Index p of every tensor describes the prediction of `labels[p]` from
+    the tokens of the same sequence up to p. Example: prompt [a b] and response [c d] give token_ids [a b c d],
+    labels [b c d 0] and loss_mask [0 1 1 0].
     """
 
     token_ids: Tensor  # [P] int64
     labels: Tensor  # [P] int64
-    position_ids: Tensor  # [P] int64, restart at 0 for each sequence
+    position_ids: Tensor  # [P] int64, from 0 in each sequence
     cu_seqlens: Tensor  # [B+1] int32, 0 first, P last
     loss_mask: Tensor  # [P] float32, 1 where the label is a response token
-    loss_weights: Tensor  # [P] float32, weight of the token in the summed loss; 0 outside the mask
+    loss_weights: Tensor  # [P] float32, weight of a token in the summed loss; 0 outside the mask
     advantages: Tensor  # [P] float32
-    old_logprobs: Tensor | None  # [P] float32; None: what the update itself computes, as constants
-    rollout_logprobs: Tensor  # [P] float32, of the distribution that was sampled
+    old_logprobs: Tensor | None  # [P] float32; None: use the update's own logprobs, detached
+    rollout_logprobs: Tensor  # [P] float32, of the sampled distribution
     ref_logprobs: Tensor | None = None  # [P] float32
-    loss_count: int = (
-        0  # what the summed loss is divided by, this micro-batch's share (tokens or sequences)
-    )
+    loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
 
     @property
     def num_tokens(self) -> int:
-        """P, all tokens of the micro-batch."""
+        """Return P, the number of tokens."""
         return self.token_ids.numel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """What a forward pass says of each label of a micro-batch."""
+    """What a forward pass returns for each label of a micro-batch."""
 
     logprobs: Tensor  # [P] float32, at the sampling temperature
     entropy: Tensor  # [P] float32, nats, at the sampling temperature
-    policy_logprobs: (
-        Tensor  # [P] float32, at temperature 1 (the same tensor as logprobs where that is 1)
-    )
+    policy_logprobs: Tensor  # [P] float32, at temperature 1 (the same tensor as logprobs if that is the temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
-    """A loss as an exact fraction, so that it does not depend on how a batch was cut.
+    """A loss as numerator and denominator, so that the split into micro-batches does not change it.
 
-    The gradient applied is d(sum of loss_sum over all micro-batches and data-parallel ranks)
-    / (sum of count over the same).
+    The applied gradient is d(sum of loss_sum) / (sum of count). Both sums run over all micro-batches and
+    data-parallel ranks.
     """
 
     loss_sum: Tensor  # scalar float32, differentiable
     count: int
-    metrics: dict[str, Tensor]  # scalars, detached, to be summed over micro-batches and ranks
+    metrics: dict[str, Tensor]  # detached scalars, summed over micro-batches and ranks
 
 
 LossFunction = Callable[[TokenLogprobs, MicroBatch], LossResult]
@@ -178,8 +177,8 @@ LossFunction = Callable[[TokenLogprobs, MicroBatch], LossResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStats:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float  # before clipping, over all parameters of all ranks
     lr: float
-    is_skipped: bool  # a non-finite gradient: nothing was changed
+    is_skipped: bool  # the gradient was not finite; no parameter changed

@@ -1,1 +1,1 @@
-"""Data: a tokenizer with its stop tokens, and the prompts of a run in their order."""
+"""Data: the tokenizer with its stop tokens, and the prompts of a run in draw order."""

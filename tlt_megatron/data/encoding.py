@@ -1,7 +1,7 @@
-"""The rows of a prompt file and their token ids: each rank encodes a share of the file, on threads, and all exchange.
+"""Tokenize a prompt file: each rank encodes a share of the rows on threads, then all ranks exchange the result.
 
-Called by `prompts.load_prompts`. A tokenizer of the `tokenizers` library lets other threads run while it encodes, so threads
-are enough, and they are gone when the file is read.
+Called by `prompts.load_prompts`. Threads are enough, because the `tokenizers` library releases the GIL while it encodes.
+The threads end when the file is read.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 
-_CHUNK_ROWS = 1000  # encoded by one call; what one rank takes at a time
+_CHUNK_ROWS = 1000  # rows that a rank encodes with one call
 _MAX_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What a rank gives to the others."""
+    """What a rank sends to the others."""
 
-    error: str  # empty: all went well
+    error: str  # empty if the rank succeeded
     digest: str  # of the file's bytes
     chunks: dict[int, tuple[array[int], array[int]]]  # chunk number -> lengths, token ids
 
@@ -37,10 +37,10 @@ class _Share:
 def encode_file(
     path: Path, tokenizer: Tokenizer, section: DataSection, world: Group | None
 ) -> tuple[list[Row], list[tuple[int, ...]]]:
-    """All rows in file order, and the token ids of each; the same on every rank.
+    """Return all rows in file order and the token ids of each; the result is the same on every rank.
 
-    With `world` every rank must call it. ValueError, the same on every rank, for the first rank that fails, or where ranks
-    read different files.
+    With `world`, every rank must call it. If a rank fails, every rank raises the ValueError of the first one that did.
+    Raises ValueError too if ranks read different files.
     """
     rank, size = (0, 1) if world is None else (world.rank, world.size)
     cause: OSError | ValueError | None = None
@@ -68,7 +68,7 @@ def encode_file(
 def _encode_share(
     path: Path, tokenizer: Tokenizer, section: DataSection, rank: int, size: int
 ) -> tuple[list[Row], _Share]:
-    """Every row, and the token ids of this rank's chunks: each `size`-th from `rank`."""
+    """Return every row, and the token ids of this rank's chunks: `rank`, `rank + size`, and so on."""
     rows: list[Row] = []
     pending: dict[int, Future[tuple[array[int], array[int]]]] = {}
     num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // size))
@@ -106,7 +106,7 @@ def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) ->
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[array[int], array[int]]:
-    """Lengths, and all token ids one after the other."""
+    """Return the length of each text and the concatenated token ids."""
     lengths, flat = array("i"), array("i")
     for token_ids in tokenizer.encode_texts(texts):
         lengths.append(len(token_ids))

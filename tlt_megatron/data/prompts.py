@@ -1,8 +1,7 @@
 """The prompts of a run: read and checked once, then drawn in an order that depends on the seed alone.
 
-Called by the trainer's composition root. Every rank loads the same set and draws the same prompts; a resume
-continues the draws where they stood. Rows come in slime's keys (prompt, label, metadata) or in verl's
-(data_source, prompt, reward_model.ground_truth, extra_info).
+Called by `trainer/build.py`. Every rank loads the same set and draws the same prompts. A resume continues with the next
+draw. Rows use slime's keys (prompt, label, metadata) or verl's (data_source, prompt, reward_model.ground_truth, extra_info).
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
-_MAX_NAMED = 10  # prompts or rows that a warning names
+_MAX_NAMED = 10  # most prompts or rows that a warning names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The usable prompts of a file, in its order; `draw_index` is the place in this order."""
+    """The usable prompts of a file, in file order; `draw_index` is the index in this order."""
 
     path: str
     rows: tuple[Prompt, ...]
-    overlong: tuple[str, ...]  # prompt_ids left out: more than max_prompt_tokens
+    overlong: tuple[str, ...]  # prompt_ids left out: longer than max_prompt_tokens
     fingerprint: str  # of ids, tokens and ground truths
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def prompts(self, limit: int = 0) -> tuple[Prompt, ...]:
-        """The first `limit` prompts, 0 for all: what an evaluation answers."""
+        """Return the first `limit` prompts for an evaluation; 0 returns all."""
         return self.rows[:limit] if limit else self.rows
 
 
 class PromptSampler:
     """Draws prompts without end. Each epoch is a permutation of the set that depends on (seed, epoch) alone.
 
-    A batch may cross from one epoch into the next, so it can hold a prompt twice, with two `draw_index`es.
+    A batch may cross into the next epoch, so it can hold one prompt twice, with two values of `draw_index`.
     """
 
     def __init__(self, prompt_set: PromptSet, *, shuffle: bool, seed: int) -> None:
@@ -60,17 +59,17 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next draw, from 0."""
+        """Return the epoch of the next draw, from 0."""
         return self._draw_index // len(self._prompt_set)
 
     def next_batch(self, num_prompts: int) -> list[Prompt]:
-        """The next draws, each with its `draw_index`, which grows by one from draw to draw."""
+        """Draw the next `num_prompts` prompts. `draw_index` grows by one per draw."""
         if num_prompts < 1:
             raise ValueError(f"num_prompts={num_prompts}: must be >= 1")
         return [self._draw() for _ in range(num_prompts)]
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Where the draws stand, as JSON-able values."""
+        """Return the position of the next draw, as values that JSON can hold."""
         epoch, cursor = divmod(self._draw_index, len(self._prompt_set))
         return {
             "epoch": epoch,
@@ -83,7 +82,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
-        """Continue where `state` stood. ValueError where it belongs to another data set, seed or order."""
+        """Continue from `state`. ValueError if it belongs to another data set, seed or order."""
         if state["fingerprint"] != self._prompt_set.fingerprint:
             raise ValueError(
                 f"the state belongs to the data set {state['path']} (fingerprint {state['fingerprint']}), "
@@ -110,7 +109,7 @@ class PromptSampler:
     def _permutation(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompt_set)))
         if self._shuffle:
-            # Python promises that `random()` repeats for a seed in every version; shuffle() it does not
+            # Python keeps `random()` the same for a seed in every version, but not `shuffle()`
             generator = random.Random(f"{self._seed}/{epoch}")
             keys = [generator.random() for _ in order]
             order.sort(key=keys.__getitem__)
@@ -120,11 +119,11 @@ class PromptSampler:
 def load_prompts(
     path: str | Path, tokenizer: Tokenizer, section: DataSection, world: Group | None = None
 ) -> PromptSet:
-    """Read, check and tokenize all rows of a .jsonl or .parquet file. With `world` every rank must call it, tokenizes a share,
-    and ends with the same set.
+    """Read, check and tokenize all rows of a .jsonl or .parquet file.
 
-    Prompts over `section.max_prompt_tokens` are left out and reported, never cut. ValueError names file, row (from
-    1) and key of what cannot be used, and what is allowed.
+    With `world`, every rank must call it; each tokenizes a share and all return the same set. Prompts longer than
+    `section.max_prompt_tokens` are left out and reported, never cut. ValueError names the file, the row (from 1), the key
+    and the allowed values.
     """
     found, encoded = encode_file(Path(path), tokenizer, section, world)
     if not found:
@@ -163,7 +162,7 @@ def load_prompts(
 
 
 def _report_conversions(path: str | Path, rows: list[Row]) -> None:
-    """One warning for each kind of value that was not taken as it stands."""
+    """Log one warning for each kind of value that was converted."""
     by_kind: dict[str, list[int]] = {}
     for row in rows:
         for kind in row.conversions:

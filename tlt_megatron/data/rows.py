@@ -1,7 +1,7 @@
-"""Rows of a prompt file, in one form: reads .jsonl and .parquet, understands slime's and verl's keys, checks types.
+"""Read the rows of a prompt file (.jsonl or .parquet) with slime's or verl's keys, and check their types.
 
-Called by `prompts.load_prompts`. An error names the file, the row (from 1; in .jsonl it is the line), the key and
-what is allowed there.
+Called by `encoding.encode_file`. An error names the file, the row (from 1; in .jsonl the line number), the key and the
+allowed values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tlt_megatron.data.tokenizer import Message
 _BATCH_ROWS = 1024
 _VERL_LABEL = "reward_model.ground_truth"
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-_SHOWN_CHARACTERS = 60  # of a prompt, in a message
+_SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class Row:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, object]
-    conversions: tuple[str, ...] = ()  # what was not taken as it stands, in words for a warning
+    conversions: tuple[str, ...] = ()  # values that were converted, as text for a warning
 
 
 class _RowError(ValueError):
-    """What is wrong with a row; the file and the number are added where they are known."""
+    """What is wrong with a row. `read_rows` adds the file and the row number."""
 
 
 def read_rows(path: Path, section: DataSection) -> Iterator[Row]:
-    """All rows in file order. ValueError at the first that cannot be used."""
+    """Yield all rows in file order. ValueError at the first row that cannot be used."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise ValueError(f"{path}: must be a .jsonl or .parquet file")
@@ -90,7 +90,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
         raise ValueError(f"{path}: is not a parquet file: {error}") from error
     with file:
         number = 0
-        # no threads: their pool would be left behind in ranks that are forked later
+        # no threads: ranks that are forked later would inherit their pool
         batches = file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
         while True:
             try:
@@ -122,7 +122,7 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
 
 
 def _prompt(raw: dict[str, object], key: str) -> tuple[str | list[Message], str]:
-    """The prompt, and what was converted (empty: nothing)."""
+    """Return the prompt and a description of its conversion (empty if none)."""
     value = _look_up(raw, key)
     conversion = ""
     if value is None:
@@ -144,7 +144,7 @@ def _prompt(raw: dict[str, object], key: str) -> tuple[str | list[Message], str]
             raise _RowError(
                 f"{key}[{index}]={message!r} must be a message with the strings role and content"
             )
-        # parquet gives every message the keys of all, with null where there is none
+        # parquet gives every message the keys of all messages, with null for missing values
         messages.append({name: part for name, part in message.items() if part is not None})
     return messages, conversion
 
@@ -159,7 +159,7 @@ def _parse_messages(text: str, key: str) -> object:
 
 
 def _label(raw: dict[str, object], key: str) -> tuple[str, str]:
-    """The label as text, and what was converted (empty: nothing)."""
+    """Return the label as text and a description of its conversion (empty if none)."""
     value: object = None
     for name in (key,) if key else ("label", _VERL_LABEL):
         value = _look_up(raw, name)
@@ -181,7 +181,7 @@ def _label(raw: dict[str, object], key: str) -> tuple[str, str]:
 
 
 def _number(value: float | Decimal, key: str) -> tuple[str, str]:
-    """A number as a response would write it: 42.0 is 42, 1e-07 is 0.0000001."""
+    """Format a number as a response would write it: 42.0 becomes 42, 1e-07 becomes 0.0000001."""
     exact = Decimal(repr(value)) if isinstance(value, float) else value
     if not exact.is_finite():
         raise _RowError(f"{key}={value!r} must be a finite number: no response could match it")
@@ -210,7 +210,7 @@ def _prompt_id(raw: dict[str, object]) -> str:
         value = _look_up(raw, key)
         if value is None or value == "":
             continue
-        if isinstance(value, float) and value.is_integer():  # what a table with gaps makes of it
+        if isinstance(value, float) and value.is_integer():  # tables with gaps store ints as floats
             value = int(value)
         if not isinstance(value, str | int):
             raise _RowError(f"{key}={value!r} must be a string or a whole number")
@@ -228,7 +228,7 @@ def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:
 
 
 def _look_up(raw: dict[str, object], key: str) -> object:
-    """The value of a key as it stands, else along its dots; None where there is none."""
+    """Return the value of `key`, first as a literal key, then as a dotted path; None if missing."""
     if key in raw:
         return raw[key]
     value: object = raw

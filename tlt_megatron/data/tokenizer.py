@@ -1,7 +1,7 @@
-"""The policy's tokenizer: a Hugging Face one from the model's own folder, with the tokens that end a response.
+"""The policy's tokenizer: the Hugging Face tokenizer of the model folder, with the tokens that end a response.
 
-Called by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring (decode). No special token
-is added to a string prompt: a text that needs a BOS token holds it already.
+Used by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring (decode). It adds no special token
+to a string prompt: a prompt that needs a BOS token must contain it.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ Message = Mapping[str, object]
 
 
 class Tokenizer:
-    """Encodes prompts, decodes responses. `stop_token_ids` is sorted; `hf` is the tokenizer of transformers."""
+    """Encodes prompts and decodes responses. `stop_token_ids` is sorted; `hf` is the transformers tokenizer."""
 
     def __init__(self, hf: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], path: Path):
         self.hf = hf
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._path = path
-        if hf.is_fast:  # tokenizer.json may say otherwise
+        if hf.is_fast:  # tokenizer.json may turn both on
             hf.backend_tokenizer.no_truncation()
             hf.backend_tokenizer.no_padding()
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether lists of messages can be encoded."""
+        """Return whether lists of messages can be encoded."""
         return bool(self.hf.chat_template)
 
     def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a text as it stands, or of chat messages up to where the assistant begins to speak.
+        """Return the token ids of a text, or of chat messages with the generation prompt.
 
-        ValueError where messages meet a tokenizer without a chat template, or a template that refuses them.
+        ValueError if messages are given and there is no chat template, or the template refuses them.
         """
         return tuple(self.encode_texts([self.render(prompt)])[0])
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text as it stands. With a fast tokenizer, threads may encode at the same time."""
+        """Return the token ids of each text. With a fast tokenizer, several threads may call it at once."""
         if not self.hf.is_fast:
             return [self.hf.encode(text, add_special_tokens=False) for text in texts]
-        # Not through transformers: it sets the tokenizer's state on every call, which threads would do at once.
+        # Bypass transformers: it sets the tokenizer's state on every call, which is not thread-safe.
         encode = self.hf.backend_tokenizer.encode_batch_fast
         return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
 
     def render(self, prompt: str | Sequence[Message]) -> str:
-        """The text that is encoded: a string as it stands, chat messages through the template. ValueError as `encode`."""
+        """Return the text to encode: a string unchanged, chat messages through the template. ValueError as `encode`."""
         if isinstance(prompt, str):
             return prompt
         if not self.has_chat_template:
@@ -68,7 +68,7 @@ class Tokenizer:
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a response, without stop and other special tokens unless asked for."""
+        """Return the text of a response, by default without stop and other special tokens."""
         return self.hf.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
@@ -77,10 +77,10 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load from a local model folder. Code that the folder may hold is never run.
+    """Load the tokenizer of a local model folder. Code in the folder is never run.
 
-    The stop tokens are the tokenizer's eos token and those of config.json and generation_config.json. ValueError names
-    a folder that is missing or holds no tokenizer.
+    The stop tokens are the tokenizer's eos token and those of config.json and generation_config.json. ValueError if the
+    folder is missing or has no usable tokenizer.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -103,7 +103,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _check_vocabulary(hf: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Also for tokenizers without tokenizer.json, which are not counted before launch."""
+    """ValueError if a token id exceeds the model's vocabulary; the check before launch needs a tokenizer.json."""
     file = folder / "config.json"
     vocab_size = read_json(file).get("vocab_size") if file.is_file() else None
     highest = max(hf.get_vocab().values(), default=-1)
