@@ -1,7 +1,7 @@
-"""How a policy computes: its matrix products, norms, rotation and attention, chosen once when the model is made.
+"""The operations of a forward pass: matrix products, norms, rotation and attention, chosen once when the model is made.
 
-Read by `Transformer` for what lies between two attentions and by the engine's passes for the attentions. What to know:
-`PLAIN` is the quickest; `invariant.invariant_arithmetic` makes the one whose results do not depend on what shares a pass.
+`Transformer` uses all but the attentions, which the engine's passes make. `PLAIN` is the fastest.
+`invariant.invariant_arithmetic` makes the variant whose results do not depend on the other rows of a pass.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tlt_megatron.models.tree_attention import LaneView, lane_attention
 
 
 class Attention(Protocol):
-    """Stores the keys and values of the packed tokens and lets their queries read what they may see."""
+    """Stores the keys and values of the packed tokens, then attends over all keys that are visible to each query."""
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """[P, N*H]. `kv_PKH` is [P, 2K, H], the K key heads before the K value heads, rotated already."""
+        """Return [P, N*H]. `kv_PKH` is [P, 2K, H]: K rotated key heads, then K value heads."""
 
 
 class Product(Protocol):
     """See `Matrix`."""
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """[P, out] of x [P, in]; `addend` [P, out] is not changed."""
+        """Return [P, out] for x [P, in]. `addend` [P, out] is not changed."""
 
 
 class Norm(Protocol):
@@ -46,7 +46,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The parts of a forward pass."""
+    """The operations of a forward pass."""
 
     matrix: Callable[[Tensor, Tensor | None], Product]  # weight, bias
     norm: Callable[[float, torch.dtype, torch.device], Norm]  # eps
@@ -55,13 +55,13 @@ class Arithmetic:
     prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention]
     paged: Callable[[KvCache], PagedAttention]
     lanes: Callable[[LaneView, Tensor, Tensor, Tensor], Attention]  # see `lane_attention`
-    # Whether position t of a sequence has to stand at place t % page_size of a page, so that pages cut every sequence
-    # alike: a response then begins in a copy of its prompt's last page.
+    # Whether position t of a sequence must have offset t % page_size in its page. All sequences then have the same page
+    # borders, and a response begins in a copy of its prompt's last page.
     aligns_pages: bool
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return F.silu(gate).mul_(up)
 
 

@@ -1,8 +1,8 @@
-"""How the packed tokens of a pass see each other through the KV cache: prefill, and decoding over pages.
+"""Attention over the KV cache for prefill and for decoding over pages.
 
-Each class satisfies `arithmetic.Attention`; the engine makes them and gives them to `Transformer.forward`. What to know:
-`PagedAttention` is for the bulk (many sequences of unequal length, shared prompts), `tree_attention.LaneTreeAttention` for
-the tail (few sequences, each contiguous, one kernel call and no merging); both give the same numbers up to rounding.
+Each class satisfies `arithmetic.Attention`; the engine passes an instance to `Transformer.forward`. `PagedAttention` serves
+many sequences of unequal length with shared prompts. `tree_attention.LaneTreeAttention` serves few contiguous sequences
+with one kernel call and no merging. Both give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tlt_megatron.models.layers import attend_with_lse, merge_attention
 class PrefillSegment:
     """Consecutive tokens of one sequence in a prefill pass."""
 
-    new_slots_C: Tensor  # where their keys and values go
-    context_slots_S: Tensor  # all positions up to and including them, in order
+    new_slots_C: Tensor  # slots for their keys and values
+    context_slots_S: Tensor  # slots of all positions up to and including them, in order
 
 
 class PrefillAttention:
-    """Causal attention of several packed segments, each over its own sequence, whatever part is cached already."""
+    """Causal attention of several packed segments, each over its own sequence. Any prefix may be cached already."""
 
     def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
         self._cache = cache
@@ -37,14 +37,14 @@ class PrefillAttention:
         for segment in segments:
             num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
             mask = None
-            if num_new < num_all:  # else plainly causal
+            if num_new < num_all:  # otherwise is_causal is enough
                 visible = torch.ones(num_new, num_all, dtype=torch.bool, device=cache.device)
                 mask = visible.tril(num_all - num_new)
             self._masks.append(mask)
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
+        """See `arithmetic.Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
@@ -67,10 +67,10 @@ class PrefillAttention:
 
 
 class PagedAttention:
-    """One query per sequence over pages: every page is one row of a batched kernel, parts are merged by their lse.
+    """One query per sequence over pages: every page is one row of a batched kernel, and lse merges the parts.
 
-    A response page is read by its sequence, a prompt page by all siblings at once, so a shared prompt is also read from
-    memory once. `rebuild` after pages or sequences changed; `begin_step` before each pass.
+    A prompt page serves all siblings at once, so a shared prompt is read from memory once. Call `rebuild` after pages or
+    sequences change, and `begin_step` before each pass.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PagedAttention:
         ] = attend_with_lse,
         merge: Callable[[Tensor, Tensor], Tensor] = merge_attention,
     ) -> None:
-        """`attend` over a page; `merge` the parts of a sequence, which come in order of their positions."""
+        """`attend` computes attention over one page; `merge` combines the parts of a sequence in position order."""
         self._cache = cache
         self._attend, self._merge = attend, merge
         self._paged = [
@@ -90,25 +90,28 @@ class PagedAttention:
         ]
 
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
-        """Plan for these sequences, in batch order. Each has pages of its own, all with a written position
-        once the pass has begun: the kernel's lse of nothing is not -inf."""
+        """Plan for these sequences, in batch order.
+
+        Each sequence must have its own pages, and each page a written position once the pass begins: the kernel's
+        lse over no keys is not -inf.
+        """
         cache = self._cache
         device = cache.device
         end, start = cache.response_end, cache.prompt_start
-        owner = [0] * end  # a hole is computed for row 0 and never read
+        owner = [0] * end  # a free page is computed for row 0, and its result is never read
         readers: list[list[int]] = [[] for _ in range(cache.num_pages - start)]
         prompt_pages: list[list[int]] = []  # of each sequence
         for row, sequence in enumerate(sequences):
             for page in sequence.pages:
                 owner[page] = row
             assert sequence.prompt is not None
-            # The last page of a prompt is not read where the sequence has a copy of what is in it.
+            # Skip the last page of a prompt if the sequence holds a copy of its content.
             shared = sequence.prompt.pages[: -1 if sequence.num_copied else None]
             prompt_pages.append([page - start for page in shared])
             for index in prompt_pages[-1]:
                 readers[index].append(row)
         num_siblings = max(map(len, readers), default=0) or 1
-        # Parts are numbered: response pages, then (prompt page, sibling), then one empty part to pad with.
+        # Part numbers: response pages, then (prompt page, sibling), then one empty part as padding.
         empty = end + len(readers) * num_siblings
         parts = [
             [end + index * num_siblings + readers[index].index(row) for index in indices]
@@ -135,12 +138,12 @@ class PagedAttention:
         self._response_bias, self._prompt_bias = bias[pages[0]], bias[pages[1]]
 
     def begin_step(self, slots_B: Tensor) -> None:
-        """The slots that this pass writes, one for each sequence."""
+        """Set the slots that this pass writes, one per sequence."""
         self._slots_B = slots_B
         self._cache.mark_written(slots_B)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
+        """See `arithmetic.Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_B, kv_PKH)
         num_rows, num_heads, head_dim = query_PNH.shape

@@ -1,5 +1,6 @@
-"""The shape of a policy, as the engines, the drafter and the Megatron builder know it; read in `config/model_shape.py`,
-which needs no torch, so that an unsupported model is refused before torch is imported."""
+"""The policy's model config for the engines, the drafter and the Megatron builder; re-exported from `config/model_shape.py`.
+
+That file needs no torch, so an unsupported model is refused before torch is imported."""
 
 from tlt_megatron.config.model_shape import (
     SUPPORTED_MODEL_TYPES,

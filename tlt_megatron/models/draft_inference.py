@@ -1,9 +1,9 @@
-"""The drafter as the engines run it: the arithmetic of `DraftModel` in few torch calls, on fused weights.
+"""The drafter for inference: the computation of `DraftModel` in few torch calls, on fused weights.
 
-A decode pass runs this layer num_steps times on a handful of rows, where a torch call costs more than its arithmetic. What
-to know: what depends on the token alone (EAGLE: its half of fc and q, k, v; EAGLE-3: its half of q, k, v) is tabulated for
-the whole vocabulary where that fits, and norm weights are folded into the matrices that follow. Results equal `DraftModel`
-up to rounding, which is all a drafter needs: what it says can cost time, never change a token.
+A decode pass runs this layer num_steps times on a few rows, where the overhead of torch calls dominates. A table over the
+whole vocabulary, if it fits, holds the products that depend on the token alone (EAGLE: its half of fc and q, k, v; EAGLE-3:
+its half of q, k, v). Norm weights are folded into the next matrices. Results equal `DraftModel` up to rounding. Rounding may
+cost speed but never changes a committed token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tlt_megatron.models.transformer import Attention
 class DraftInference:
     """Fused copies of a drafter's weights in the engine's dtype, which must be that of the target's head.
 
-    The twin of a DraftModel for `fuse`, `forward` and `logits`; not differentiable. `refresh` after the drafter or the
-    target changed: on GPUs it writes in place, so captured graphs stay valid. To draft a chain or a tree, look the
-    rotation of all depths up once and call `step`: `hidden, head = draft.step(tokens, hidden, rotation, attention)`.
+    `fuse`, `forward` and `logits` match those of DraftModel but are not differentiable. Call `refresh` after the drafter or
+    the target changes; on GPUs it writes in place, so captured graphs stay valid. To draft a chain or a tree, look up the
+    rotation of all depths once and call `step`: `hidden, head = draft.step(tokens, hidden, rotation, attention)`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class DraftInference:
                 f"dtype={dtype}: must be that of the target's head, {model.lm_head_VD.dtype}"
             )
         self._model = model
-        self.is_stale = False  # the drafter or the target has changed since `refresh`
+        self.is_stale = False  # whether the drafter or the target has changed since `refresh`
         c = self.config = model.config
         self.dtype = dtype
         device = model.embedding_VD.device
@@ -67,7 +67,7 @@ class DraftInference:
         self._down = matrix(d, c.ffn_size)
         if c.is_eagle3:
             self._fuse = matrix(d, model.fc.in_features)
-        # A packed head is a copy; where that is too large, the head is used where it lies.
+        # A packed head is a copy. If that is too large, use the target's head in place.
         if packs(dtype, device) and row_bytes * d <= max_table_bytes:
             self._head = Matrix(model.lm_head_VD)
         else:
@@ -75,18 +75,18 @@ class DraftInference:
         self.refresh()
 
     def weights(self) -> dict[str, Tensor]:
-        """The drafter's own tensors, as `load` takes them."""
+        """Return the drafter's own tensors, in the form that `load` takes."""
         return self._model.state_dict()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over a drafter's own tensors, under the names of `DraftModel.state_dict`; `refresh` comes before the next use."""
+        """Load a drafter's own tensors, named as in `DraftModel.state_dict`. Call `refresh` before the next use."""
         self._model.load_state_dict(dict(weights))
         self.is_stale = True
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what the drafter and the target's embedding and head hold now."""
+        """Update the fused copies from the current drafter, target embedding and head."""
         self.is_stale = False
         model, layer = self._model, self._model.layer
         attention, mlp = layer.self_attn, layer.mlp
@@ -100,7 +100,7 @@ class DraftInference:
             self._fuse.set(model.fc.weight)
             self._norm.copy_(model.norm.weight)
         else:
-            # Nothing stands between fc and q, k, v, so both are one matrix.
+            # No operation lies between fc and q, k, v, so one matrix computes both.
             fused = torch.cat((model.fc.weight, qkv @ model.fc.weight))
             from_token, from_hidden = fused[:, :size], fused[:, size:]
             bias = torch.cat((model.fc.bias, qkv @ model.fc.bias))
@@ -122,29 +122,29 @@ class DraftInference:
         return self._rms(embedded) if self.config.is_eagle3 else embedded
 
     def _rms(self, x: Tensor) -> Tensor:
-        """RMS norm without a weight: fewer kernels than F.rms_norm has on a CPU."""
+        """RMS norm without a weight, in fewer CPU kernels than F.rms_norm."""
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self._wide)
         scale = torch.addcmul(self._eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
         return x * (scale if scale.dtype == x.dtype else scale.to(x.dtype))
 
     def num_bytes(self) -> int:
-        """Bytes of the fused copies, the table included."""
+        """Return the bytes of the fused copies, table included."""
         held = (self._norm, self._table if self._has_table else self._token_bias)
         matrices = (value for value in vars(self).values() if isinstance(value, Matrix))
         return sum(t.nbytes for t in held) + sum(matrix.num_bytes for matrix in matrices)
 
     def tensors_read(self) -> list[Tensor]:
-        """All that `forward` reads besides its inputs and the KV: what has to stay in place under captured graphs."""
+        """Return all tensors that `forward` reads besides its inputs and the KV. Captured graphs need them at fixed addresses."""
         tokens = (self._table,) if self._has_table else (self._token_bias, self._model.embedding_VD)
         matrices = [v.weight for v in vars(self).values() if isinstance(v, Matrix)]
         return [*tokens, *matrices, self._norm, self._eps, self.rotary.table_SH2]
 
     def rotation(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for `step`; index both to cut them by depth. `rotary.reserve` must cover the positions."""
+        """Return (cos, sin) for `step`; slice both by depth. `rotary.reserve` must cover the positions."""
         return self.rotary.lookup(position_ids_P)
 
     def fuse(self, features_PF: Tensor) -> Tensor:
-        """See `DraftModel.fuse`; the features are in the engine's dtype."""
+        """See `DraftModel.fuse`. The features must have the engine's dtype."""
         return self._fuse(features_PF) if self.config.is_eagle3 else features_PF
 
     def forward(
@@ -160,7 +160,7 @@ class DraftInference:
         rotation: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` with cos and sin looked up already."""
+        """Run `forward` with the result of `rotation`."""
         c = self.config
         if self._has_table:
             from_token = self._table.index_select(0, token_ids_P)
@@ -183,7 +183,7 @@ class DraftInference:
         return output_PD, self._rms(output_PD).mul_(self._norm)
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
-        """[P, V] through the target's head."""
+        """Return [P, V] logits from the target's head."""
         if self._head is not None:
             return self._head(head_input_PD)
         return F.linear(head_input_PD, self._model.lm_head_VD)

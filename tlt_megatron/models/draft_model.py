@@ -1,8 +1,8 @@
-"""The learned drafter: one decoder layer over [embedding(x_{t+1}); hidden(h_t)], as EAGLE or as EAGLE-3 (DESIGN 5.2).
+"""The learned drafter: one decoder layer over [embedding(x_{t+1}); hidden(h_t)], as EAGLE or EAGLE-3.
 
-Trained by `drafter/`, run by the engines. What to know: the pair (x_{t+1}, h_t) stands at position t and predicts x_{t+2};
-parameter names and arithmetic are those of SGLang's LlamaForCausalLMEagle and LlamaForCausalLMEagle3, so a saved state_dict
-means the same there. Embedding and LM head belong to the target: they are only borrowed, frozen and never saved.
+`drafter/` trains it and the engines run it. The pair (x_{t+1}, h_t) has position t and predicts x_{t+2}. Parameter names and
+computation match SGLang's LlamaForCausalLMEagle and LlamaForCausalLMEagle3, so SGLang can load the state_dict. Embedding and
+LM head belong to the target; the drafter never trains or saves them.
 Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
 """
 
@@ -20,8 +20,8 @@ from tlt_megatron.models.transformer import Attention
 
 ARCHITECTURES = ("eagle", "eagle3")
 NUM_AUX_LAYERS = 3  # low, middle, high
-# Two targets are the same when fewer of the 256 bits of their embeddings' hashes differ: unrelated ones differ in
-# 128 +- 8, a policy after RL from its start in a few.
+# Two targets count as the same if at most this many of the 256 bits of their embedding hashes differ. Unrelated targets
+# differ in 128 +- 8 bits; RL changes a few bits.
 _MAX_DIFFERING_BITS = 64
 _HASH_SIDE = 16
 _HASH_ROWS = 256
@@ -29,7 +29,7 @@ _HASH_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFingerprint:
-    """What tells one target from another, and not a policy from its own later self."""
+    """Identifies a target model. RL updates of the same policy keep (almost) the same fingerprint."""
 
     hidden_size: int
     vocab_size: int
@@ -38,7 +38,7 @@ class TargetFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """Sizes of a drafter and the target that it belongs to. Letters as in ModelConfig."""
+    """Sizes of a drafter, and its target. Fields are named as in ModelConfig."""
 
     architecture: str  # eagle: features after the target's final norm | eagle3: of three layers
     hidden_size: int
@@ -53,7 +53,7 @@ class DraftConfig:
     aux_layer_ids: tuple[
         int, ...
     ] = ()  # eagle3: features are the residual stream after these layers
-    target: TargetFingerprint | None = None  # None: a checkpoint made elsewhere that does not say
+    target: TargetFingerprint | None = None  # None: a foreign checkpoint without a fingerprint
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -69,12 +69,12 @@ class DraftConfig:
 
     @property
     def is_eagle3(self) -> bool:
-        """Whether three layers' features are fused."""
+        """Return whether the features of three layers are fused."""
         return self.architecture == "eagle3"
 
     @property
     def feature_size(self) -> int:
-        """Width of what the target gives for each position."""
+        """Return the width of the target's features per position."""
         return self.hidden_size * (NUM_AUX_LAYERS if self.is_eagle3 else 1)
 
 
@@ -84,7 +84,7 @@ def make_draft_config(
     embedding_VD: Tensor,
     aux_layer_ids: tuple[int, ...] = (),
 ) -> DraftConfig:
-    """The drafter of `target`: a layer of the target's own sizes. `aux_layer_ids` () with eagle3 takes the default."""
+    """Return the config of a drafter with the target's layer sizes. Empty `aux_layer_ids` with eagle3 takes the default."""
     if architecture == "eagle3" and not aux_layer_ids:
         aux_layer_ids = default_aux_layer_ids(target.num_layers)
     if any(i > target.num_layers - 2 for i in aux_layer_ids):
@@ -108,7 +108,7 @@ def make_draft_config(
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Low, middle, high: SGLang's default (after layers 1, L/2 - 1, L - 4), spread out where L is too small for it."""
+    """Return SGLang's default: layers 1, L/2 - 1 and L - 4. If L is too small for these: 0, (L - 2)/2 and L - 2."""
     if num_layers < 4:
         raise ValueError(f"num_layers={num_layers}: eagle3 needs a target of at least 4 layers")
     ids = (1, num_layers // 2 - 1, num_layers - 4)
@@ -116,12 +116,12 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
-    """The fingerprint of the target with this embedding."""
+    """Return the fingerprint of the target with this embedding."""
     return fingerprint_sample(sample_embedding(embedding_VD), embedding_VD.shape[0])
 
 
 def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
-    """The same from `sample_embedding`, for those who cannot hold on to the embedding."""
+    """Return the fingerprint from `sample_embedding`, for callers that cannot keep the whole embedding."""
     return TargetFingerprint(
         hidden_size=sample_ND.shape[1],
         vocab_size=vocab_size,
@@ -130,16 +130,16 @@ def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
 
 
 def sample_embedding(embedding_VD: Tensor) -> Tensor:
-    """The rows that a fingerprint is made of, copied on their own device without waiting for it."""
+    """Copy the rows that a fingerprint needs, on their own device and without synchronizing with it."""
     num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
     rows = torch.linspace(0, embedding_VD.shape[0] - 1, num_rows, dtype=torch.float64).long()
     return embedding_VD.detach()[rows.to(embedding_VD.device, non_blocking=True)]
 
 
 def hash_embedding(embedding_VD: Tensor) -> str:
-    """256 bits that change little when the embedding does: signs of random projections (Charikar 2002, SimHash).
+    """Return 64 hex digits: the signs of 256 random projections (Charikar 2002, SimHash).
 
-    An exact checksum would tell a policy from itself one update later, or in another dtype.
+    Small changes of the embedding flip few bits. An exact checksum would change after one update, or in another dtype.
     """
     return _hash_sample(sample_embedding(embedding_VD))
 
@@ -154,7 +154,7 @@ def _hash_sample(sample_ND: Tensor) -> str:
 
 
 def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
-    """+1 or -1 by an integer hash of the index, the same with any version of torch."""
+    """Return +1 or -1 from an integer hash of the index, the same with any torch version."""
     mixed = torch.arange(num_rows * num_columns, dtype=torch.int64) + seed * 0x9E3779B9
     for shift, factor in ((16, 0x45D9F3B), (15, 0x119DE1F3), (16, 0x2C1B3C6D)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
@@ -162,7 +162,7 @@ def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
 
 
 def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
-    """ValueError with the reason if the drafter belongs to another target than the one with this embedding."""
+    """Raise ValueError with the reason if the drafter belongs to another target than `embedding_VD`'s."""
     vocab_size, hidden_size = embedding_VD.shape
     for name, own, actual in (
         ("hidden_size", config.hidden_size, hidden_size),
@@ -182,15 +182,15 @@ def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
 
 
 class DraftNorm(nn.RMSNorm):
-    """RMS norm whose weight follows the input's dtype, which autocast leaves to us."""
+    """RMS norm that casts its weight to the input's dtype, because autocast does not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any leading dims."""
+        """Normalize the last dim; any leading dims."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class DraftAttention(nn.Module):
-    """Projections with rotary embedding; who sees whom is the business of the `Attention` object."""
+    """Projections with rotary embedding. The `Attention` object decides which keys a query sees."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class DraftAttention(nn.Module):
     def forward(
         self, x_PI: Tensor, cos_P1H: Tensor, sin_P1H: Tensor, attention: Attention
     ) -> Tensor:
-        """[P, D]; the input is D wide, or 2D in EAGLE-3."""
+        """Return [P, D]. The input has width D, or 2D in EAGLE-3."""
         parts = (self.q_proj(x_PI), self.k_proj(x_PI), self.v_proj(x_PI))
         q_PNH, k_PKH, v_PKH = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
         q_PNH = _rotate(q_PNH, cos_P1H, sin_P1H)
@@ -223,12 +223,12 @@ class DraftMlp(nn.Module):
         self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x_PD: Tensor) -> Tensor:
-        """[P, D]."""
+        """Return [P, D]."""
         return self.down_proj(F.silu(self.gate_proj(x_PD)) * self.up_proj(x_PD))
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer. EAGLE has no norm before its attention; EAGLE-3 norms embedding and feature apart."""
+    """The decoder layer. EAGLE has no norm before attention; EAGLE-3 norms embedding and feature separately."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -241,10 +241,10 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The trainable drafter. `state_dict` holds what SGLang reads; `inference_view` is its fast twin.
+    """The trainable drafter. `state_dict` holds the tensors that SGLang reads; `DraftInference` is the fast version.
 
-    `embedding_VD` and `lm_head_VD` are the target's tensors (or views, any dtype on the drafter's device): their content
-    may change in place when the policy is updated.
+    `embedding_VD` and `lm_head_VD` are the target's tensors or views of them: any dtype, on the drafter's device. Policy
+    updates may change them in place.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class DraftModel(nn.Module):
                 f"lm_head {tuple(lm_head_VD.shape)} must have the shape of the embedding {tuple(embedding_VD.shape)}"
             )
         self.config = config
-        # Detached, so that a Parameter given here is not registered as one of ours.
+        # Detached, so that this module does not register a Parameter of the target.
         self.embedding_VD = embedding_VD.detach()
         self.lm_head_VD = lm_head_VD.detach()
         hidden_size = config.hidden_size
@@ -272,7 +272,7 @@ class DraftModel(nn.Module):
             self.midlayer = DraftLayer(config)
             self.norm = DraftNorm(hidden_size, config.rms_norm_eps)
         else:
-            # SGLang gives this layer a bias whether a checkpoint has it or not.
+            # SGLang always gives this layer a bias, even if a checkpoint has none.
             self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=True)
             self.layers = nn.ModuleList([DraftLayer(config)])
         self._initialize(seed)
@@ -282,24 +282,25 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
-        """Variance-keeping matrices, the same on every rank for one seed and one target."""
+        """Initialize matrices that keep the variance, the same on every rank for one seed and one target."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
         if not self.config.is_eagle3:
             nn.init.zeros_(self.fc.bias)
-            # Embeddings are far smaller than features and not normed here; without this the token is learned late.
+            # Embeddings are far smaller than features, and EAGLE has no norm here. Without this scale, training is slow
+            # to use the token.
             scale = self.embedding_VD.double().square().mean().sqrt().clamp(min=1e-6)
             self.fc.weight[:, : self.config.hidden_size] /= scale.to("cpu", torch.float32)
 
     @property
     def layer(self) -> DraftLayer:
-        """The one layer, under either of its names."""
+        """Return the only layer, under either name."""
         return self.midlayer if self.config.is_eagle3 else self.layers[0]
 
     def fuse(self, features_PF: Tensor) -> Tensor:
-        """[P, D] that the first step takes, from what the target gives: itself, or fc over low, middle, high."""
+        """Return the first step's input [P, D]: the target's features, or in EAGLE-3 fc over its three layers."""
         features_PF = features_PF.to(self.fc.weight.dtype)
         return self.fc(features_PF) if self.config.is_eagle3 else features_PF
 
@@ -310,9 +311,9 @@ class DraftModel(nn.Module):
         position_ids_P: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """One step over packed tokens: (hidden [P, D] for the following step, [P, D] for the LM head).
+        """Run one step over packed tokens; return (hidden [P, D] for the next step, [P, D] for the LM head).
 
-        `hidden_PD` comes from `fuse` or from the step before. The two outputs are one tensor in EAGLE.
+        `hidden_PD` comes from `fuse` or from the previous step. In EAGLE both outputs are the same tensor.
         `rotary.reserve` must cover the positions.
         """
         layer = self.layer
@@ -330,11 +331,11 @@ class DraftModel(nn.Module):
         return output_PD, self.norm(output_PD) if self.config.is_eagle3 else output_PD
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
-        """[P, V] through the target's head, in the head's dtype. For large vocabularies see `drafter/loss.py`."""
+        """Return [P, V] logits from the target's head, in its dtype. For large vocabularies see `drafter/loss.py`."""
         return F.linear(head_input_PD.to(self.lm_head_VD.dtype), self.lm_head_VD)
 
 
 def _rotate(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> Tensor:
-    """`layers.apply_rope_` out of place, for autograd."""
+    """Out-of-place `layers.apply_rope_`, for autograd."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     return (heads_PNH * cos_P1H + swapped * sin_P1H).to(heads_PNH.dtype)

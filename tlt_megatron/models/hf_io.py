@@ -1,4 +1,6 @@
-"""Hugging Face folders: read tensors by name, write a model that transformers and SGLang load, checksum a tensor."""
+"""Hugging Face folders: read tensors by name, write a model for transformers and SGLang, and checksum tensors.
+
+Used by the engines, the Megatron weight map, the trainer and the drafter's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from tlt_megatron.config.weight_files import INDEX_NAME, find_tensors
 from tlt_megatron.runtime.durable import save_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs launches
+_CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs kernel launches
 _CPU_CHUNK_ELEMENTS = 1 << 18
 CHECKSUM_MODULUS = 1 << 63
 
 
 class HfReader:
-    """Tensors of a safetensors folder by name, read one at a time; with an index, the index alone says from which files.
+    """Reads the tensors of a safetensors folder by name, one at a time. An index file, if present, decides which files are read.
 
-    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a tensor that is not there, ValueError a file that is
-    missing or truncated.
+    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a missing tensor; ValueError names a missing or
+    truncated file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -44,11 +46,11 @@ class HfReader:
         return self._handles[self._tensors[name].file].get_tensor(name)
 
     def names(self) -> list[str]:
-        """All tensor names."""
+        """Return all tensor names, sorted."""
         return sorted(self._tensors)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, one at a time."""
+        """Yield all tensors, one at a time."""
         for name in self.names():
             yield name, self[name]
 
@@ -61,9 +63,9 @@ def save_hf_model(
     dtype: torch.dtype,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write `tensors` as sharded safetensors with an index, beside the config and tokenizer files of `source`.
+    """Write `tensors` as sharded safetensors with an index, and copy the config and tokenizer files of `source`.
 
-    Holds one shard in memory. Every file but weights is copied, so chat template and generation config survive.
+    Holds one shard in memory. Chat template and generation config are copied too.
     """
     path.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
@@ -95,7 +97,7 @@ def save_hf_model(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    else:  # one that an earlier model left behind would win
+    else:  # remove an older model's index, which readers would prefer
         (path / INDEX_NAME).unlink(missing_ok=True)
     _copy_companions(source, path, dtype)
 
@@ -119,13 +121,13 @@ _OFFSET = 0x632BE5AB
 
 
 def _position_weights(count: int, device: torch.device) -> Tensor:
-    """What the bits at each of the first positions are multiplied by."""
+    """Return the factors for the bits at the first `count` positions."""
     return (torch.arange(count, device=device) * 2 + 1) * _MIX
 
 
 @lru_cache(maxsize=1)
 def _kept_weights() -> Tensor:
-    """2 MiB for good: for small tensors to make them costs more than to use them."""
+    """Cache 2 MiB of weights: for small tensors, making them costs more than using them."""
     return _position_weights(_CPU_CHUNK_ELEMENTS, torch.device("cpu"))
 
 
@@ -134,10 +136,10 @@ def _as_int64(value: int) -> int:
 
 
 def checksum_tensor(name: str, tensor: Tensor) -> int:
-    """A 63-bit checksum of the name and the exact bits, in order; computed on the tensor's own device.
+    """Return a 63-bit checksum of the name and the exact bits, in order. Runs on the tensor's own device.
 
-    Bits are mixed with their position and summed modulo 2^64, so a swap, a shift or a changed bit shows; the name multiplies
-    the sum, so two tensors that have changed places show too. The checksum of a model is the sum over its tensors modulo
+    Bits are mixed with their position and summed modulo 2^64, so the sum detects a swap, a shift or a changed bit. The name
+    multiplies the sum, so swapped tensors are detected too. The checksum of a model is the sum over its tensors modulo
     CHECKSUM_MODULUS, in any order.
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])

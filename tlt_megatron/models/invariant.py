@@ -1,10 +1,9 @@
-"""Arithmetic in which a row's bits do not depend on what else is in its pass: `rollout.batch_invariant`.
+"""Arithmetic for `rollout.batch_invariant`: the bits of a row do not depend on the other rows of its pass.
 
-Made by the engine for `Transformer`. What to know: a kernel may add in another order when it is given another number of
-rows, so here matrices are multiplied by tiles of fixed numbers of rows, attention is cut at fixed positions
-(`invariant_attention`), and everything between is made of operations that round each element once, which no vector
-length and no remainder loop can change. What cannot be read off a specification, that a kernel treats all rows of a tile
-alike and that tiles of two sizes agree, is tried out on this machine when the model is made, not assumed.
+The engine makes it for `Transformer`. A kernel may add in another order for another number of rows. So matrix products use
+row tiles of fixed sizes, and attention is cut at fixed positions (`invariant_attention`). All other operations round each
+element once, independent of vector length and remainder loops. No specification says that a kernel treats all rows of a
+tile alike, or that tiles of two sizes agree. Both are therefore checked on this machine when the model is made.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from tlt_megatron.models.invariant_attention import (
 )
 from tlt_megatron.models.matrix import Matrix
 
-_BASE_ROWS = 16  # of the tile with which all others must agree
-# Candidates for a tile. One row alone is often another kernel (a matrix-vector product), so it is not among them.
+_BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
+# Candidate tile sizes. A single row often runs another kernel (matrix-vector product), so 1 is not listed.
 _TILE_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _PADDING_WASTE = (
-    1.5  # a larger tile is padded up to this many times the rows, else a smaller one begins
+    1.5  # pad to a larger tile if it has at most this many times the rows, else take a smaller one
 )
 
 
 def invariant_arithmetic(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Arithmetic:
-    """RuntimeError where this machine's kernels do not allow it; ValueError where there are none yet."""
+    """Return the batch-invariant arithmetic. RuntimeError if a kernel check fails; ValueError on other devices than the CPU."""
     if device.type != "cpu":
         raise ValueError(
             f"rollout.batch_invariant=True: must be false on device {device.type!r}, only the CPU has such kernels yet"
@@ -57,18 +56,21 @@ def invariant_arithmetic(
 
 
 def cancelling(num_rows: int, size: int, seed: int, sign: float) -> Tensor:
-    """[num_rows, size] of which the second half mirrors the first, times `sign`: the product of one with +1 and one with
-    -1 is 0 but for rounding, so that any other order of adding shows, even after the result was rounded to bfloat16."""
+    """Return [num_rows, size] whose second half mirrors the first, times `sign`.
+
+    The product of one with sign +1 and one with -1 is 0 except for rounding. So another order of addition is visible even
+    after rounding to bfloat16.
+    """
     half = torch.randn(num_rows, size // 2, generator=torch.Generator().manual_seed(seed))
     middle = torch.zeros(num_rows, size % 2)
     return torch.cat((half, middle, sign * half.flip(1)), dim=1)
 
 
 class RowTiles:
-    """The numbers of rows with which a kernel may be called, for matrices of one shape and dtype."""
+    """The row counts with which a kernel may be called, for matrices of one shape and dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Tried out with `Matrix`, on numbers of no meaning in the shape of `weight`."""
+        """Test the kernel of `Matrix` on artificial values in the shape of `weight`. RuntimeError if rows are not alike."""
         num_out, num_in = weight.shape
         probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(weight.dtype), bias, min_rows=1)
         x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(weight.dtype)
@@ -89,7 +91,7 @@ class RowTiles:
         self._covers: dict[int, list[int]] = {}
 
     def cover(self, num_rows: int) -> list[int]:
-        """Tiles that hold so many rows, one after the other; the last may hold more."""
+        """Return the sizes of consecutive tiles that hold `num_rows` rows; the last may hold more."""
         found = self._covers.get(num_rows)
         if found is None:
             found, left = [], num_rows
@@ -103,14 +105,14 @@ class RowTiles:
 
 
 class InvariantMatrix:
-    """`Matrix` by tiles of rows."""
+    """`Matrix` that multiplies by row tiles."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tiles: RowTiles) -> None:
         self._matrix = Matrix(weight, bias, min_rows=1)
         self._tiles = tiles
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """[P, out] of x [P, in]; `addend` [P, out] is not changed."""
+        """Return [P, out] for x [P, in]. `addend` [P, out] is not changed."""
         num_rows = x.shape[0]
         tiles = self._tiles.cover(num_rows)
         num_padded = sum(tiles) - num_rows
@@ -126,7 +128,7 @@ class InvariantMatrix:
 
 
 class _Products:
-    """Makes matrices; those of one shape share the tiles that were tried out for the first."""
+    """Makes matrices. Matrices of one shape share the tiles tested for the first one."""
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[torch.Size, bool], RowTiles] = {}
@@ -138,11 +140,11 @@ class _Products:
         return InvariantMatrix(weight, bias, self._tiles[key])
 
 
-# ---- what lies between
+# ---- norm, rotation and gate
 
 
 class InvariantNorm:
-    """`RmsNorm` without a fused multiply-add, which rounds once in a vector loop and may round twice behind it."""
+    """`RmsNorm` without a fused multiply-add, which rounds once in a vector loop but may round twice in its remainder."""
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -163,14 +165,14 @@ def rotate_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. torch's silu computes the elements behind the last full vector with another exp; torch.exp does not."""
+    """Return silu(gate) * up with torch.exp. torch's silu uses another exp for elements after the last full vector."""
     wide = gate.float() if gate.dtype == torch.bfloat16 else gate
     scale = wide.neg().exp_().add_(1.0)
     return torch.div(wide, scale, out=scale).to(gate.dtype).mul_(up)
 
 
 def _check_exp(dtype: torch.dtype) -> None:
-    """That an element's exp does not depend on its place."""
+    """RuntimeError if an element's exp depends on its place in the tensor."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.linspace(-30.0, 30.0, 4099, dtype=wide)
     expected = x.exp()

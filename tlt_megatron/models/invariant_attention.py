@@ -1,10 +1,9 @@
-"""Attention in which a query's bits do not depend on the pass: cut at fixed positions, merged in a fixed order.
+"""Batch-invariant attention: a query's bits do not depend on its pass. Used by `invariant.invariant_arithmetic`.
 
-Made by `invariant.invariant_arithmetic`. What to know: block m of a sequence is its positions m * page_size and on,
-wherever they lie. What a query gets from one block comes from a kernel call over exactly these page_size keys in this
-order, hidden ones masked, on a number of query rows that is a multiple of 4: for such calls all rows are alike (checked by
-`check_attention`). The blocks are then added pairwise, as a binary tree over their numbers, where one that is hidden counts
-exact zeros. So prefill, decoding over pages or in lanes, and verifying a chain or a tree give the same bits.
+Block m of a sequence is the page_size positions from m * page_size on, in any slots. For each block, the kernel runs over
+exactly these keys in this order, with hidden keys masked. The number of query rows is a multiple of 4: then all rows are
+alike, which `check_attention` checks. The blocks are added pairwise, as a binary tree over their numbers; a hidden block
+adds exact zeros. So prefill, decoding over pages or lanes, and verifying a chain or a tree give the same bits.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import attend_with_lse
 from tlt_megatron.models.tree_attention import LaneView
 
-_QUERY_ROWS = 4  # fewer, and the kernel multiplies otherwise
-_PREFILL_QUERIES = 64  # at once: bounds the memory of their parts
+_QUERY_ROWS = 4  # with fewer rows the kernel multiplies in another way
+_PREFILL_QUERIES = 64  # queries at once: bounds the memory of their parts
 
 
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`layers.attend_with_lse` over one block; `bias` [X, 1, R or 1, S] is needed, as the kernel scales otherwise without."""
+    """Run `layers.attend_with_lse` over one block. `bias` [X, 1, R or 1, S] is required: without it the kernel's bits differ."""
     assert bias is not None
     num_rows = query.shape[2]
     padding = -num_rows % _QUERY_ROWS
@@ -41,7 +40,7 @@ def attend_block(
 
 
 def merge_blocks(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
-    """Attention over the M blocks of each context, in order. One whose lse is -inf counts nothing but must be finite."""
+    """Merge the M blocks of each context, in order. A block with lse -inf adds nothing, but its output must be finite."""
     if out_BMKRH.shape[1] == 1:
         return out_BMKRH.squeeze(1)
     weights_BMKR = (lse_BMKR - lse_BMKR.amax(dim=1, keepdim=True)).exp_()
@@ -51,7 +50,7 @@ def merge_blocks(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
 
 
 def _sum_pairs(parts: Tensor) -> Tensor:
-    """The sum over dim 1. Zeros at its end change no bit, unlike with `sum`, which adds more parts in another order."""
+    """Sum over dim 1 in pairs. Zeros at its end change no bit; `torch.sum` may add a longer dim in another order."""
     while (num_parts := parts.shape[1]) > 1:
         pairs = parts[:, : num_parts - 1 : 2] + parts[:, 1::2]
         parts = torch.cat((pairs, parts[:, -1:]), dim=1) if num_parts % 2 else pairs
@@ -61,9 +60,9 @@ def _sum_pairs(parts: Tensor) -> Tensor:
 def block_bias(
     positions_BR: Tensor, num_blocks: int, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What a query at a position sees of blocks 0, 1, ..: bias [B, M, R, S], and whether that is nothing [B, M, R].
+    """Return the bias [B, M, R, S] of blocks 0..M-1 for queries at `positions_BR`, and which blocks are hidden [B, M, R].
 
-    A block of which nothing is seen is not masked, so that what comes from it is finite; its lse must be replaced.
+    A hidden block is not masked, so that its output is finite. The caller must replace its lse by -inf.
     """
     starts_M1 = torch.arange(num_blocks, device=positions_BR.device).unsqueeze(1) * block
     is_hidden_BMR = starts_M1 > positions_BR.unsqueeze(1)
@@ -75,10 +74,10 @@ def block_bias(
 
 
 def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tuple[Tensor, Tensor]:
-    """What each row's queries get from each of its blocks: out [B, M, K, R, H] and lse [B, M, K, R].
+    """Return each row's attention over each of its blocks: out [B, M, K, R, H] and lse [B, M, K, R].
 
-    `kv_KBMSH` has 2K heads. Only two dims of a batch may have strides of their own, so kv heads are taken one by one
-    where there is more than one row.
+    `kv_KBMSH` has 2K heads. The kernel allows only two batch dims with arbitrary strides, so with more than one row it
+    runs once per kv head.
     """
     num_rows, num_kv_heads = query_BKRH.shape[:2]
     num_blocks = kv_KBMSH.shape[2]
@@ -105,7 +104,7 @@ def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tupl
 
 
 def _by_kv_head(query_PNH: Tensor, num_rows: int, num_kv_heads: int) -> Tensor:
-    """[B, K, R * query heads per kv head, H]."""
+    """Return queries grouped by kv head: [B, K, R * query heads per kv head, H]."""
     num_tokens, num_heads, head_dim = query_PNH.shape
     repeat = num_heads // num_kv_heads
     query = query_PNH.view(num_rows, num_tokens // num_rows, num_kv_heads, repeat, head_dim)
@@ -113,7 +112,7 @@ def _by_kv_head(query_PNH: Tensor, num_rows: int, num_kv_heads: int) -> Tensor:
 
 
 def _by_token(out_BKRH: Tensor, num_tokens: int) -> Tensor:
-    """[P, N*H]: undoes `_by_kv_head`."""
+    """Return [P, N*H], the inverse of `_by_kv_head`."""
     num_rows, num_kv_heads, _, head_dim = out_BKRH.shape
     num_queries = num_tokens // num_rows
     out = out_BKRH.view(num_rows, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
@@ -121,14 +120,14 @@ def _by_token(out_BKRH: Tensor, num_tokens: int) -> Tensor:
 
 
 class _Sight:
-    """`block_bias` with a row for every query head; made once for all layers."""
+    """`block_bias` repeated for the query heads of a kv head, made once for all layers."""
 
     def __init__(self, positions_BR: Tensor, num_blocks: int, block: int, dtype: torch.dtype):
         self._made = block_bias(positions_BR, num_blocks, block, dtype)
         self._repeated: tuple[Tensor, Tensor] | None = None
 
     def attend(self, query_BKRH: Tensor, kv_KBMSH: Tensor, repeat: int) -> Tensor:
-        """[B, K, R, H] over all blocks."""
+        """Return attention over all blocks, [B, K, R, H]."""
         if self._repeated is None:
             bias, is_hidden = self._made
             if repeat > 1:
@@ -147,8 +146,8 @@ class InvariantPrefillAttention:
         self._cache = cache
         self._slots_P = torch.cat([segment.new_slots_C for segment in segments])
         block = cache.page_size
-        self._slots: list[Tensor] = []  # of each segment's blocks, the last filled with any slot
-        self._groups: list[list[tuple[slice, int, _Sight]]] = []  # tokens, blocks, what they see
+        self._slots: list[Tensor] = []  # of each segment's blocks, the last padded with any slot
+        self._groups: list[list[tuple[slice, int, _Sight]]] = []  # tokens, num_blocks, visibility
         start = 0
         for segment in segments:
             num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
@@ -167,7 +166,7 @@ class InvariantPrefillAttention:
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
+        """See `arithmetic.Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
@@ -183,14 +182,14 @@ class InvariantPrefillAttention:
 
 
 def invariant_paged(cache: KvCache) -> PagedAttention:
-    """Its pages are the blocks, as responses begin in a copy of the prompt's last page (`SequenceKv.num_copied`)."""
+    """Return a `PagedAttention` whose blocks are the pages; `SequenceKv.num_copied` aligns responses to pages."""
     return PagedAttention(cache, attend=attend_block, merge=merge_blocks)
 
 
 def invariant_lanes(
     view: LaneView, slots_P: Tensor, positions_P: Tensor, bias_BRS: Tensor
 ) -> _ChainAttention | _TreeAttention:
-    """See `tree_attention.lane_attention`. Reads back where the queries stand, which costs nothing on a CPU."""
+    """See `tree_attention.lane_attention`. Compares slots with positions on the host, which is free on a CPU."""
     positions_BR = positions_P.view(view.num_rows, -1)
     places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
     if torch.equal(places_BR, positions_BR):
@@ -199,7 +198,7 @@ def invariant_lanes(
 
 
 class _ChainAttention:
-    """Rows in lanes whose queries stand where they will once they are committed, each seeing all up to its own place."""
+    """Causal attention of queries whose slots are already those of the committed sequence: a chain."""
 
     def __init__(self, view: LaneView, slots_P: Tensor, positions_BR: Tensor) -> None:
         self._view = view
@@ -209,7 +208,7 @@ class _ChainAttention:
         self._sight = _Sight(positions_BR, self._num_blocks, block, dtype)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
+        """See `arithmetic.Attention`."""
         view, cache = self._view, self._view.cache
         cache.write(layer, self._slots_P, kv_PKH)
         query = _by_kv_head(query_PNH, view.num_rows, cache.num_kv_heads)
@@ -219,8 +218,11 @@ class _ChainAttention:
 
 
 class _TreeAttention:
-    """Every query sees the blocks in front of the root's where they lie, and from there on a copy in which its own path
-    stands in order of positions, as it will once it is committed."""
+    """Attention of tree nodes.
+
+    A query reads the blocks before the root's block in place. From the root's block on, it reads a copy that holds its own
+    path in position order, as the lane will once the path is committed.
+    """
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class _TreeAttention:
         positions_BR: Tensor,
         is_seen_BRS: Tensor,
     ) -> None:
-        """`roots_B` are positions. The slots that a query sees come in order of their positions: parents before children."""
+        """`roots_B` are positions. The visible slots of a query must be in position order: parents before children."""
         self._view = view
         self._slots_P = slots_P
         block = view.cache.page_size
@@ -242,14 +244,14 @@ class _TreeAttention:
         is_hidden_BRM = blocks_M > last_BR.unsqueeze(2)
         is_copied_BRM = (blocks_M >= first_B1).unsqueeze(1) & ~is_hidden_BRM
         self._is_hidden_PM = is_hidden_BRM.flatten(0, 1)[..., None, None]
-        # X: all pairs of a query and a block that is copied for it; where they stand among the parts of all queries.
+        # X: all pairs of a query and a block copied for it, as indices into the parts of all queries.
         self._parts_X = is_copied_BRM.view(-1).nonzero().squeeze(1)
         self._queries_X = self._parts_X // num_blocks
         self._find_paths(positions_BR, is_seen_BRS)
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _find_paths(self, positions_BR: Tensor, is_seen_BRS: Tensor) -> None:
-        """Where the keys of the copied blocks lie, and which of them their queries see."""
+        """Find the slots of the copied blocks' keys, and mask the keys that their queries do not see."""
         view, block, length = self._view, self._view.cache.page_size, is_seen_BRS.shape[2]
         num_queries = positions_BR.shape[1]
         ranks_PS = (is_seen_BRS.cumsum(dim=2) - 1).masked_fill_(~is_seen_BRS, length).flatten(0, 1)
@@ -268,7 +270,7 @@ class _TreeAttention:
         self._bias = bias.masked_fill_(is_masked_XS, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
+        """See `arithmetic.Attention`."""
         view, cache, num_before = self._view, self._view.cache, self._num_before
         cache.write(layer, self._slots_P, kv_PKH)
         num_tokens, num_heads, head_dim = query_PNH.shape
@@ -300,8 +302,10 @@ class _TreeAttention:
         return merge_blocks(out_PM, lse_PM).reshape(num_tokens, num_heads * head_dim)
 
     def _ready_buffers(self, layer: int, query_PNH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The copied keys and values [2K, X * S, H], and out and lse of all parts; fresh memory for each layer would cost
-        more than what is done in it."""
+        """Return buffers for the copied keys and values [2K, X * S, H], and for out and lse of all parts.
+
+        All layers reuse them: allocating per layer would cost more than the computation.
+        """
         if self._buffers is None:
             num_tokens, num_heads, head_dim = query_PNH.shape
             kv = self._view.cache.layers[layer]
@@ -317,7 +321,7 @@ class _TreeAttention:
 
 
 def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
-    """RuntimeError if on this machine a query's result depends on the queries or the blocks beside it."""
+    """Raise RuntimeError if a query's result on this machine depends on the other queries or blocks of the call."""
     block, repeat = 64, config.num_heads // config.num_kv_heads
     shape = (3, config.num_kv_heads, 2 * block, config.head_dim)
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,8 @@
-"""The keys and values of everything in flight: one allocation, cut into pages of a fixed number of positions.
+"""The KV cache of all running requests: one allocation, divided into pages of a fixed number of positions.
 
-The engine's scheduler takes and frees pages; `attention.py` reads and writes them. What to know: a prompt's pages are
-stored once for all its siblings and taken from the top of the pool, a response's pages belong to one sequence and are
-taken from the bottom. Both ends are kept dense, so that one batched attention over a prefix of the pool serves all
-sequences of unequal length without copying or padding (see `PagedAttention`).
+The engine's scheduler takes and frees pages; `attention.py` reads and writes them. Prompt pages are shared by all siblings
+and come from the top of the pool. Response pages belong to one sequence and come from the bottom. Both ends stay dense, so
+one batched attention serves all sequences without copying or padding (see `PagedAttention`).
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ from torch import Tensor
 from tlt_megatron.models.config import ModelConfig
 
 _FREE, _RESPONSE, _PROMPT = 0, 1, 2
-# Ends of the pool are made dense again when more than this share of them is holes.
+# An end of the pool is compacted when its free pages exceed this share of its used pages, and _MIN_HOLES.
 _MAX_HOLES = 0.25
 _MIN_HOLES = 8
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptKv:
-    """Where a prompt's positions lie; its siblings share this object. Position i is in pages[i // page_size]."""
+    """The pages of a prompt, shared by its siblings. Position i is in pages[i // page_size]."""
 
     pages: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class SequenceKv:
-    """Where one response's positions lie: first the shared prompt's, then its own pages from their start.
+    """The pages of one sequence: the shared prompt's, then its own for the response.
 
-    In lanes (see `Lanes`) `prompt` is None and prompt and response stand together in `pages`.
+    In lanes (see `Lanes`) `prompt` is None, and `pages` holds prompt and response together.
     """
 
     prompt: PromptKv | None
     pages: list[int] = field(default_factory=list)
-    # Positions at the prompt's end that its own pages begin with a copy of (`Arithmetic.aligns_pages`).
+    # Number of last prompt positions copied to the start of its own pages (`Arithmetic.aligns_pages`).
     num_copied: int = 0
 
 
 class KvCache:
-    """The pool. Index T runs over all positions ("slots") of the pool: page p holds slots p * page_size and on."""
+    """The pool of KV slots. Index T runs over all slots: page p holds the page_size slots from p * page_size on."""
 
     def __init__(
         self,
@@ -57,16 +56,19 @@ class KvCache:
         tap_layers: tuple[int, ...] = (),
         has_scratch: bool = False,
     ) -> None:
-        """`num_draft_layers` more layers behind the target's, for a drafter of the same heads. With `keeps_features` each
-        slot also holds what a drafter reads: its token, the target's last state, and the states after `tap_layers`.
-        `has_scratch`: a page behind all others, which nobody is given, is where padded passes write."""
+        """Allocate the pool.
+
+        `num_draft_layers` adds layers after the target's, for a drafter with the same heads. With `keeps_features` a slot
+        also holds the drafter's inputs: its token, the target's last state, and the states after `tap_layers`.
+        `has_scratch` adds a page after all others. It is never given out; padded passes write to it.
+        """
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
         self.device = device
         self.scratch_slot = num_pages * page_size
         num_slots = (num_pages + has_scratch) * page_size
-        # Zeros, not empty: a masked position still takes part as 0 * value, which must not be 0 * nan.
+        # Zeros, not empty: a masked position still adds 0 * value, which must not be 0 * nan.
         self.kv_LKTH = torch.zeros(
             config.num_layers + num_draft_layers,
             2 * config.num_kv_heads,
@@ -83,7 +85,7 @@ class KvCache:
         self.features_TD = torch.zeros(
             num_slots if keeps_features else 0, feature_size, dtype=dtype, device=device
         )
-        # One more slot: the token after the last position of the last lane is written too, and never read.
+        # One more slot: the token after the last lane's last position is written, but never read.
         self.token_ids_T = torch.zeros(
             num_slots + 1 if keeps_features else 0, dtype=torch.int64, device=device
         )
@@ -94,12 +96,12 @@ class KvCache:
         self.peak_pages = 0
 
     def num_bytes(self) -> int:
-        """Bytes of the pool."""
+        """Return the bytes of the pool."""
         tensors = self.kv_LKTH, self.bias_T, self.features_TD, self.token_ids_T
         return sum(tensor.nbytes for tensor in tensors)
 
     def reset(self) -> None:
-        """Free every page and forget the peak."""
+        """Free every page and reset the peak."""
         self._state = bytearray(self.num_pages)
         self._holder = [None] * self.num_pages
         self.num_free = self.num_pages
@@ -108,7 +110,7 @@ class KvCache:
     # ---- taking and freeing pages
 
     def take_response_page(self, pages: list[int], at: int | None = None) -> bool:
-        """Append the lowest free page (or page `at`, which must be free) to `pages`; False if there is none."""
+        """Append the lowest free page (or page `at`, which must be free) to `pages`. Return False if none is free."""
         page = self._state.find(_FREE) if at is None else at
         if page < 0:
             return False
@@ -117,7 +119,7 @@ class KvCache:
         return True
 
     def take_prompt_pages(self, pages: list[int], count: int) -> bool:
-        """Append `count` pages from the top; takes none and returns False if there are fewer."""
+        """Append `count` pages from the top. If fewer are free, take none and return False."""
         if count > self.num_free:
             return False
         for _ in range(count):
@@ -144,26 +146,26 @@ class KvCache:
         pages.clear()
 
     def pages_for(self, num_positions: int) -> int:
-        """Pages that hold `num_positions` from the start of a page."""
+        """Return the number of pages for `num_positions` positions."""
         return -(-num_positions // self.page_size)
 
     # ---- the two ends
 
     @property
     def response_end(self) -> int:
-        """One past the highest page of any response."""
+        """Return one past the highest response page."""
         return self._state.rfind(_RESPONSE) + 1
 
     @property
     def prompt_start(self) -> int:
-        """The lowest page of any prompt; num_pages if there is none."""
+        """Return the lowest prompt page; num_pages if there is none."""
         page = self._state.find(_PROMPT)
         return page if page >= 0 else self.num_pages
 
     def compact(self) -> bool:
-        """Move pages out of the inner parts of both ends into holes further out, if there are many holes.
+        """Move pages toward the two ends of the pool if many pages between them are free.
 
-        The lists that hold the pages are changed in place. True if anything moved.
+        Changes the lists that hold the pages in place. Returns whether a page moved.
         """
         moves: list[tuple[int, int]] = []
         count = self._state.count(_RESPONSE)
@@ -196,7 +198,7 @@ class KvCache:
         return (starts.unsqueeze(1) + torch.arange(self.page_size, device=self.device)).flatten()
 
     def slots(self, pages: list[int], start: int, end: int) -> Tensor:
-        """[end - start] int64 slots of positions start..end-1 of what lies in `pages`."""
+        """Return the slots of positions start..end-1 in `pages`, [end - start] int64."""
         first = start // self.page_size
         offset = first * self.page_size
         return self._slots(pages[first : self.pages_for(end)])[start - offset : end - offset]
@@ -210,17 +212,17 @@ class KvCache:
         self.bias_T.index_fill_(0, slots_P, 0.0)
 
     def keep_features(self, slots_P: Tensor, features_PD: Tensor, token_ids_P: Tensor) -> None:
-        """Store what a drafter reads of packed tokens, if this pool is made for one."""
+        """Store the drafter's inputs of packed tokens, if the pool has `keeps_features`."""
         if self.has_features:
             self.features_TD.index_copy_(0, slots_P, features_PD)
             self.token_ids_T.index_copy_(0, slots_P, token_ids_P)
 
     def move_kv(self, source_S: Tensor, target_S: Tensor) -> None:
-        """Copy keys and values alone to other slots, which may overlap; for a few slots."""
+        """Copy only keys and values to other slots, which may overlap. For few slots."""
         self.kv_LKTH.index_copy_(2, target_S, self.kv_LKTH.index_select(2, source_S))
 
     def relocate(self, source_S: Tensor, target_S: Tensor) -> None:
-        """Copy slots to other slots, which may overlap; holds one layer's share of them a second time."""
+        """Copy slots to other slots, which may overlap. Needs memory for one layer's copy of them."""
         for layer in self.layers:
             layer.index_copy_(1, target_S, layer.index_select(1, source_S))
         slotwise = (self.bias_T, self.features_TD, self.token_ids_T)

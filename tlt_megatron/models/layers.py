@@ -1,7 +1,7 @@
-"""The pieces of a decoder layer that are more than one torch call: norm, rotary embedding, mergeable attention.
+"""Parts of a decoder layer: norm, rotary embedding, and attention whose results can be merged.
 
-Called by `transformer.py` and `attention.py`. What to know: attention comes with the log of its softmax sum, so that
-parts of one context (a shared prompt, the response's own pages, later a draft tree) are computed apart and merged exactly.
+Called by `transformer.py` and `attention.py`. Attention also returns the log of its softmax sum (lse). With it, parts of one
+context, such as a shared prompt and the response's own pages, are computed separately and merged exactly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tlt_megatron.models.config import RopeConfig
 
 
 class RmsNorm:
-    """x * weight / sqrt(mean(x^2) + eps) over the last dim, in float32 at least, as transformers rounds it.
+    """x * weight / sqrt(mean(x^2) + eps) over the last dim, in at least float32, rounded as in transformers.
 
-    On a CPU `F.rms_norm` is nine kernels; this is five, which shows where a pass is short.
+    On a CPU `F.rms_norm` runs nine kernels and this runs five, which matters for short passes.
     """
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,13 +36,14 @@ class RmsNorm:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[H/2] angle per position of each pair of channels, for the kinds default, linear and llama3 (Llama 3.1)."""
+    """Return [H/2], the angle per position of each channel pair, for the kinds default, linear and llama3 (Llama 3.1)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
-        # Long waves are slowed by `factor`, short ones kept, those between blended by how often they fit the old context.
+        # Low frequencies are divided by `factor` and high ones kept. Those between are blended by their number of turns in
+        # the original context.
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0.0, 1.0)
@@ -51,9 +52,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Ten
 
 
 class RotaryTable:
-    """cos and sign-folded sin of every position up to the longest seen; grows by doubling.
+    """cos and signed sin of every position up to the longest reserved; grows by doubling.
 
-    Angles are float32, as transformers and Megatron compute them, unless the model is float64.
+    Angles are float32, as in transformers and Megatron, or float64 for a float64 model.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class RotaryTable:
 
     @property
     def table_SH2(self) -> Tensor:
-        """What `lookup` reads; another tensor after a `reserve` that made it longer."""
+        """Return the tensor that `lookup` reads. `reserve` replaces it when it grows."""
         return self._table_SH2
 
     def reserve(self, num_positions: int) -> None:
-        """Make positions 0..num_positions-1 available. Never on the hot path."""
+        """Make positions 0..num_positions-1 available. Not for the hot path."""
         if num_positions <= self._table_SH2.shape[0]:
             return
         size = max(num_positions, 2 * self._table_SH2.shape[0], 256)
@@ -81,14 +82,14 @@ class RotaryTable:
         self._table_SH2 = table.to(self._device, self._dtype)
 
     def lookup(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, signed sin), each [P, 1, H], for `apply_rope_`."""
+        """Return (cos, signed sin), each [P, 1, H], for `apply_rope_`."""
         rows = self._table_SH2.index_select(0, position_ids_P).unsqueeze(1)
         head_dim = rows.shape[-1] // 2
         return rows[..., :head_dim], rows[..., head_dim:]
 
 
 def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
-    """Rotate in place, halves layout: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotate in place. x1 and x2 are the halves of H: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     heads_PNH.mul_(cos_P1H).addcmul_(swapped, sin_P1H)
 
@@ -96,11 +97,11 @@ def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
 def attend_with_lse(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention and the log of its normalizer.
+    """Return softmax attention and the log of its normalizer.
 
-    query [B, K, R, H]: R is every query that reads kv head k (siblings, query heads of a group, draft nodes);
-    key, value [B, K, S, H], any strides with contiguous H; bias broadcasts to [B, K, R, S].
-    Returns (out [B, K, R, H], lse [B, K, R]; lse is float32, or float64 for float64 inputs).
+    query [B, K, R, H]: R counts all queries of kv head k (siblings, query heads of a group, draft nodes).
+    key, value [B, K, S, H]: any strides with contiguous H. bias broadcasts to [B, K, R, S].
+    Returns out [B, K, R, H] and lse [B, K, R]; lse is float32, or float64 for float64 inputs.
     """
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -117,6 +118,6 @@ def attend_with_lse(
 
 
 def merge_attention(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
-    """Attention over the union of M parts of a context, from each part's output and lse. A part with lse -inf counts nothing."""
+    """Merge the attention over M parts of a context from their outputs and lse. A part with lse -inf adds nothing."""
     weights_BMKR = lse_BMKR.softmax(dim=1)
     return (out_BMKRH * weights_BMKR.unsqueeze(-1)).sum(dim=1).to(out_BMKRH.dtype)

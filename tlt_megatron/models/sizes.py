@@ -1,4 +1,4 @@
-"""Numbers of parameters of a policy, from its config alone. Used wherever memory is planned."""
+"""Parameter counts of a policy, from its config alone. Used by the memory plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_megatron.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Numbers of parameters, and of key-value elements."""
+    """Counts of parameters and of KV elements."""
 
     hidden: int  # D
     vocab: int  # V
@@ -19,11 +19,11 @@ class ModelSizes:
     matrices: int  # of one layer, without norms and biases
     layer: int  # all of one layer
     kv: int  # keys and values of one position in one layer
-    num_tables: int  # embedding and LM head: 1 where they are tied, else 2
+    num_tables: int  # embedding and LM head: 1 if tied, else 2
 
     @staticmethod
     def of(model: ModelConfig) -> ModelSizes:
-        """The sizes of a model, biases and head norms included."""
+        """Return the sizes of a model, biases and head norms included."""
         c = model
         num_fused = c.num_heads + 2 * c.num_kv_heads
         matrices = c.hidden_size * (num_fused + c.num_heads) * c.head_dim
@@ -45,10 +45,10 @@ class ModelSizes:
 
     @property
     def table(self) -> int:
-        """Embedding or LM head alone: V * D."""
+        """Return V * D, the size of the embedding or the LM head."""
         return self.vocab * self.hidden
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Return the number of all parameters."""
         return self.num_layers * self.layer + self.num_tables * self.table + self.hidden

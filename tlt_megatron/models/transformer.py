@@ -1,8 +1,8 @@
 """The policy's forward pass in pure torch: Llama, Qwen2/2.5, Qwen3 (dense), inference only.
 
-Called by the embedded engine (and by the draft model, which borrows embedding, norm and head). What to know: tokens of
-all sequences come packed, [P] with explicit positions, and how they see each other is the `Attention` object's business;
-so prefill, decoding one token per sequence, and verifying a draft tree are one forward pass with different attentions.
+Called by the embedded engine; the draft model uses its embedding and head. Tokens of all sequences are packed, [P], with
+explicit positions. The `Attention` object decides which keys a query sees. So prefill, decoding and verifying a draft tree
+run the same forward pass with different attentions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tlt_megatron.models.matrix import packs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer; A = N + 2K heads fused, gate over up fused."""
+    """Weights of one decoder layer. A = N + 2K fused heads; gate and up are fused, gate first."""
 
     input_norm: Tensor  # [D]
     qkv: Tensor  # [A*H, D]
@@ -35,7 +35,7 @@ class LayerWeights:
 
 
 class _Matrices:
-    """The matrices of one layer, ready to multiply."""
+    """The matrices of one layer as `Arithmetic.matrix` objects."""
 
     def __init__(self, layer: LayerWeights, arithmetic: Arithmetic) -> None:
         self.qkv = arithmetic.matrix(layer.qkv, layer.qkv_bias)
@@ -45,7 +45,7 @@ class _Matrices:
 
 
 class Transformer:
-    """Weights in one dtype on one device, and the forward pass. Weights are undefined until loaded by name.
+    """Weights in one dtype on one device, and the forward pass. Weights are undefined until `load_hf` sets them.
 
     Example: `for name, tensor in HfReader(path).items(): model.load_hf(name, tensor)`.
     """
@@ -86,12 +86,12 @@ class Transformer:
             for _ in range(c.num_layers)
         ]
         self._views = self._hf_views()
-        self._matrices: list[_Matrices] = []  # made by the first pass after weights came
+        self._matrices: list[_Matrices] = []  # made by the first pass after weights are loaded
         self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
         self._norm = arithmetic.norm(c.rms_norm_eps, dtype, device)
 
     def _hf_views(self) -> dict[str, Tensor]:
-        """Every Hugging Face name and the part of the fused storage that it is."""
+        """Return every Hugging Face name with its view of the fused storage."""
         c = self.config
         views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not c.tie_word_embeddings:
@@ -121,11 +121,11 @@ class Transformer:
         return name.endswith((".q_norm.weight", ".k_norm.weight"))
 
     def hf_names(self) -> frozenset[str]:
-        """The names that `load_hf` needs before the first forward pass."""
+        """Return the names that `load_hf` must load before the first forward pass."""
         return frozenset(self._views)
 
     def load_hf(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor in, cast to the model's dtype. ValueError for an unknown name or a wrong shape."""
+        """Load one tensor, cast to the model's dtype. ValueError for an unknown name or a wrong shape."""
         view = self._views.get(name)
         if view is None:
             known = "tied to model.embed_tokens.weight" if name == "lm_head.weight" else "unknown"
@@ -134,15 +134,17 @@ class Transformer:
         if tensor.shape != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {tuple(expected)}")
         self._matrices = []
-        view.copy_(tensor)  # a head norm is stored once per head, so that one multiply serves all
+        view.copy_(
+            tensor
+        )  # a head norm is repeated per head, so that one multiply serves all heads
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What was loaded, under its Hugging Face names, as views; a tied lm_head is not listed."""
+        """Yield the weights as views under their Hugging Face names, without a tied lm_head."""
         for name, view in self._views.items():
             yield name, view[0] if self._is_head_norm(name) else view
 
     def num_bytes(self) -> int:
-        """Bytes of the weights, and of the packed copies that the first pass makes of the matrices."""
+        """Return the bytes of the weights and of the packed copies that the first pass makes."""
         held = sum(view.nbytes for view in self._views.values())
         if packs(self.dtype, self.device):
             held += sum(
@@ -154,16 +156,16 @@ class Transformer:
         return held
 
     def tensors_read(self) -> list[Tensor]:
-        """All that a forward pass reads besides its inputs and the KV: what has to stay in place under captured graphs."""
+        """Return all tensors that a forward pass reads besides its inputs and the KV. Captured graphs need fixed addresses."""
         return [*self._views.values(), self.rotary.table_SH2, self._norm.eps]
 
     def pack(self) -> None:
-        """Make the matrices ready, which the first pass would do otherwise."""
+        """Prepare the matrices now instead of in the first pass."""
         self._matrices = [_Matrices(layer, self.arithmetic) for layer in self.layers]
         self._head = self.arithmetic.matrix(self.lm_head, None)
 
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
-        """[P, D] after the final norm. `rotary.reserve` must cover the positions."""
+        """Return [P, D] after the final norm. `rotary.reserve` must cover the positions."""
         return self.forward_tapped(token_ids_P, position_ids_P, attention, ())[0]
 
     def forward_tapped(
@@ -173,7 +175,10 @@ class Transformer:
         attention: Attention,
         tap_layers: Collection[int],
     ) -> tuple[Tensor, Tensor]:
-        """`forward`, and the same with the residual stream after each of `tap_layers` behind it: [P, D * (1 + taps)]."""
+        """Return `forward`'s output, and its concatenation with the residual stream after each of `tap_layers`.
+
+        The second result is [P, D * (1 + number of taps)].
+        """
         if not self._matrices:
             self.pack()
         c = self.config
@@ -203,7 +208,7 @@ class Transformer:
         return hidden_PD, torch.cat((hidden_PD, *taps), dim=-1) if taps else hidden_PD
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
-        """[P, V] from the output of `forward`."""
+        """Return [P, V] logits from the output of `forward`."""
         if not self._matrices:
             self.pack()
         return self._head(hidden_PD)

@@ -1,7 +1,8 @@
-"""Attention of several query tokens per sequence over lanes: verifying draft trees, and the drafter's own passes.
+"""Attention of several query tokens per sequence over lanes, for verify passes and the drafter's passes.
 
-Made by engines/embedded/speculate.py for one pass. What to know: new keys go to slots behind a sequence's committed ones,
-and a bias says which of them each query may see, so that a chain, a tree and a plain extension are one kernel call.
+A lane is a contiguous range of KV slots for one sequence. The embedded engine makes one attention object per pass. New keys
+go to slots after the committed ones, and a bias says which of them each query sees. So a chain, a tree and a plain extension
+each need one kernel call.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from torch import Tensor
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import attend_with_lse
 
-_LANE_SLICE = 32  # lanes are read up to the longest sequence, rounded up to this
+_LANE_SLICE = 32  # positions; lanes are read up to the longest sequence, rounded up to a multiple
 
 
 class LaneView:
-    """B sequences, each contiguous in its own lane of `lane` slots: row b starts at slot (first_row + b) * lane.
+    """B sequences, each in its own lane of `lane` slots: row b starts at slot (first_row + b) * lane.
 
-    May be kept for as many passes as the same rows run.
+    A view can be reused while the same rows run.
     """
 
     def __init__(self, cache: KvCache, *, num_rows: int, lane: int, first_row: int = 0) -> None:
@@ -33,20 +34,20 @@ class LaneView:
         self._blocks: dict[tuple[int, int], Tensor] = {}
 
     def part(self, start: int, end: int) -> LaneView:
-        """Rows start..end-1 alone."""
+        """Return a view of rows start..end-1."""
         first_row = self._first_row + start
         return LaneView(self.cache, num_rows=end - start, lane=self.lane, first_row=first_row)
 
     def read_length(self, longest: int) -> int:
-        """Positions to read so that `longest` are covered: few distinct lengths, so that views are reused."""
+        """Return how many positions to read to cover `longest`. Few distinct lengths, so that views are reused."""
         return min(-(-longest // _LANE_SLICE) * _LANE_SLICE, self.lane)
 
     def slots(self, positions_BR: Tensor) -> Tensor:
-        """[B*R] slots of positions of each row."""
+        """Return the slots of each row's positions, [B*R]."""
         return (positions_BR + self.starts_B.unsqueeze(1)).view(-1)
 
     def kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, S, H] of the first `length` positions."""
+        """Return keys and values, each [B, K, S, H], of the first `length` positions."""
         found = self._kv.get((layer, length))
         if found is None:
             lanes = self.cache.layers[layer][:, self._slots]
@@ -58,7 +59,7 @@ class LaneView:
         return found
 
     def blocks(self, layer: int, num_blocks: int) -> Tensor:
-        """Keys and values [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
+        """Return keys and values [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
         found = self._blocks.get((layer, num_blocks))
         if found is None:
             lanes = self.cache.layers[layer][:, self._slots]
@@ -67,36 +68,36 @@ class LaneView:
         return found
 
     def committed_bias(self, length: int) -> Tensor:
-        """[B, 1, S]: 0 where a position is committed, -inf behind; a view."""
+        """Return [B, 1, S], a view: 0 where a position is committed, -inf elsewhere."""
         if self._bias_B1S.shape[-1] != length:
             self._bias_B1S = self._bias_B1T[..., :length]
         return self._bias_B1S
 
 
 class LaneTreeAttention:
-    """R queries per row; satisfies `transformer.Attention`. Tokens are packed row by row: [B*R]."""
+    """Attention of R queries per row; satisfies `arithmetic.Attention`. Tokens are packed row by row: [B*R]."""
 
     def __init__(
         self, view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
     ) -> None:
-        """`bias_BRS` is 0 where a query may look; `first_layer` is where layer 0 of the caller's model is stored."""
+        """`bias_BRS` is 0 where a query sees a key. `first_layer` is the cache layer of the caller's layer 0."""
         self._view = view
         self._slots_P = slots_P
         self._first_layer = first_layer
         num_queries, self._length = bias_BRS.shape[1:]
         self._is_one = num_queries == 1
         self._bias = bias_BRS.unsqueeze(1)  # [B, 1, R, S], or once for each query head of a kv head
-        self._is_spread = self._is_one  # one row serves all heads
+        self._is_spread = self._is_one  # with one query, one bias row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`."""
+        """See `arithmetic.Attention`."""
         view = self._view
         cache, layer = view.cache, layer + self._first_layer
         cache.write(layer, self._slots_P, kv_PKH)
         key, value = view.kv(layer, self._length)
         num_tokens, num_heads, head_dim = query_PNH.shape
         num_rows, num_kv_heads = view.num_rows, cache.num_kv_heads
-        if self._is_one:  # plain decoding: heads stand in order already
+        if self._is_one:  # plain decoding: heads are in order already
             query = query_PNH.view(num_rows, num_kv_heads, -1, head_dim)
             out, _ = attend_with_lse(query, key, value, self._bias)
             return out.reshape(num_rows, num_heads * head_dim)
@@ -113,7 +114,7 @@ class LaneTreeAttention:
 
 
 def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
-    """[B, M, S]: a query at position t sees positions 0..t of its lane."""
+    """Return [B, M, S]: a query at position t sees positions 0..t of its lane."""
     device = view.cache.device
     visible_BMS = torch.arange(length, device=device) <= positions_BM.unsqueeze(2)
     zeros = torch.zeros((), dtype=view.cache.bias_T.dtype, device=device)
@@ -123,7 +124,7 @@ def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
 def drafted_bias(
     view: LaneView, base_positions_B: Tensor, visible_BRX: Tensor, length: int
 ) -> Tensor:
-    """[B, R, S]: every query sees the committed positions and, of the X slots from its row's base on, those marked."""
+    """Return [B, R, S]: a query sees the committed positions, and the marked ones of the X positions from its row's base on."""
     num_queries, num_drafted = visible_BRX.shape[1:]
     bias = view.committed_bias(length).expand(-1, num_queries, -1).contiguous()
     columns_BX = base_positions_B.unsqueeze(1) + torch.arange(
@@ -137,6 +138,6 @@ def drafted_bias(
 def lane_attention(
     view: LaneView, slots_P: Tensor, positions_P: Tensor, bias_BRS: Tensor
 ) -> LaneTreeAttention:
-    """For a pass of R queries per row; where they stand in their sequence, their bias says too."""
+    """Return the attention for a pass of R queries per row. `positions_P` is not needed: the bias holds the same."""
     del positions_P
     return LaneTreeAttention(view, slots_P, bias_BRS)
