@@ -1,1 +1,1 @@
-"""Sampling and speculative decoding as functions of tensors; knows no model and no engine."""
+"""Sampling and speculative decoding as functions of tensors, independent of models and engines."""

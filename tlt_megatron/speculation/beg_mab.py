@@ -1,9 +1,9 @@
 """BEG-MAB, the paper's selector: bucketed epsilon-greedy over medians of a sliding window.
 
-TLT (arXiv 2511.16665), section on the adaptive rollout engine. Strategies are grouped by tokens to verify, the largest
-budget goes to the bucket of the smallest batches, and inside a bucket the strategy of the highest median committed tokens
-per second wins, but for a share epsilon of uniform draws. One thing to know: `OFF` is the group that verifies nothing, so
-listing it and giving it the last threshold is the paper's elastic switch (its default: on below 32 requests).
+Source: TLT (arXiv 2511.16665), section on the adaptive rollout engine. Strategies are grouped by tokens to verify. The bucket
+of the smallest batches gets the group with the most tokens. Inside a bucket the strategy with the highest median of committed
+tokens per second is chosen; a share epsilon of choices is uniform. `OFF` is the group that verifies nothing. Listing it with
+the last threshold gives the paper's elastic switch (its default: on below 32 requests).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 def automatic_thresholds(
     strategies: Sequence[SpeculationStrategy], max_batch_size: int
 ) -> tuple[int, ...]:
-    """Buckets that grow by one factor: with m drafting budgets, bucket i starts at B^(i / m), rounded.
+    """Return buckets that grow by a constant factor: with m drafting budgets, bucket i starts at B^(i / m), rounded.
 
-    OFF, if listed, begins above B = max_batch_size / 2 (the paper's 32 for its batches of 64); else B = max_batch_size.
-    Example: budgets 48, 32, 16, 8 and OFF with 64 requests: 1, 2, 6, 13, 33. (The official code has 1, 2, 5, 21.)
+    If OFF is listed, B = max_batch_size / 2 and OFF starts above B (the paper: 32 for batches of 64). Else
+    B = max_batch_size.
+    Example: budgets 48, 32, 16, 8 and OFF with 64 requests: 1, 2, 6, 13, 33. The official code has 1, 2, 5, 21.
     """
     num_drafting = len({s.num_nodes for s in strategies if not s.is_off})
     has_off = any(s.is_off for s in strategies)
@@ -43,12 +44,14 @@ def automatic_thresholds(
 
 
 class BegMabSelector:
-    """Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33): batches of 1-4 use 8_4_48, of 5-32 the
-    better of 8_4_16 and 4_4_16, larger ones decode plainly.
+    """Chooses inside the bucket of the batch size.
 
-    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one for each number of tokens to verify;
-    none: `automatic_thresholds` of batches up to `max_batch_size`.
-    A strategy of the bucket without any reward yet is tried first, in the order given.
+    Example: strategies 8_4_48, 8_4_16, 4_4_16, off with thresholds (1, 5, 33). Batches of 1-4 use 8_4_48, batches of 5-32
+    the better of 8_4_16 and 4_4_16, and larger ones decode plainly.
+
+    `thresholds` are the smallest batch sizes of the buckets, ascending from 1, one per number of tokens to verify. Empty
+    means `automatic_thresholds` for batches up to `max_batch_size`.
+    Strategies of the bucket without a reward are tried first, in the given order.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class BegMabSelector:
         self._trace = DecisionTrace()
 
     def choose(self, batch_size: int) -> SpeculationStrategy:
-        """Epsilon-greedy inside the bucket of the batch size."""
+        """Choose epsilon-greedily inside the bucket of the batch size."""
         bucket = self._buckets[bisect_right(self._thresholds, batch_size) - 1]
         if len(bucket) == 1:
             chosen, reason = bucket[0], "only"
@@ -103,21 +106,21 @@ class BegMabSelector:
         accepted_by_depth: Sequence[int],
         seconds: float,
     ) -> None:
-        """Reward: (mean accepted + 1) * batch size / seconds."""
+        """Record the reward (mean accepted + 1) * batch size / seconds."""
         reward = committed_per_s(batch_size, accepted_by_depth, seconds)
         self._trace.observed(strategy, batch_size, reward)
         if strategy in self._rewards:
             self._rewards[strategy].append(reward)
 
     def drafter_changed(self) -> None:
-        """The window slides over it in time, as in the paper."""
+        """Do nothing: the sliding window forgets the old drafter, as in the paper."""
 
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
         return self._trace.take()
 
     def state_dict(self) -> dict[str, object]:
-        """Windows and random generator."""
+        """Return the windows and the state of the random generator."""
         version, words, gauss = self._rng.getstate()
         return {
             "kind": "beg_mab",
@@ -136,7 +139,7 @@ class BegMabSelector:
 
 
 class _SlidingMedian:
-    """The median of the latest values, kept sorted: a step costs a binary search, not a sort."""
+    """The median of the latest values. They stay sorted, so an update needs a binary search, not a sort."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -151,7 +154,7 @@ class _SlidingMedian:
         insort(self._sorted, value)
 
     def median(self) -> float:
-        """Infinite without values, so that the strategy is tried."""
+        """Return the median; infinity without values, so that the strategy is tried."""
         count = len(self._sorted)
         if count == 0:
             return float("inf")

@@ -1,8 +1,8 @@
-"""How far draft logits are off, learned from what was accepted: it makes a tree's estimated acceptances true.
+"""Calibration of a tree's estimated acceptance: learns the error tau of draft logits from accepted tokens.
 
-The engine keeps one calibrator for each drafter: it passes `tau_D` to `TreeGrower.grow` and reports `calibration_counts` now
-and then. One thing to know: with noise ranking a child's estimate is softmax((draft logit + temperature * noise) / tau);
-a small tau trusts the drafter, a large one spreads the token budget over more branches.
+The engine keeps one calibrator per drafter. It passes `tau_D` to `TreeGrower.grow` and reports `calibration_counts` from time
+to time. With noise ranking a child's estimate is softmax((draft logit + temperature * noise) / tau). A small tau trusts the
+drafter; a large tau spreads the token budget over more branches.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from tlt_megatron.speculation.tree import UNUSED, DraftTree
 from tlt_megatron.speculation.verify import Verdict
 
 _LIMIT = math.log(30.0)  # of |log tau|
-_MAX_STEP = 0.25  # of log tau, for one report
+_MAX_STEP = 0.25  # largest change of log tau per report
 _GAIN = 3.0  # about 1 / (change of the predicted acceptance per unit of log tau)
-_MIN_RATE = 0.01  # for one drafted-from node; the memory is some 1 / (gain * rate) of them
+_MIN_RATE = 0.01  # per node with drafted children; the memory is about 1 / (gain * rate) such nodes
 
 
 def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """[3, num_steps] float32, by depth: sums over nodes whose parent was accepted of the estimate that they would be, of
-    whether they were, and the number of such parents. Learned nodes alone; no columns where there are none. Stays on the
-    device; add up a few steps before reading."""
+    """Return [3, num_steps] float32 counts by depth, over learned nodes whose parent was accepted.
+
+    Rows: sum of estimated acceptances, number of accepted nodes, number of such parents. There are no columns without
+    learned nodes. The result stays on the device; add up several passes before reading it.
+    """
     batch_size, num_nodes = tree.token_ids_BQ.shape
     learned = slice(tree.num_learned)
     rows_BR = torch.zeros(
@@ -53,18 +55,18 @@ def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
 
 
 class AcceptanceCalibrator:
-    """tau for each depth, moved until as much is accepted as was predicted (Robbins and Monro 1951, on log tau)."""
+    """Adjusts tau of each depth until accepted matches predicted (Robbins and Monro 1951, on log tau)."""
 
     def __init__(self, max_steps: int, *, initial_tau: float = 0.7) -> None:
         self._log_tau = [math.log(initial_tau)] * max_steps
         self._num_parents = [0.0] * max_steps
 
     def tau(self) -> list[float]:
-        """For depths 1.. max_steps. A depth without counts repeats the one above it."""
+        """Return tau for depths 1 to max_steps. A depth without counts repeats the value of the depth above."""
         return [math.exp(value) for value in self._log_tau]
 
     def observe(self, counts: Sequence[Sequence[float]]) -> None:
-        """`counts` is `calibration_counts(...).tolist()`, or a sum of several."""
+        """Update tau. `counts` is `calibration_counts(...).tolist()`, or a sum of several."""
         predicted, accepted, parents = counts
         for depth, num_parents in enumerate(parents):
             if num_parents <= 0.0:
@@ -79,11 +81,11 @@ class AcceptanceCalibrator:
                 self._log_tau[depth] = self._log_tau[depth - 1]
 
     def state_dict(self) -> dict[str, list[float]]:
-        """JSON-able."""
+        """Return the state as values that JSON can hold."""
         return {"log_tau": list(self._log_tau), "num_parents": list(self._num_parents)}
 
     def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
-        """Restore `state_dict`. ValueError if it is of another number of steps."""
+        """Restore `state_dict`. ValueError if its number of depths differs."""
         if len(state["log_tau"]) != len(self._log_tau):
             raise ValueError(
                 f"max_steps={len(self._log_tau)}, but the calibrator state has {len(state['log_tau'])} depths"

@@ -1,11 +1,10 @@
-"""Draft trees from retrieved tokens: a chain of them alone, or grafted onto a learned tree.
+"""Draft trees from retrieved tokens: a chain alone, or a chain grafted onto a learned tree.
 
-Called by the engines with what `ngram.NgramIndex` proposes. One thing to know: retrieved nodes are neither ranked nor
-dropped, so shapes are fixed by the strategy, and a proposal that is short or that the learned tree holds already leaves
-UNUSED nodes. Verification never accepts those; were a token to stand there instead, it would accept it exactly where the
-target draws it, so how the rest is padded is a matter of cost alone.
+The engines call it with the proposals of `ngram.NgramIndex`. Retrieved nodes are neither ranked nor dropped, so the strategy
+fixes all shapes. A short proposal, or tokens that the learned tree holds already, leave UNUSED nodes. Verification never
+accepts those. Padding affects only cost: any other token would be accepted exactly where the target draws it.
 
-Shapes: Q learned nodes, N retrieved ones, S = depth + 1 rows of a path.
+Shapes: Q learned nodes, N retrieved nodes, S = depth + 1 rows of a path.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tlt_megatron.speculation.tree import ROOT, UNUSED, DraftTree, chain_tree, d
 
 
 def retrieved_chain(token_ids_BN: Tensor) -> DraftTree:
-    """Retrieved tokens alone, UNUSED behind the end of each row's proposal."""
+    """Return a chain of retrieved tokens. UNUSED tokens follow the end of a row's proposal."""
     chain = chain_tree(token_ids_BN, torch.zeros(token_ids_BN.shape, device=token_ids_BN.device))
     return dataclasses.replace(chain, num_steps=0, num_retrieved=token_ids_BN.shape[1])
 
@@ -27,21 +26,20 @@ def retrieved_chain(token_ids_BN: Tensor) -> DraftTree:
 def graft(
     tree: DraftTree, token_ids_BN: Tensor, *, ancestors_BRR: Tensor | None = None
 ) -> DraftTree:
-    """A learned tree with N more nodes: retrieved tokens follow its nodes where they agree, and the rest hangs below the
-    deepest node that does.
+    """Add N retrieved nodes to a learned tree, below the deepest path that agrees with the retrieved tokens.
 
-    Example: root -> {7 -> {8}, 9} and retrieved [7 8 5 6]: 7 and 8 are there, 5 becomes a child of 8, and 6 of 5. The
-    nodes of 7 and 8 among the new ones are UNUSED. `ancestors_BRR` is `ancestor_mask(tree)` where the caller has it.
+    Example: root -> {7 -> {8}, 9} and retrieved [7 8 5 6]: 7 and 8 exist, so 5 becomes a child of 8, and 6 of 5. The new
+    nodes for 7 and 8 are UNUSED. `ancestors_BRR` is `ancestor_mask(tree)` if the caller has it already.
     """
     num_learned, num_retrieved = tree.token_ids_BQ.shape[1], token_ids_BN.shape[1]
-    # Nodes deeper than the proposal are compared with its last token: where the path goes on there matters to nobody.
+    # Nodes deeper than the proposal are compared with its last token; a match there changes nothing.
     wanted_BQ = token_ids_BN.gather(1, (tree.depths_BQ - 1).clamp(max=num_retrieved - 1))
     agrees_BQ = (tree.token_ids_BQ == wanted_BQ) & (tree.token_ids_BQ != UNUSED)
     num_agreed_B, path_BS = deepest_path(tree, agrees_BQ, ancestors_BRR)
     num_agreed_B1 = num_agreed_B.unsqueeze(1)
 
     steps_N = torch.arange(num_retrieved, device=token_ids_BN.device)
-    # The node of the path that retrieved token n would be a child of; true up to the first that the path lacks.
+    # The path's node that is the parent of retrieved token n; valid up to the first token that the path lacks.
     above_BN = torch.nn.functional.pad(path_BS, (0, max(num_retrieved - path_BS.shape[1], 0)))
     above_BN = above_BN[:, :num_retrieved] + ROOT
     parents_BN = torch.where(steps_N <= num_agreed_B1, above_BN, num_learned - 1 + steps_N)

@@ -1,11 +1,11 @@
-"""The drafter without a model: what followed the same n-gram before, in this prompt's responses or in any other.
+"""The n-gram drafter: proposes the tokens that followed the same n-gram before, in responses to this prompt or any other.
 
-Kept by an engine from one `generate` to the next, so that a prompt's earlier epochs are remembered; lives on the host and
-costs a few microseconds for each row and step. Nothing depends on what it proposes: verification accepts what the target
-draws, so a lost, stale or wrong entry costs time alone, and checkpoints need not hold the index.
+An engine keeps the index across `generate` calls, so it remembers earlier epochs. It runs on the host and takes a few
+microseconds per row and decode pass. Verification accepts only what the target draws, so a lost, stale or wrong entry costs
+only time, and checkpoints do not hold the index.
 
-One thing to know: it maps a context to the ONE token that followed last, and a proposal looks its own context up again
-after every token. So no response is stored, and a proposal does not end where the response that it follows has ended.
+The index maps a context to the one token that followed it last. A proposal looks up its own context again after every token.
+So no response is stored, and a proposal can continue past the end of the response that it follows.
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Texts are strings with one character for each token: to slice and look up a short string costs a third of what a tuple of
-# numbers does. Token t is chr(t + 1); chr(0) pads proposals.
+# Texts are strings with one character per token: slicing and looking up a short string costs a third of a tuple's cost.
+# Token t is chr(t + 1); chr(0) pads proposals.
 _PAD = "\0"
 
 
 class IndexedText:
-    """A response that grows behind its prompt; `NgramIndex.start` makes it and the request keeps it."""
+    """A prompt and its growing response. `NgramIndex.start` makes it and the request keeps it."""
 
     __slots__ = ("table", "tail")
 
     def __init__(self, table: dict[str, str]) -> None:
         self.table = table  # shared by the responses to one prompt
-        self.tail = ""  # the latest tokens, as many as the longest context has
+        self.tail = ""  # the latest tokens, up to the length of the longest context
 
 
 class NgramIndex:
-    """Contexts of fixed sizes -> the token that followed last. The longest context decides; of one size, what was seen
-    with the same prompt (siblings as they grow, earlier epochs) goes before what was seen with any.
+    """Maps contexts of fixed sizes to the token that followed last. The longest known context decides.
 
-    Example: prompt [5 6 7 8 5 6], sizes (2, 1): after [5 6] came 7, after [6 7] came 8, so [7 8 5 6 7 ...] is proposed.
+    For one size, entries of the same prompt (running siblings, earlier epochs) take precedence over entries of all texts.
+    Example: prompt [5 6 7 8 5 6], sizes (2, 1): after [5 6] came 7, after [6 7] came 8, so it proposes [7 8 5 6 7 ...].
     """
 
     def __init__(
         self, *, sizes: Sequence[int] = (16, 8, 5, 3, 2), max_entries: int = 4_000_000
     ) -> None:
-        """`sizes` are context lengths in tokens; at the start of a text all there is counts as one. Half of `max_entries`
-        is for single prompts, half for all texts. An entry takes 60 to 100 bytes; a token makes at most two for each size.
+        """`sizes` are context lengths in tokens. At the start of a text, all tokens so far are one context.
+
+        Half of `max_entries` is for the tables of single prompts, half for the table of all texts. An entry takes 60 to
+        100 bytes; a token adds at most two entries per size.
         """
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes={tuple(sizes)}: must be one or more numbers >= 1")
@@ -50,25 +52,25 @@ class NgramIndex:
         self._sizes = tuple(sorted(set(sizes), reverse=True))
         self._max_by_prompt = max_entries // 2
         self._max_generation = max_entries // 4
-        self._by_prompt: dict[str, dict[str, str]] = {}  # the latest started last
+        self._by_prompt: dict[str, dict[str, str]] = {}  # in order of the latest start
         self._num_by_prompt = 0
-        # Of all texts, in two generations: what is not seen again while the newer fills goes with the older.
+        # The table of all texts, in two generations. When the newer is full, the older is dropped.
         self._newer: dict[str, str] = {}
         self._older: dict[str, str] = {}
         self._num_evicted = 0
 
     @property
     def num_entries(self) -> int:
-        """Held now: at most `max_entries`, and what the latest text brought."""
+        """Return the number of entries: at most `max_entries` plus those of the latest text."""
         return sum(map(len, self._by_prompt.values())) + len(self._newer) + len(self._older)
 
     @property
     def num_evicted(self) -> int:
-        """Entries given up so far for want of room."""
+        """Return the number of entries evicted so far."""
         return self._num_evicted
 
     def start(self, prompt_id: str, token_ids: Sequence[int]) -> IndexedText:
-        """A response to this prompt begins. Its siblings, and later epochs, come with the same `prompt_id`."""
+        """Start a response to this prompt. Siblings and later epochs must use the same `prompt_id`."""
         table = self._by_prompt[prompt_id] = self._by_prompt.pop(prompt_id, {})
         text = IndexedText(table)
         tokens, longest = _characters(token_ids), self._sizes[0]
@@ -79,13 +81,15 @@ class NgramIndex:
         return text
 
     def append(self, texts: Sequence[IndexedText], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens were committed, any number to each text, all in [0, 1114109]. That a text has ended need not be told."""
+        """Add committed tokens, any number per text, all in [0, 1114109]. No call is needed when a text ends."""
         for text, row in zip(texts, token_ids, strict=True):
             self._extend(text, _characters(row))
 
     def propose(self, texts: Sequence[IndexedText], num_tokens: int) -> tuple[Tensor, list[int]]:
-        """What may follow: ([B, num_tokens] int64 on the CPU, how many of each row were found). `tree.UNUSED` stands
-        behind those."""
+        """Propose the next tokens: ([B, num_tokens] int64 on the CPU, number found per row).
+
+        `tree.UNUSED` pads each row.
+        """
         found = [self._continue(text, num_tokens) for text in texts]
         padded = "".join([tokens.ljust(num_tokens, _PAD) for tokens in found])
         codes = bytearray(padded.encode("utf-32-le", "surrogatepass"))
@@ -123,8 +127,8 @@ class NgramIndex:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Empty an eighth of the prompts' tables, the longest not started first."""
-        # Counted anew: a response may outlive its table's place here, and then adds what is not held.
+        """Empty prompt tables until at most 7/8 of their limit is used, least recently started first."""
+        # Count again: a response may outlive its table's entry here, and still adds to the old count.
         self._num_by_prompt = sum(map(len, self._by_prompt.values()))
         for prompt_id, table in list(self._by_prompt.items()):
             if self._num_by_prompt <= self._max_by_prompt * 7 // 8:
@@ -134,7 +138,7 @@ class NgramIndex:
                 self._num_evicted += len(table)
                 table.clear()  # in place: its responses may still run
             else:
-                del self._by_prompt[prompt_id]  # nothing was added since it was emptied
+                del self._by_prompt[prompt_id]  # still empty since the last eviction
 
 
 def _characters(token_ids: Sequence[int]) -> str:

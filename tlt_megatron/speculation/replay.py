@@ -1,9 +1,8 @@
-"""A selector judged off line: it decides over a table of recorded passes instead of a running engine.
+"""Offline evaluation of selectors on recorded decode passes instead of a running engine. Used by benchmarks and tests.
 
-Used by the benchmarks and tests. A `RecordingSelector` notes what passes brought; once every strategy has run at every batch
-size, `replay` lets any selector choose again, and compares it with the oracle that knows the best strategy of every batch
-size. One thing to know: a selector sees single passes, noise and all, in the order in which they were recorded, but is
-judged by what its choices bring on average, so luck does not count.
+A `RecordingSelector` records passes. When every strategy has run at every batch size, `replay` lets any selector choose
+again. It compares the selector with an oracle that knows the best strategy of every batch size. A selector observes single
+noisy passes in recorded order. Its score uses the mean result of each choice, so luck does not count.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from dataclasses import dataclass
 from tlt_megatron.speculation.selector import Decision, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-_HICCUP = 3.0  # times the median seconds: a pass that took longer was held up by something else
+_HICCUP = 3.0  # cap on a pass's seconds, as a multiple of the median: longer passes were disturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTrace:
-    """One pass of an engine.
+    """One decode pass of an engine.
 
-    Example: two requests, strategy 3_1_3, the first accepted 3 drafted tokens and the second 1: accepted_by_depth
-    (2, 1, 1), and 6 tokens were committed.
+    Example: two requests with strategy 3_1_3 accept 3 and 1 drafted tokens: accepted_by_depth is (2, 1, 1), and 6 tokens
+    are committed.
     """
 
     batch_size: int
     strategy: SpeculationStrategy
-    accepted_by_depth: tuple[int, ...]  # `strategy.depth` long
+    accepted_by_depth: tuple[int, ...]  # of length `strategy.depth`
     seconds: float
 
     @property
     def num_committed(self) -> int:
-        """Tokens: what was accepted, and a bonus token for each request."""
+        """Return the committed tokens: accepted tokens plus one bonus token per request."""
         return self.batch_size + sum(self.accepted_by_depth)
 
     def to_json(self) -> dict[str, object]:
-        """JSON-able."""
+        """Return the pass as values that JSON can hold."""
         return {
             "batch_size": self.batch_size,
             "strategy": str(self.strategy),
@@ -48,7 +47,7 @@ class PassTrace:
 
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> PassTrace:
-        """What `to_json` wrote; more keys than these do no harm."""
+        """Read the result of `to_json`; other keys are ignored."""
         return cls(
             batch_size=record["batch_size"],
             strategy=SpeculationStrategy.parse(record["strategy"]),
@@ -58,7 +57,7 @@ class PassTrace:
 
 
 class RecordingSelector:
-    """Passes everything on to another selector and notes it."""
+    """Records every pass and forwards all calls to another selector."""
 
     def __init__(self, selector: StrategySelector) -> None:
         self._selector = selector
@@ -75,7 +74,7 @@ class RecordingSelector:
         accepted_by_depth: Sequence[int],
         seconds: float,
     ) -> None:
-        """Note it."""
+        """Record the pass, then forward it."""
         self.passes.append(
             PassTrace(
                 batch_size=batch_size,
@@ -91,11 +90,11 @@ class RecordingSelector:
         return self._selector.decisions()
 
     def state_dict(self) -> dict[str, object]:
-        """Of the other selector."""
+        """Return the other selector's state."""
         return self._selector.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Of the other selector."""
+        """Restore the other selector's state."""
         self._selector.load_state_dict(state)
 
 
@@ -104,16 +103,18 @@ class _Cell:
     """All passes of a strategy at a batch size."""
 
     passes: list[PassTrace]
-    tokens: float  # of a pass, mean
-    seconds: float  # of a pass, mean without hiccups
+    tokens: float  # mean per pass
+    seconds: float  # mean per pass, each capped at _HICCUP times the median
 
 
 class TraceTable:
-    """Every strategy at every batch size, OFF included."""
+    """Recorded passes of every strategy, OFF included, at every batch size."""
 
     def __init__(self, passes: Iterable[PassTrace], batch_sizes: Iterable[int]) -> None:
-        """Passes of other batch sizes are left out: batches shrink on their way to the end. ValueError if a strategy was
-        not recorded at one of `batch_sizes`."""
+        """Group `passes` by strategy and batch size; ignore other batch sizes, which occur as a batch shrinks.
+
+        ValueError if OFF is missing, or a strategy was not recorded at one of `batch_sizes`.
+        """
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         by_cell: dict[tuple[SpeculationStrategy, int], list[PassTrace]] = {}
         for each in passes:
@@ -130,36 +131,36 @@ class TraceTable:
         self._cells = {cell: _make_cell(found) for cell, found in by_cell.items()}
 
     def tokens_per_s(self, strategy: SpeculationStrategy, batch_size: int) -> float:
-        """Committed by the whole batch, on average."""
+        """Return the mean throughput of the whole batch, in committed tokens per second."""
         cell = self._cells[strategy, batch_size]
         return cell.tokens / cell.seconds
 
     def tokens_and_seconds(
         self, strategy: SpeculationStrategy, batch_size: int
     ) -> tuple[float, float]:
-        """Of a pass, on average."""
+        """Return the mean committed tokens and seconds of a pass."""
         cell = self._cells[strategy, batch_size]
         return cell.tokens, cell.seconds
 
     def best(self, batch_size: int) -> SpeculationStrategy:
-        """What the oracle would run."""
+        """Return the strategy with the highest throughput: the oracle's choice."""
         return max(self.strategies, key=lambda strategy: self.tokens_per_s(strategy, batch_size))
 
     def nearest(self, batch_size: int) -> int:
-        """The recorded batch size whose ratio to this one is closest to 1; of two, the larger."""
+        """Return the recorded batch size whose ratio to this one is closest to 1; the larger on a tie."""
         return min(self.batch_sizes, key=lambda b: (max(b, batch_size) / min(b, batch_size), -b))
 
     def draws(self) -> dict[tuple[SpeculationStrategy, int], Iterator[PassTrace]]:
-        """The passes of every cell in recorded order, again and again."""
+        """Return endless iterators over the passes of every (strategy, batch size), in recorded order."""
         return {key: itertools.cycle(cell.passes) for key, cell in self._cells.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Throughput over that of the same passes' tokens decoded otherwise."""
+    """Throughput relative to other ways to decode the same tokens."""
 
-    of_oracle: float  # by the best strategy of each batch size
-    of_plain: float
+    of_oracle: float  # relative to the best strategy of each batch size
+    of_plain: float  # relative to plain decoding
     of_oracle_by_batch: dict[int, float]
     num_chosen: dict[str, int]  # passes by strategy
 
@@ -167,8 +168,10 @@ class ReplayResult:
 def replay(
     selector: StrategySelector, table: TraceTable, batch_sizes: Iterable[int], *, num_first: int = 0
 ) -> ReplayResult:
-    """Let `selector` choose for passes of `batch_sizes` (each taken as the nearest recorded one), of which the first
-    `num_first` are not judged. ValueError if it chooses what was not recorded, or nothing is left to judge."""
+    """Let `selector` choose for passes of `batch_sizes`, each replaced by the nearest recorded size.
+
+    The first `num_first` passes do not count. ValueError if it chooses a strategy that was not recorded, or no pass counts.
+    """
     draws = table.draws()
     seconds: dict[int, float] = {}
     oracle_s: dict[int, float] = {}

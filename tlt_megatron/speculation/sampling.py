@@ -1,10 +1,9 @@
-"""Sampling keyed by (request seed, position): the same token whatever the batch, the rank or the drafter.
+"""Sampling keyed by (request seed, position): the token does not depend on batch, rank or drafter.
 
-Called by the rollout engines for every token, and by drafters that rank candidates with the target's own noise. What to
-know: token = argmax(logits / temperature + Gumbel noise) over the allowed set is an exact sample of the tempered
-distribution (Gumbel-max), and the noise is a pure function of (seed, position, token id). Sharing it makes speculation
-independent of the drafter: Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
-speculative decoding".
+The rollout engines call it for every token; drafters use the same noise to rank candidates. Over the allowed set, token =
+argmax(logits / temperature + Gumbel noise) is an exact sample of the tempered distribution (Gumbel-max). The noise is a pure
+function of (seed, position, token id). Sharing it makes the output independent of the drafter: Daliri, Musco, Suresh 2024,
+"Coupling without communication and drafter-invariant speculative decoding".
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
-_NOISE_AHEAD = 1 << 12  # elements below which making noise costs the calls, not the work
-_NOISE_CHUNK = 1 << 15  # tokens of noise made at once on a CPU, so that a chunk stays in its cache
+_NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
+_NOISE_CHUNK = 1 << 15  # elements of noise made at once on a CPU, so that they fit in the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One token for each row."""
+    """One token per row."""
 
     token_ids_B: Tensor  # int64
-    logprobs_B: Tensor  # float32, of the distribution that was sampled: tempered, cut, renormalized
-    policy_logprobs_B: Tensor  # float32, of the raw policy: temperature 1, nothing cut
+    logprobs_B: Tensor  # float32, of the sampled distribution: tempered, cut, renormalized
+    policy_logprobs_B: Tensor  # float32, of the raw policy: temperature 1, no cut
 
     def followed_by(self, other: Sampled) -> Sampled:
-        """These rows and then those of `other`."""
+        """Concatenate these rows and the rows of `other`."""
         return Sampled(
             token_ids_B=torch.cat((self.token_ids_B, other.token_ids_B)),
             logprobs_B=torch.cat((self.logprobs_B, other.logprobs_B)),
@@ -54,7 +53,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_(value: Tensor) -> Tensor:
-    """`_mix` of int64 tensors, in place: wrapping multiplications, logical shifts by masking the sign's copies."""
+    """Apply `_mix` to an int64 tensor in place. Multiplications wrap; masks turn arithmetic shifts into logical ones."""
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         value ^= (value >> shift) & ((1 << (64 - shift)) - 1)
         value *= _signed(multiplier)
@@ -63,23 +62,25 @@ def _mix_(value: Tensor) -> Tensor:
 
 
 def request_seed(seed: int, draw_index: int, sample_index: int) -> int:
-    """The signed 64-bit key of one request's noise, from the run's seed and which draw and sibling it is."""
+    """Return the signed 64-bit noise seed of one request, from the run's seed, draw index and sample index."""
     key = _mix(seed + _GOLDEN)
     key = _mix(key + draw_index * _GOLDEN + 1)
     return _signed(_mix(key + sample_index * _GOLDEN + 2))
 
 
 def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
-    """The seed with which noise keyed by the last token's place in the sequence equals noise keyed by `seed` and the next
-    token's place in the response: the first response token follows sequence position num_prompt_tokens - 1."""
+    """Return the seed for noise keyed by the last token's sequence position instead of the next token's response position.
+
+    Both give the same noise: response position 0 follows sequence position num_prompt_tokens - 1.
+    """
     return _signed(seed - (num_prompt_tokens - 1) * _GOLDEN)
 
 
 def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
-    """[B, V] float64 standard Gumbel noise; element (b, v) depends on (seeds_B[b], positions_B[b], v) alone.
+    """Return [B, V] float64 standard Gumbel noise. Element (b, v) depends only on (seeds_B[b], positions_B[b], v).
 
-    A position is the index of the token in the response (0 is the first generated token). `seeds_B` and `positions_B`
-    are int64. Finite always: within [-3.6, 36.8].
+    A position is the index of the token in the response, from 0. `seeds_B` and `positions_B` are int64. The noise is
+    always finite: within [-3.6, 36.8].
     """
     keys_B = _mix_(positions_B * _signed(_GOLDEN) + seeds_B)
     num_rows, device = seeds_B.shape[0], seeds_B.device
@@ -103,9 +104,9 @@ def _gumbel_of_keys(keys_B: Tensor, start: int, end: int) -> Tensor:
 
 
 class NoiseAhead:
-    """`gumbel_noise` of a decode loop, made for several steps in one go where one step is too small to be worth a call.
+    """`gumbel_noise` for a decode loop. If one step is small, it makes the noise of several steps in one call.
 
-    Every row moves on by one position per `next`. `start` after the rows changed.
+    Every row advances by one position per `next`. Call `start` after the rows change.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -114,11 +115,11 @@ class NoiseAhead:
         self._used = 0
 
     def start(self) -> None:
-        """Forget what was made ahead."""
+        """Discard the noise made ahead."""
         self._block_ABV = None
 
     def next(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-        """[B, V], the caller's to overwrite."""
+        """Return [B, V]; the caller may overwrite it."""
         if self._block_ABV is None or self._used == self._block_ABV.shape[0]:
             num_rows = seeds_B.shape[0]
             num_steps = min(max(_NOISE_AHEAD // (num_rows * self._vocab_size), 1), 64)
@@ -136,9 +137,9 @@ class NoiseAhead:
 
 
 class NoiseWindow:
-    """`gumbel_noise` of the next positions of every row, where rows move on by different amounts: speculative decoding.
+    """`gumbel_noise` for speculative decoding, where rows advance by different amounts.
 
-    A block of positions is made at once and read as a window that slides over it. `start` after the rows changed.
+    Makes a block of positions at once and returns a window of it. Call `start` after the rows change.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -146,11 +147,11 @@ class NoiseWindow:
         self._block_BAV: Tensor | None = None
 
     def start(self) -> None:
-        """Forget what was made ahead."""
+        """Discard the noise made ahead."""
         self._block_BAV = None
 
     def window(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
-        """[B, length, V]: the noise of positions_B and the `length` - 1 after each. Not the caller's to overwrite."""
+        """Return [B, length, V]: the noise of positions_B and the `length` - 1 positions after each. Do not overwrite it."""
         if self._block_BAV is not None and self._used_up_to + length > self._block_BAV.shape[1]:
             offsets_B = positions_B - self._first_B
             self._used_up_to = int(offsets_B.max())
@@ -169,15 +170,16 @@ class NoiseWindow:
             self._first_B = positions_B.clone()
             self._rows_B1 = torch.arange(num_rows, device=seeds_B.device).unsqueeze(1)
             self._used_up_to = 0
-        self._used_up_to += length  # at most; looked up exactly when it seems to be used up
+        self._used_up_to += length  # an upper bound; computed exactly when it reaches the end
         steps = torch.arange(length, device=seeds_B.device)
         return self._block_BAV[self._rows_B1, (positions_B - self._first_B).unsqueeze(1) + steps]
 
 
 def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """-inf outside the allowed set: the `top_k` largest, then of those the fewest whose probability reaches `top_p`.
+    """Set logits outside the allowed set to -inf.
 
-    Equal logits rank by token id, lowest first, so the set is the same on every device. `top_k=0` and `top_p=1.0` keep all.
+    The set is the `top_k` largest, then the fewest of them whose probability reaches `top_p`. Equal logits rank by token
+    id, lowest first, so the set is the same on every device. `top_k=0` and `top_p=1.0` keep all.
     """
     if top_k == 0 and top_p >= 1.0:
         return scaled_BV
@@ -198,7 +200,7 @@ def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
-    """[B, top_k] ids of the largest, ascending. `topk` alone leaves open which of equal values it takes."""
+    """Return the ids of the `top_k` largest, ascending. `topk` alone does not define which of equal values it takes."""
     smallest_B1 = scaled_BV.topk(top_k, dim=-1).values[:, -1:]
     larger_BV = scaled_BV > smallest_B1
     equal_BV = scaled_BV == smallest_B1
@@ -220,8 +222,8 @@ def sample(
 ) -> Sampled:
     """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0.
 
-    `noise_BV` is `gumbel_noise(seeds_B, positions_B, V)` where the caller has it: one row of noise serves all nodes of a
-    draft tree at one depth, so `seeds_B` and `positions_B` may then be shorter.
+    `noise_BV` is `gumbel_noise(seeds_B, positions_B, V)` if the caller has it already. One row of noise serves all nodes of
+    a draft tree at one depth, so `seeds_B` and `positions_B` may then be shorter than the logits.
     """
     wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
     logits = logits_BV.to(wide)

@@ -1,8 +1,8 @@
-"""What a speculative step does, as a value: how deep to draft, how wide, and how many tokens to verify.
+"""The speculation strategy of a decode pass: draft depth, draft width, and number of tokens to verify.
 
-Used by selectors (which choose one for each step), tree growth, verification and the graph pool. One thing to know:
-`num_draft_tokens` counts drafted nodes alone; the verify pass has one row more, for the last committed token. (SGLang's
-option of the same name counts that row too.)
+Selectors choose one for every decode pass; tree growth, verification and the graph pool read it. `num_draft_tokens` counts
+drafted nodes only. The verify pass has one more row, for the last committed token. SGLang's option of the same name counts
+that row too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 class SpeculationStrategy:
     """(Draft_Depth, topK, Tokens_to_Verify) of the paper, section "adaptive rollout engine".
 
-    Each step expands `topk` nodes into `topk` children each; the best `num_draft_tokens` of all candidates are verified.
+    Each draft step expands `topk` nodes into `topk` children each; the best `num_draft_tokens` candidates are verified.
     Example: `SpeculationStrategy(num_steps=6, topk=4, num_draft_tokens=16)`, written "6_4_16". `topk=1` is a chain.
-    Tokens retrieved by the n-gram drafter may join the learned tree, "4_2_8+ngram_4", or be all there is, "ngram_8".
+    The n-gram drafter can add tokens to the learned tree, "4_2_8+ngram_4", or draft alone, "ngram_8".
     """
 
-    num_steps: int  # depth of the tree, >= 1 (0: off)
-    topk: int  # nodes expanded for each step and children for each node, >= 1 (0: off)
-    num_draft_tokens: int  # learned nodes verified, the last committed token not counted (0: off)
-    num_retrieved: int = 0  # n-gram nodes verified besides, at most as deep as they are many
+    num_steps: int  # depth of the learned tree, >= 1 (0: off)
+    topk: int  # nodes expanded per draft step and children per node, >= 1 (0: off)
+    num_draft_tokens: int  # learned nodes to verify, the last committed token not counted (0: off)
+    num_retrieved: int = 0  # additional n-gram nodes to verify; also their largest depth
 
     def __post_init__(self) -> None:
         values = (self.num_steps, self.topk, self.num_draft_tokens)
@@ -49,37 +49,37 @@ class SpeculationStrategy:
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that growth proposes: `topk` below the root, then `topk` for each of `topk` expanded nodes."""
+        """Return the number of candidates: `topk` below the root, then `topk` squared per further draft step."""
         return self.topk + max(self.num_steps - 1, 0) * self.topk**2
 
     @property
     def depth(self) -> int:
-        """Most drafted tokens that a step can accept."""
+        """Return the most drafted tokens that a verify pass can accept."""
         return max(self.num_steps, self.num_retrieved)
 
     @property
     def num_nodes(self) -> int:
-        """Q, drafted nodes of one request."""
+        """Return Q, the drafted nodes per request."""
         return self.num_draft_tokens + self.num_retrieved
 
     @property
     def num_rows(self) -> int:
-        """R = Q + 1, rows of the verify pass for one request."""
+        """Return R = Q + 1, the verify pass rows per request."""
         return self.num_nodes + 1
 
     @property
     def is_off(self) -> bool:
-        """Plain decoding."""
+        """Return whether this is plain decoding."""
         return self.depth == 0
 
     @property
     def is_learned(self) -> bool:
-        """Whether the learned drafter takes part."""
+        """Return whether the learned drafter takes part."""
         return self.num_steps > 0
 
     @property
     def is_chain(self) -> bool:
-        """Every node has one child."""
+        """Return whether every node has one child."""
         return self.topk <= 1 and not (self.is_learned and self.num_retrieved)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class SpeculationStrategy:
 
     @classmethod
     def parse(cls, text: str) -> SpeculationStrategy:
-        """ "6_4_16", "ngram_8", "4_2_8+ngram_4" or "off". ValueError for anything else."""
+        """Parse "6_4_16", "ngram_8", "4_2_8+ngram_4" or "off". ValueError for anything else."""
         if text == "off":
             return OFF
         match = _TEXT.fullmatch(text)

@@ -1,13 +1,13 @@
-"""Draft trees: the record that drafters hand to the verify pass, and how one is grown from draft logits.
+"""Draft trees: the record that drafters pass to the verify pass, and its growth from draft logits.
 
-Grown by the engines with the learned drafter as the callable `Expand`; `graft.py` builds the same record from retrieved
-tokens. Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row
-q + 1), S = depth + 1 rows of a path, K nodes expanded at once, D positions of noise. One thing to know: every shape is
-fixed by the strategy and nothing is read back from the device, so growth can be captured into a graph.
+The engines grow trees with the learned drafter as the callable `Expand`; `graft.py` builds the same record from retrieved
+tokens. The strategy fixes every shape and nothing is read back from the device, so a graph can capture growth.
+Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row q + 1),
+S = depth + 1 rows of a path, K nodes expanded at once, D positions of noise.
 
-Growth is EAGLE-2's (Li et al. 2024, section 4): expand the K most promising nodes at each depth, then keep the Q best of
-all candidates. `Ranking.NOISE` scores a child by draft logit / temperature + the noise with which the target itself will
-sample at that position, so a node's score estimates "the target draws this token now", not "on average".
+Growth follows EAGLE-2 (Li et al. 2024, section 4): expand the K best nodes at each depth, then keep the Q best of all
+candidates. `Ranking.NOISE` scores a child by draft logit / temperature + noise. This is the noise with which the target will
+sample at that position. So a score estimates that the target draws this token now, not on average.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tlt_megatron.speculation.sampling import cut_logits
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 ROOT = -1  # as a parent: the last committed token
-UNUSED = -1  # as a token: a node that nothing accepts
+UNUSED = -1  # as a token: a node that is never accepted
 
-# Taken off a candidate's log score per depth: float64 resolves it at any score that matters, so that a child never ties
-# with its parent and the best Q candidates always hold their own ancestors.
+# Subtracted from a candidate's log score per depth, in float64. A child then never ties with its parent, so the best Q
+# candidates always include their own ancestors.
 _DEPTH_PENALTY = 1e-9
 
 
 class Ranking(StrEnum):
-    """What makes a child promising."""
+    """How children are ranked."""
 
-    NOISE = "noise"  # the token that the target is most likely to draw this time
-    PROBABILITY = "probability"  # the token that it is most likely to draw on average (EAGLE-2)
+    NOISE = "noise"  # by the probability that the target draws the token this time
+    PROBABILITY = "probability"  # by the probability that it draws the token on average (EAGLE-2)
 
 
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -44,41 +44,43 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTree:
-    """Drafted tokens of B requests. Parents stand before their children, learned nodes before retrieved ones.
+    """Drafted tokens of B requests. Parents precede their children, and learned nodes precede retrieved ones.
 
     Example: root -> {7 -> {8}, 9} is token_ids [7 9 8], parents [-1 -1 0], depths [1 1 2].
     """
 
-    token_ids_BQ: Tensor  # int64, UNUSED where the node is not there
+    token_ids_BQ: Tensor  # int64, UNUSED where there is no node
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
-    scores_BQ: Tensor  # estimated probability that the node is accepted, its ancestors included; 0 where retrieved
-    num_steps: int  # no learned node is deeper
-    num_retrieved: int = 0  # nodes at the end that an index retrieved; none is deeper than this
-    is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 stands at depth q + 1
+    scores_BQ: (
+        Tensor  # estimated probability that the node and its ancestors are accepted; 0 if retrieved
+    )
+    num_steps: int  # largest depth of a learned node
+    num_retrieved: int = 0  # number of retrieved nodes, at the end; also their largest depth
+    is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 has depth q + 1
 
     @property
     def depth(self) -> int:
-        """No node is deeper; the same for every row of every tree of a strategy."""
+        """Return the largest depth of a node; the same for all trees of a strategy."""
         return max(self.num_steps, self.num_retrieved)
 
     @property
     def num_learned(self) -> int:
-        """Nodes that the learned drafter proposed."""
+        """Return the number of nodes from the learned drafter."""
         return self.token_ids_BQ.shape[1] - self.num_retrieved
 
     @property
     def row_depths_BR(self) -> Tensor:
-        """Depth of each row of the verify pass; its position is that of the root plus this."""
+        """Return the depth of each verify row. A row's position is the root's position plus its depth."""
         return torch.nn.functional.pad(self.depths_BQ, (1, 0))
 
     def row_token_ids_BR(self, root_ids_B: Tensor) -> Tensor:
-        """What the verify pass reads: the root's token first; unused nodes read token 0, and nobody reads them."""
+        """Return the verify pass's input: the root's token first. UNUSED nodes get token 0; their rows are never used."""
         return torch.cat([root_ids_B.unsqueeze(1), self.token_ids_BQ.clamp(min=0)], dim=1)
 
 
 def chain_tree(token_ids_BQ: Tensor, scores_BQ: Tensor) -> DraftTree:
-    """A tree with one branch; trailing UNUSED tokens end it early."""
+    """Return a tree with one branch. Trailing UNUSED tokens end it early."""
     num_nodes = token_ids_BQ.shape[1]
     nodes_BQ = torch.arange(num_nodes, device=token_ids_BQ.device).expand_as(token_ids_BQ)
     return DraftTree(
@@ -92,7 +94,7 @@ def chain_tree(token_ids_BQ: Tensor, scores_BQ: Tensor) -> DraftTree:
 
 
 def ancestor_mask(tree: DraftTree) -> Tensor:
-    """[B, R, R] bool: row r sees itself and its ancestors, the root included. Unused nodes see what their parents do."""
+    """Return [B, R, R] bool: row r sees itself and its ancestors, root included. UNUSED nodes are treated like others."""
     batch_size, num_nodes = tree.parents_BQ.shape
     num_rows, device = num_nodes + 1, tree.parents_BQ.device
     if tree.is_chain:
@@ -102,7 +104,7 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
     parent_rows_BR = torch.nn.functional.pad(tree.parents_BQ + 1, (1, 0))
     reach_BRR = (parent_rows_BR.unsqueeze(2) == rows_R).float()
     reach_BRR += torch.eye(num_rows, device=device)
-    # reach ^ n counts the ways to walk at most n edges up: squaring doubles n, and counts stay below 2 ^ (2 depth).
+    # reach ^ n counts the paths of at most n edges up. Squaring doubles n, and counts stay below 2 ^ (2 depth).
     for _ in range((tree.depth - 1).bit_length()):
         reach_BRR = reach_BRR @ reach_BRR
     return reach_BRR > 0
@@ -111,8 +113,10 @@ def ancestor_mask(tree: DraftTree) -> Tensor:
 def deepest_path(
     tree: DraftTree, is_match_BQ: Tensor, ancestors_BRR: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The longest way down from the root over matching nodes alone: its length [B] and its rows [B, S], the root's first,
-    0 behind its end. `ancestors_BRR` is `ancestor_mask(tree)` where the caller has it."""
+    """Return the longest path from the root over matching nodes: its length [B] and its rows [B, S], root first.
+
+    Rows after its end are 0. `ancestors_BRR` is `ancestor_mask(tree)` if the caller has it already.
+    """
     num_slots = tree.depth + 1
     if tree.is_chain:
         length_B = is_match_BQ.cumprod(dim=1).sum(dim=1)
@@ -129,7 +133,7 @@ def deepest_path(
 
 
 def path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tensor:
-    """[B, num_slots]: the row of a path at each depth, 0 behind its end."""
+    """Return [B, num_slots]: the row of a path at each depth, 0 after its end."""
     batch_size, num_rows = on_path_BR.shape
     rows_BR = torch.arange(num_rows, device=depths_BR.device).expand(batch_size, num_rows)
     slots_BR = torch.where(on_path_BR, depths_BR, num_slots)
@@ -139,18 +143,18 @@ def path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scoring:
-    """The estimated acceptance of every token as the child of a node, by depth."""
+    """Estimates the acceptance of every token as a child of a node, by depth."""
 
     scale_D: tuple[
         Tensor, ...
-    ]  # factor on the logits; no dimensions, so that float64 widens nothing
+    ]  # factor on the logits; 0-dim, so that float64 does not promote the logits
     offsets: tuple[Tensor, ...] | None  # [B, V] each, added to the scaled logits
     temperature: float
     top_p: float
     top_k: int
 
     def log_probs(self, logits: Tensor, depth: int) -> Tensor:
-        """`logits` [B, V] or [B, K, V] -> log softmax(logits * scale + offset), in at least float32."""
+        """Return log softmax(logits * scale + offset) in at least float32. `logits` is [B, V] or [B, K, V]."""
         if self.offsets is None:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return (logits * self.scale_D[depth]).log_softmax(-1)
@@ -162,8 +166,10 @@ class _Scoring:
         return torch.addcmul(offset, logits, self.scale_D[depth]).log_softmax(-1)
 
     def _cut(self, logits: Tensor) -> Tensor:
-        """Drop what the target's own cut would most likely drop: noise may lift it, the target cannot draw it. The drafter
-        sees the border dimly, so its cut is half as strict."""
+        """Drop tokens that the target's top-p and top-k most likely exclude, because noise could rank them high.
+
+        The drafter knows the border only roughly, so its cut is half as strict.
+        """
         top_p, top_k = (1.0 + self.top_p) / 2, self.top_k + (self.top_k + 1) // 2
         flat = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(
             -1, logits.shape[-1]
@@ -173,7 +179,7 @@ class _Scoring:
 
 
 class TreeGrower:
-    """Grows the learned part of a strategy's trees. Holds constants alone; nothing is learned here."""
+    """Grows the learned part of a strategy's trees. Holds only constants."""
 
     def __init__(
         self,
@@ -191,7 +197,7 @@ class TreeGrower:
         self._depths_M = depths.to(device)
         self._penalty_M = (depths.double() * _DEPTH_PENALTY).to(device)
         self._nodes_Q = torch.arange(strategy.num_draft_tokens, device=device)
-        # Where the candidates of each expanded depth begin, plus 1: candidate 0 of the inverse map is the root.
+        # First candidate of each expanded depth, plus 1: index 0 of `node_of_BM` is the root.
         starts = [1] + [1 + topk + d * topk**2 for d in range(max(steps - 2, 0))]
         self._beam_starts_E1 = torch.tensor(starts, device=device).unsqueeze(1)
         self._ones_D = torch.ones(steps, dtype=torch.float64, device=device)
@@ -207,12 +213,12 @@ class TreeGrower:
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> DraftTree:
-        """One tree for each request.
+        """Grow one tree per request.
 
         `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
-        d + 1; its last row, for the bonus token, is not read. It is needed for `Ranking.NOISE` at temperature > 0 alone.
-        `tau_D` (float64, at least num_steps values on the device) is the error of draft logits at each depth
-        (`calibration.AcceptanceCalibrator`); 1 without it. `top_p` and `top_k` are those of the target's sampling.
+        d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs it. `tau_D` (float64,
+        at least num_steps values on the device) is the error of draft logits at each depth, default 1
+        (`calibration.AcceptanceCalibrator`). `top_p` and `top_k` are those of the target's sampling.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
         scale_D, offsets = self._scales(temperature, noise_BDV, tau_D, dtype)
@@ -230,10 +236,10 @@ class TreeGrower:
         tau_D: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """For each depth the factor on logits and the [B, V] offset, such that the estimate is softmax of their sum.
+        """Return the factor on logits and the [B, V] offset of each depth; the estimate is softmax(logits * factor + offset).
 
-        Noise ranking: (logits + temperature * noise) / tau, so that tau is an error of draft logits whatever the
-        temperature, 0 included. Were that error Gumbel noise of scale tau, the softmax would be the exact posterior.
+        Noise ranking uses (logits + temperature * noise) / tau, so tau is an error of draft logits at any temperature,
+        0 included. If that error were Gumbel noise of scale tau, the softmax would be the exact posterior.
         """
         if self.ranking is Ranking.PROBABILITY:
             scale_D = self._ones_D / temperature if temperature > 0.0 else self._ones_D
@@ -293,7 +299,7 @@ class TreeGrower:
         return self._keep_best(torch.cat(scores, dim=1), torch.cat(tokens, dim=1), picks)
 
     def _keep_best(self, scores_BM: Tensor, tokens_BM: Tensor, picks: list[Tensor]) -> DraftTree:
-        """The Q candidates of highest score in growth order. `picks[e]` are the candidates that depth e + 1 expanded."""
+        """Return the tree of the Q best candidates in growth order; `picks[e]` are those that depth e + 1 expanded."""
         strategy, topk = self.strategy, self.strategy.topk
         num_nodes = strategy.num_draft_tokens
         batch_size, num_candidates = scores_BM.shape
@@ -311,12 +317,12 @@ class TreeGrower:
             parents_BM = torch.cat(
                 [root_BK, beams_BEK.view(batch_size, -1).repeat_interleave(topk, 1)], 1
             )
-        # From candidate (0: the root) to node index; -2 says that the candidate was not kept.
+        # Maps a candidate (0: the root) to its node index; -2 if it was not kept.
         node_of_BM = tokens_BM.new_full((batch_size, num_candidates + 1), ROOT - 1)
         node_of_BM[:, 0] = ROOT
         node_of_BM.scatter_(1, kept_BQ + 1, self._nodes_Q.expand(batch_size, num_nodes))
         parents_BQ = node_of_BM.gather(1, parents_BM.gather(1, kept_BQ))
-        # A child without its parent comes from NaN logits alone; such a node may cost a row, never be accepted.
+        # A child without its parent comes only from NaN logits. Such a node costs a row but is never accepted.
         is_unused_BQ = (parents_BQ < ROOT) | ~(log_scores_BQ > -torch.inf)
         return DraftTree(
             token_ids_BQ=tokens_BM.gather(1, kept_BQ).masked_fill(is_unused_BQ, UNUSED),

@@ -1,12 +1,11 @@
-"""Which drafted tokens the target accepts, and what is committed: the verdict on a tree after the verify pass.
+"""Verification of a draft tree: which drafted tokens the target accepts, and which tokens are committed.
 
-Two verifiers with one result type: `verify_noise_keyed`, which the engines call, accepts what the target's own noise-keyed
-sample says; `verify_rejection` is the comparison from the literature, which no engine and no setting calls: rollouts would
-no longer repeat. One thing to know: the key-value rows that stay are `path_BS[:num_committed]` in that order; the last
-committed token is the next root and has none yet.
+The engines call `verify_noise_keyed`, which accepts tokens that equal the target's noise-keyed samples. `verify_rejection` is
+the method from the literature, for comparison only. No engine or setting calls it, because rollouts would not repeat. The KV
+rows to keep are `path_BS[:num_committed]`, in that order. The last committed token is the next root and has no KV row yet.
 
-Shapes: Q nodes, R = Q + 1 rows (row 0 the root), S = depth + 1 tokens that a step can commit at most. No shape depends
-on the data and nothing is read back from the device.
+Shapes: Q nodes, R = Q + 1 rows (row 0 is the root), S = depth + 1 (most tokens committed by a pass). No shape
+depends on the data, and nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ from torch import Tensor
 from tlt_megatron.speculation.sampling import gumbel_noise
 from tlt_megatron.speculation.tree import UNUSED, DraftTree, deepest_path, path_of_rows
 
-# Keys the accept tests of `verify_rejection`; added to a request's seed, so that they share nothing with the noise of
-# tokens.
+# Added to a request's seed for the accept tests of `verify_rejection`, so that they are independent of token noise.
 _ACCEPT_STREAM = 0x5DEECE66D1CE4E5B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What B requests commit.
+    """The tokens that B requests commit.
 
-    Example: the root is followed by drafts 7, 8, both accepted, and the target then draws 5: num_accepted 2, path
-    [0 1 2], committed [7 8 5], num_committed 3. With stop token 8: num_accepted 2, num_committed 2, is_stopped.
+    Example: drafts 7 and 8 follow the root and are accepted, then the target draws 5: num_accepted 2, path [0 1 2],
+    committed [7 8 5], num_committed 3. With stop token 8: num_accepted 2, num_committed 2, is_stopped.
     """
 
-    num_accepted_B: Tensor  # int64 drafted tokens on the path, before stops and limits cut it
-    path_BS: Tensor  # int64 rows of the root and the accepted nodes, in order; padded with 0
-    committed_tokens_BS: (
-        Tensor  # int64 accepted tokens, then the bonus token; UNUSED behind num_committed
+    num_accepted_B: (
+        Tensor  # int64, drafted tokens on the path, before stop tokens and limits cut it
     )
-    num_committed_B: Tensor  # int64 tokens to append, in [1, S]: the accept length of this step
-    is_stopped_B: Tensor  # bool, the last committed token is a stop token
+    path_BS: Tensor  # int64, rows of the root and the accepted nodes, in order; padded with 0
+    committed_tokens_BS: (
+        Tensor  # int64, accepted tokens, then the bonus token; UNUSED after num_committed
+    )
+    num_committed_B: Tensor  # int64, tokens to append, in [1, S]: the accept length of this pass
+    is_stopped_B: Tensor  # bool, whether the last committed token is a stop token
 
 
 def verify_noise_keyed(
@@ -54,11 +54,11 @@ def verify_noise_keyed(
 
     `target_samples_BR` is `sampling.sample` of the target's logits at every row, with the position of the token that
     follows the row. A node is accepted iff it and all its ancestors equal the sample at their parent's row. `ancestors_BRR`
-    is `ancestor_mask(tree)` where the engine has it. `stop_token_ids` is int64 on the same device; `max_commit_B` >= 1 is
-    how many tokens each request may still commit.
+    is `ancestor_mask(tree)` if the engine has it already. `stop_token_ids` is int64 on the same device. `max_commit_B` >= 1
+    limits the tokens that each request may still commit.
     """
     sampled_BQ = target_samples_BR.gather(1, tree.parents_BQ + 1)
-    is_match_BQ = sampled_BQ == tree.token_ids_BQ  # never of an unused node: no sample is negative
+    is_match_BQ = sampled_BQ == tree.token_ids_BQ  # False for UNUSED: no sample is negative
     num_accepted_B, path_BS = deepest_path(tree, is_match_BQ, ancestors_BRR)
     tokens_BS = target_samples_BR.gather(1, path_BS)
     return _commit(num_accepted_B, path_BS, tokens_BS, stop_token_ids, max_commit_B)
@@ -74,14 +74,14 @@ def verify_rejection(
     stop_token_ids: Tensor | None = None,
     max_commit_B: Tensor | None = None,
 ) -> Verdict:
-    """Speculative rejection sampling (Leviathan et al. 2023) over the branches of a tree (SpecInfer, Miao et al. 2024).
+    """Verify by speculative rejection sampling (Leviathan et al. 2023) over the branches of a tree (SpecInfer, Miao et al. 2024).
 
-    Children of the current node are tried in row order: x is accepted with probability min(1, p(x) / q(x)), else p becomes
-    the residual norm(max(p - q, 0)) and x leaves q. What is committed has the target's distribution, but not its tokens.
-    `target_probs_BRV` is tempered and cut. `draft_probs_BRV` is the distribution at a row from which the row's children
-    were drawn without replacement, in row order, none of them dropped afterwards; None: the children were not drawn but
-    chosen (EAGLE-2) or retrieved, so q is certainty. `positions_B` is the position of the token after the root. The drafts must not be
-    drawn with the noise of (`seeds_B`, `positions_B`): the bonus token is.
+    Children of the current node are tried in row order. x is accepted with probability min(1, p(x) / q(x)); otherwise p
+    becomes the residual norm(max(p - q, 0)) and x is removed from q. Committed tokens follow the target's distribution, but
+    differ from plain decoding. `target_probs_BRV` is tempered and cut. `draft_probs_BRV` is the distribution from which the
+    children of a row were drawn without replacement, in row order, with none dropped. None means that the children were
+    chosen (EAGLE-2) or retrieved, so q(x) = 1. `positions_B` is the position of the token after the root. The drafts must
+    not use the noise of (`seeds_B`, `positions_B`), because the bonus token does.
     """
     if draft_probs_BRV is not None and tree.num_retrieved:
         raise ValueError(
@@ -122,7 +122,7 @@ def verify_rejection(
     path_BS = path_of_rows(on_path_BR, depths_BR, tree.depth + 1)
     noise_BV = gumbel_noise(seeds_B, positions_B + num_accepted_B, vocab_size)
     bonus_B = (target_BV.double().log() + noise_BV).argmax(dim=1)
-    # The token at slot s is the node at path[s + 1], and the bonus token behind the last node.
+    # The token at slot s is the node at path[s + 1]; the bonus token follows the last node.
     row_tokens_BR = tree.row_token_ids_BR(bonus_B)
     next_BS = torch.cat([path_BS[:, 1:], torch.zeros_like(path_BS[:, :1])], dim=1)
     tokens_BS = row_tokens_BR.gather(1, next_BS)
@@ -130,7 +130,7 @@ def verify_rejection(
 
 
 def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
-    """Element d - 1: how many requests accepted at least d drafted tokens; what selectors observe.
+    """Return how many requests accepted at least d drafted tokens, in element d - 1; selectors observe it.
 
     Example: accepted [2, 0, 1] by a strategy of depth 3 gives [2, 1, 0].
     """
@@ -148,7 +148,7 @@ def _commit(
     stop_token_ids: Tensor | None,
     max_commit_B: Tensor | None,
 ) -> Verdict:
-    """Cut the accepted tokens and the bonus token behind the first stop token and at the limit."""
+    """Cut the accepted tokens and the bonus token after the first stop token and at the limit."""
     slots_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     num_committed_B = num_accepted_B + 1
     if max_commit_B is not None:
@@ -182,6 +182,6 @@ def _normalized(weights_BV: Tensor) -> Tensor:
 
 
 def _uniforms(seeds_B: Tensor, positions_B: Tensor, num_draws: int) -> Tensor:
-    """[B, num_draws] in (0, 1), a function of (seed, position, draw) alone."""
+    """Return [B, num_draws] in (0, 1), a function of (seed, position, draw) alone."""
     noise = gumbel_noise(seeds_B + _ACCEPT_STREAM, positions_B, num_draws)
     return (-(-noise).exp()).exp()
