@@ -30,7 +30,7 @@ class SamplingParams:
     `temperature=0` is greedy. `top_k=0` and `top_p=1.0` keep the whole vocabulary.
     """
 
-    num_samples: int = 1  # G responses for each prompt
+    num_samples: int = 1  # G responses per prompt
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0

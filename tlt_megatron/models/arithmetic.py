@@ -41,7 +41,7 @@ class Norm(Protocol):
     eps: Tensor
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`weight` broadcasts to x."""
+        """Return the normalized x, times `weight`, which broadcasts to x."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,7 @@ class DraftInference:
         return self._rms(embedded) if self.config.is_eagle3 else embedded
 
     def _rms(self, x: Tensor) -> Tensor:
-        """RMS norm without a weight, in fewer CPU kernels than F.rms_norm."""
+        """Return the RMS norm of x without a weight, in fewer CPU kernels than F.rms_norm."""
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self._wide)
         scale = torch.addcmul(self._eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
         return x * (scale if scale.dtype == x.dtype else scale.to(x.dtype))
@@ -134,7 +134,7 @@ class DraftInference:
         return sum(t.nbytes for t in held) + sum(matrix.num_bytes for matrix in matrices)
 
     def tensors_read(self) -> list[Tensor]:
-        """Return all tensors that `forward` reads besides its inputs and the KV. Captured graphs need them at fixed addresses."""
+        """Return all tensors that `forward` reads besides its inputs and the KV. Captured graphs need fixed addresses."""
         tokens = (self._table,) if self._has_table else (self._token_bias, self._model.embedding_VD)
         matrices = [v.weight for v in vars(self).values() if isinstance(v, Matrix)]
         return [*tokens, *matrices, self._norm, self._eps, self.rotary.table_SH2]

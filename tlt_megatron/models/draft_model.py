@@ -336,6 +336,6 @@ class DraftModel(nn.Module):
 
 
 def _rotate(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> Tensor:
-    """Out-of-place `layers.apply_rope_`, for autograd."""
+    """Rotate as `layers.apply_rope_`, out of place for autograd."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     return (heads_PNH * cos_P1H + swapped * sin_P1H).to(heads_PNH.dtype)

@@ -25,7 +25,7 @@ CHECKSUM_MODULUS = 1 << 63
 
 
 class HfReader:
-    """Reads the tensors of a safetensors folder by name, one at a time. An index file, if present, decides which files are read.
+    """Reads the tensors of a safetensors folder by name, one at a time. If there is an index, it alone names the files.
 
     Example: `HfReader(path)["model.norm.weight"]`. KeyError names a missing tensor; ValueError names a missing or
     truncated file.

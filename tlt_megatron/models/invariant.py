@@ -2,8 +2,8 @@
 
 The engine makes it for `Transformer`. A kernel may add in another order for another number of rows. So matrix products use
 row tiles of fixed sizes, and attention is cut at fixed positions (`invariant_attention`). All other operations round each
-element once, independent of vector length and remainder loops. No specification says that a kernel treats all rows of a
-tile alike, or that tiles of two sizes agree. Both are therefore checked on this machine when the model is made.
+element once, independent of vector length and remainder loops. No specification says that a row's result is the same at
+every place of a tile, or in tiles of two sizes. Both are checked on this machine when the model is made.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RowTiles:
     """The row counts with which a kernel may be called, for matrices of one shape and dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Test the kernel of `Matrix` on artificial values in the shape of `weight`. RuntimeError if rows are not alike."""
+        """Test the kernel of `Matrix` on artificial values in the shape of `weight`. RuntimeError if a row's place matters."""
         num_out, num_in = weight.shape
         probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(weight.dtype), bias, min_rows=1)
         x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(weight.dtype)
@@ -151,7 +151,7 @@ class InvariantNorm:
         self.eps = torch.tensor(eps, dtype=self._wide, device=device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`weight` broadcasts to x."""
+        """Return the normalized x, times `weight`, which broadcasts to x."""
         wide = x.to(self._wide)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = length.mul_(length).mul_(1.0 / x.shape[-1]).add_(self.eps).rsqrt_()
@@ -159,7 +159,7 @@ class InvariantNorm:
 
 
 def rotate_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
-    """`layers.apply_rope_` without a fused multiply-add."""
+    """Rotate in place as `layers.apply_rope_`, without a fused multiply-add."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1).mul_(sin_P1H)
     heads_PNH.mul_(cos_P1H).add_(swapped)
 
@@ -172,7 +172,7 @@ def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _check_exp(dtype: torch.dtype) -> None:
-    """RuntimeError if an element's exp depends on its place in the tensor."""
+    """Raise RuntimeError if an element's exp depends on its place in the tensor."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.linspace(-30.0, 30.0, 4099, dtype=wide)
     expected = x.exp()

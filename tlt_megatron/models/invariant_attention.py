@@ -1,9 +1,9 @@
 """Batch-invariant attention: a query's bits do not depend on its pass. Used by `invariant.invariant_arithmetic`.
 
 Block m of a sequence is the page_size positions from m * page_size on, in any slots. For each block, the kernel runs over
-exactly these keys in this order, with hidden keys masked. The number of query rows is a multiple of 4: then all rows are
-alike, which `check_attention` checks. The blocks are added pairwise, as a binary tree over their numbers; a hidden block
-adds exact zeros. So prefill, decoding over pages or lanes, and verifying a chain or a tree give the same bits.
+exactly these keys in this order, with hidden keys masked. The number of query rows is a multiple of 4: then a row's
+place does not matter, which `check_attention` checks. The blocks are added pairwise, as a binary tree over their numbers;
+a hidden block adds exact zeros. So prefill, decoding over pages or lanes, and verifying a chain or a tree give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFILL_QUERIES = 64  # queries at once: bounds the memory of their parts
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run `layers.attend_with_lse` over one block. `bias` [X, 1, R or 1, S] is required: without it the kernel's bits differ."""
+    """Run `layers.attend_with_lse` over one block. `bias` [X, 1, R or 1, S] is required: without it the bits differ."""
     assert bias is not None
     num_rows = query.shape[2]
     padding = -num_rows % _QUERY_ROWS

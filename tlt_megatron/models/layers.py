@@ -25,7 +25,7 @@ class RmsNorm:
         self.eps = torch.tensor(eps, dtype=self._wide, device=device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`weight` broadcasts to x."""
+        """Return the normalized x, times `weight`, which broadcasts to x."""
         wide = x if x.dtype == self._wide else x.to(self._wide)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = torch.addcmul(self.eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()

@@ -86,7 +86,9 @@ class LaneTreeAttention:
         self._first_layer = first_layer
         num_queries, self._length = bias_BRS.shape[1:]
         self._is_one = num_queries == 1
-        self._bias = bias_BRS.unsqueeze(1)  # [B, 1, R, S], or once for each query head of a kv head
+        self._bias = bias_BRS.unsqueeze(
+            1
+        )  # [B, 1, R, S], later repeated per query head of a kv head
         self._is_spread = self._is_one  # with one query, one bias row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
