@@ -52,9 +52,7 @@ class DraftTree:
     token_ids_BQ: Tensor  # int64, UNUSED where there is no node
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
-    scores_BQ: (
-        Tensor  # estimated probability that the node and its ancestors are accepted; 0 if retrieved
-    )
+    scores_BQ: Tensor  # estimated acceptance of the node and its ancestors; 0 if retrieved
     num_steps: int  # largest depth of a learned node
     num_retrieved: int = 0  # number of retrieved nodes, at the end; also their largest depth
     is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 has depth q + 1
@@ -216,8 +214,8 @@ class TreeGrower:
         """Grow one tree per request.
 
         `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
-        d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs it. `tau_D` (float64,
-        at least num_steps values on the device) is the error of draft logits at each depth, default 1
+        d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs this noise. `tau_D`
+        (float64, at least num_steps values on the device) is the error of draft logits at each depth, default 1
         (`calibration.AcceptanceCalibrator`). `top_p` and `top_k` are those of the target's sampling.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)

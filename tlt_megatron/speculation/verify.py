@@ -31,9 +31,7 @@ class Verdict:
     committed [7 8 5], num_committed 3. With stop token 8: num_accepted 2, num_committed 2, is_stopped.
     """
 
-    num_accepted_B: (
-        Tensor  # int64, drafted tokens on the path, before stop tokens and limits cut it
-    )
+    num_accepted_B: Tensor  # int64, drafted tokens on the path, before stops and limits
     path_BS: Tensor  # int64, rows of the root and the accepted nodes, in order; padded with 0
     committed_tokens_BS: (
         Tensor  # int64, accepted tokens, then the bonus token; UNUSED after num_committed
@@ -74,7 +72,7 @@ def verify_rejection(
     stop_token_ids: Tensor | None = None,
     max_commit_B: Tensor | None = None,
 ) -> Verdict:
-    """Verify by speculative rejection sampling (Leviathan et al. 2023) over the branches of a tree (SpecInfer, Miao et al. 2024).
+    """Verify by rejection sampling (Leviathan et al. 2023) over the branches of a tree (SpecInfer, Miao et al. 2024).
 
     Children of the current node are tried in row order. x is accepted with probability min(1, p(x) / q(x)); otherwise p
     becomes the residual norm(max(p - q, 0)) and x is removed from q. Committed tokens follow the target's distribution, but
