@@ -54,7 +54,7 @@ class NgramIndex:
         self._max_generation = max_entries // 4
         self._by_prompt: dict[str, dict[str, str]] = {}  # in order of the latest start
         self._num_by_prompt = 0
-        # The table of all texts, in two generations. When the newer is full, the older is dropped.
+        # The table of all texts, in two generations: a full newer one replaces the older, whose entries are lost.
         self._newer: dict[str, str] = {}
         self._older: dict[str, str] = {}
         self._num_evicted = 0
