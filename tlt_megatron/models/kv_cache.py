@@ -31,7 +31,7 @@ class PromptKv:
 class SequenceKv:
     """The pages of one sequence: the shared prompt's, then its own for the response.
 
-    In lanes (see `Lanes`) `prompt` is None, and `pages` holds prompt and response together.
+    In lanes (see `tree_attention.LaneView`) `prompt` is None, and `pages` holds prompt and response together.
     """
 
     prompt: PromptKv | None
