@@ -1,1 +1,1 @@
-"""Rollout engines behind the protocol in `base.py`; one engine per rollout replica."""
+"""Rollout engines that implement the protocol in `base.py`. Each rollout replica has one engine."""

@@ -1,4 +1,4 @@
-"""The rollout engine as the trainer sees it. One engine per rollout replica; it never talks to other replicas."""
+"""The rollout engine protocol that the trainer uses. Each rollout replica has one engine; engines never talk to each other."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 class EngineStats:
     """Counters of one engine since its last `generate` call began."""
 
-    num_prompt_tokens: int  # prefilled; a prompt that siblings share counts once
+    num_prompt_tokens: int  # prefilled; a prompt shared by siblings counts once
     num_generated_tokens: int
     num_decode_passes: int
-    num_preemptions: int  # requests set back to recompute because KV memory ran out
+    num_preemptions: int  # requests evicted because KV memory ran out; recomputed later
     seconds: float
     peak_kv_tokens: int  # most KV positions in use at once
     kv_capacity_tokens: int
-    num_recomputed_tokens: int = 0  # prefilled again for that reason, on top of num_prompt_tokens
+    num_recomputed_tokens: int = 0  # prefilled again after preemption; not in num_prompt_tokens
     num_unspeculated_passes: int = (
-        0  # plain although the selector chose to speculate: memory was short
+        0  # plain because memory was short, although the selector chose to speculate
     )
-    num_graph_replays: int = 0  # passes of policy and drafter that replayed a captured graph
-    eager_passes: dict[str, int] = field(default_factory=dict)  # all others, by whose and why
+    num_graph_replays: int = 0  # policy and drafter passes that replayed a captured graph
+    eager_passes: dict[str, int] = field(default_factory=dict)  # other passes, by model and reason
 
     @property
     def num_eager_passes(self) -> int:
-        """Passes of policy and drafter that ran kernel by kernel; on a CPU all do."""
+        """Return the number of policy and drafter passes that ran without a graph. On a CPU all passes do."""
         return sum(self.eager_passes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """One pass over the running batch: how the engine decoded it and what it brought.
+    """One pass over the running batch: strategy, time and committed tokens.
 
-    Example: 3 requests, strategy "4_2_8"; they accept 0, 2 and 4 drafted tokens, so `accepted_by_depth` is (2, 2, 1, 1)
-    and `num_committed` 9, since every request commits one bonus token besides.
+    Example: 3 requests with strategy "4_2_8" accept 0, 2 and 4 drafted tokens. Then `accepted_by_depth` is (2, 2, 1, 1).
+    `num_committed` is 9, because every request also commits one bonus token.
     """
 
     start_s: float  # on the clock of time.perf_counter
     seconds: float  # drafting and verifying, or the plain pass
     batch_size: int  # running requests, >= 1
     strategy: str  # str(SpeculationStrategy): "6_4_16", or "off" for a plain pass
-    reason: str  # why this strategy: the selector's word, such as "exploit"
-    num_committed: int  # tokens that the batch gained
+    reason: str  # why the selector chose this strategy, such as "exploit"
+    num_committed: int  # new tokens of the whole batch
     accepted_by_depth: tuple[int, ...]  # [d - 1]: requests that accepted >= d drafted tokens
 
 
 class GenerationStopped(RuntimeError):
-    """Generation was ended because `should_stop` said so. Its requests are dropped; the engine can be used again."""
+    """`should_stop` ended the generation. Its requests are dropped; the engine can be used again."""
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the weights it was last given, and refuses to without."""
+    """Generates responses with the weights loaded last. Generation before the first load is an error."""
 
     def generate(
         self,
@@ -70,56 +70,59 @@ class RolloutEngine(Protocol):
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """Answer all prompts; groups come back in the order of the prompts.
+        """Answer all prompts and return one group per prompt, in the order of the prompts.
 
-        `on_finish` is called with each response as it ends. `on_features` is given, with each response, the states that a
-        drafter trains on, [prompt + response - 1, F]; an engine that does not see them never calls it. `between_passes` is
-        called about once for each pass, and may load drafter weights; an engine in another process may never call it.
-        `should_stop` is asked about once for each pass; GenerationStopped follows when it says True. RuntimeError if the
-        loaded weights are not of `policy_version`; ValueError if a prompt cannot fit into the KV memory.
+        `on_finish` receives each response when it ends.
+        `on_features` receives each response with the states that a drafter trains on, [prompt + response - 1, F]. An engine
+        without access to these states never calls it.
+        `between_passes` is called about once per pass and may load drafter weights. An engine in another process may never
+        call it.
+        `should_stop` is called about once per pass. If it returns True, GenerationStopped is raised.
+        RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt cannot fit into KV memory.
         """
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
     ) -> None:
-        """Replace all weights by the Hugging Face-named `tensors`. RuntimeError if what the engine then holds
-        does not have the checksum that `checksum` gives once `tensors` is exhausted (`models.hf_io.checksum_tensor`
-        summed, in the dtype of the engine); it then refuses to generate."""
+        """Replace all weights with `tensors`, which have Hugging Face names.
+
+        `checksum` is called after `tensors` is exhausted. It returns the sum of `models.hf_io.checksum_tensor` over all
+        tensors in the engine's dtype. If the loaded weights differ, RuntimeError is raised and `generate` is refused."""
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """Embedding and LM head [V, D] of the policy that the engine holds, for a drafter that trains beside it: the same
-        tensors all along, changed in place by `load_weights`."""
+        """Return the policy's embedding and LM head, both [V, D], for a drafter that trains in this process. The tensors stay
+        the same objects; `load_weights` changes them in place."""
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """Draft with other weights from the next pass on. `tensors` are the drafter's own, under the names of
-        `models.draft_model.DraftModel.state_dict`. RuntimeError if they do not have the checksum, or nothing drafts."""
+        """Replace the drafter's weights from the next pass on. `tensors` are only the drafter's own, with the names of
+        `models.draft_model.DraftModel.state_dict`. RuntimeError if the checksum differs or the engine has no drafter."""
 
     def suspend_drafter(self, is_suspended: bool) -> None:
-        """Whether to do without the learned drafter until further notice, as it has collapsed."""
+        """Stop using the learned drafter, for example after it collapsed, or use it again."""
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """Decode plainly until further notice, or as before again; False if the engine cannot."""
+        """Switch to plain decoding, or back to speculation. Return False if the engine cannot switch."""
 
     def sleep(self) -> None:
-        """Give back memory that training can use; `wake` before the next `generate` or `load_weights`."""
+        """Free memory for training. Call `wake` before the next `generate` or `load_weights`."""
 
     def wake(self) -> None:
         """Undo `sleep`."""
 
     def stats(self) -> EngineStats:
-        """Counters of the last `generate`."""
+        """Return the counters of the last `generate`."""
 
     def take_passes(self) -> list[PassRecord]:
-        """Every pass of the last `generate`, oldest first; they are then forgotten. An engine that decodes in a process of
-        its own may give none."""
+        """Return all passes of the last `generate`, oldest first, and clear them. An engine that decodes in another process may
+        return none."""
 
     def state_dict(self) -> dict[str, object]:
-        """What the engine has learned about speed, JSON-able; it changes no token."""
+        """Return the engine's speed measurements as JSON-able values. They never change tokens."""
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from `state_dict`, of an engine with the same settings."""
+        """Restore the `state_dict` of an engine with the same settings."""
 
     def close(self) -> None:
         """Free everything. The engine cannot be used again."""

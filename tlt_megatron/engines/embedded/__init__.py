@@ -1,1 +1,1 @@
-"""The default rollout engine: pure torch, continuous batching, prompts shared among siblings."""
+"""The default rollout engine: pure torch, continuous batching, prompt KV shared by siblings."""

@@ -1,8 +1,8 @@
-"""The running batch: one token for every sequence per pass, with its state in tensors.
+"""The running batch: one token for every sequence per plain pass, with its state in tensors.
 
-Driven by the engine's loop: `add`, then in turn `sample`, `remove`, `grow`, `forward`. What to know: this is the hot
-loop. A pass costs a fixed number of torch calls and one read back to Python (which rows ended); Python runs over rows
-only when rows come, leave or need a page. Row b of every tensor is `requests[b]`; leaving rows are filled by the last.
+The engine's loop calls `add`, then in turn `sample`, `remove`, `grow`, `forward`. This is the hot loop. A plain pass makes a
+fixed number of torch calls and one read back to Python: which rows ended. Python iterates over rows only when rows join,
+leave or need a page. Row b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from tlt_megatron.speculation.sampling import NoiseAhead, Sampled, sample
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import SamplingParams
 
-# Rows of the state matrix: seed, last (count at the final token), position, count, out, slot. From position on they
-# grow by one in every pass.
+# Rows of the state matrix: seed, last (count at the final token), position, count, out, slot. Those from position on
+# grow by the number of new tokens.
 _NUM_FIELDS, _POSITION = 6, 2
 _GROWING = slice(_POSITION, None)
-# Lanes are read at the length of the longest, pages at their own: lanes are taken when they cost at most this much more.
+# A lane is the contiguous range of KV slots of one row. All lanes are read at the length of the longest row, pages only at
+# their row's length. Rows move to lanes if lanes cost at most this factor more.
 _LANE_WASTE = 1.25
-_LANE_FREE_POSITIONS = 512  # what merging pages costs, in positions of attention
+_LANE_FREE_POSITIONS = 512  # cost of merging pages, in positions of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +45,20 @@ class Ended:
 
     row: int
     request: Request
-    token_ids_T: Tensor  # int64, on the CPU, as are the others
+    token_ids_T: Tensor  # int64; all three tensors are on the CPU
     logprobs_T: Tensor  # float32
     policy_logprobs_T: Tensor  # float32
 
 
 class DecodeBatch:
-    """Sequences that decode together. Rows wait at the point where their last hidden state is known."""
+    """Sequences that decode together. Before `sample`, each row has its last hidden state or its next token."""
 
     def __init__(
         self, model: Transformer, cache: KvCache, params: SamplingParams, *, max_batch_size: int,
         max_new_tokens: int, graphs: GraphPool, speculator: Speculator | None = None, draft_slots: int = 0,
     ) -> None:  # fmt: skip
-        """`graphs` runs every pass in lanes. With a `speculator`, `draft_slots` are the slots behind a sequence that drafting
-        and verifying may write."""
+        """`graphs` runs every pass in lanes. With a `speculator`, drafting and verifying may write `draft_slots` slots after a
+        sequence."""
         self._model = model
         self._cache = cache
         self._params = params
@@ -71,23 +72,23 @@ class DecodeBatch:
         self._graphs = graphs
         self._speculator = speculator
         self._draft_slots = draft_slots
-        self._drawn: Sampled | None = None  # the next tokens, where a speculative step has them
+        self._drawn: Sampled | None = None  # the next tokens, if a speculative step sampled them
         self._column_size = max_new_tokens + draft_slots
         num_outputs = max_batch_size * self._column_size
         self._out_tokens = torch.zeros(num_outputs, dtype=torch.int64, device=device)
         self._out_logprobs = torch.zeros(num_outputs, device=device)
         self._out_policy_logprobs = torch.zeros(num_outputs, device=device)
-        self._columns: dict[Request, int] = {}  # which part of the outputs each request writes
+        self._columns: dict[Request, int] = {}  # the part of the outputs that each request writes
         self._free_columns = list(range(max_batch_size))
         self._noise = NoiseAhead(model.config.vocab_size)
         self._paged = model.arithmetic.paged(cache)
-        self._lane = 0  # slots of a lane, once rows stand in lanes
-        self._view: LaneView | None = None  # of the present rows in lanes
+        self._lane = 0  # slots of a lane; 0 while rows are in pages
+        self._view: LaneView | None = None  # of the current rows, in lanes
         self._longest = 0
         self._next_due = 0
         self._is_changed = True
 
-    # ---- rows come and go
+    # ---- rows join and leave
 
     def add(self, requests: Sequence[Request]) -> None:
         """Append admitted requests, at their first token or after the tokens saved at preemption."""
@@ -121,7 +122,7 @@ class DecodeBatch:
         self._set_changed()
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Take rows out between `sample` and `forward`; their pages must be free already."""
+        """Remove rows, between `sample` and `forward`. Their pages must be free already."""
         if not rows:
             return
         kept = list(range(len(self.requests)))
@@ -164,7 +165,7 @@ class DecodeBatch:
     # ---- one pass
 
     def sample(self) -> list[Ended]:
-        """Draw the next token of every row and record it; returns the rows that ended, for `remove`."""
+        """Sample and record the next token of every row. Return the rows that ended, for `remove`."""
         params, count_B, out_B = self._params, self._count_B, self._out_B
         sampled = self._draw()
         self._tokens_B = sampled.token_ids_B
@@ -193,7 +194,7 @@ class DecodeBatch:
         return ended
 
     def _draw(self) -> Sampled:
-        """The next token of every row. A speculative step has drawn it already for the rows that it had."""
+        """Sample the next token of every row, except for rows whose token the last speculative step sampled."""
         drawn, self._drawn = self._drawn, None
         num_drawn = 0 if drawn is None else drawn.token_ids_B.shape[0]
         if drawn is not None and num_drawn == len(self.requests):
@@ -211,7 +212,7 @@ class DecodeBatch:
         return fresh if drawn is None else drawn.followed_by(fresh)
 
     def grow(self, scheduler: Scheduler) -> None:
-        """Find a page for every row whose next token starts one; rows preempted for it leave with their tokens saved."""
+        """Take a page for every row whose next token starts one. Rows preempted for it leave, and their tokens are saved."""
         if self._lane or self.num_passes < self._next_due:
             return
         preempted: set[Request] = set()
@@ -268,7 +269,7 @@ class DecodeBatch:
         return self._view
 
     def enter_lanes(self, scheduler: Scheduler) -> bool:
-        """Move all rows to lanes, as `speculate` needs, whatever it costs; False if they do not all fit."""
+        """Move all rows to lanes, which `speculate` needs, at any cost. Return False if they do not all fit."""
         if not self._lane:
             positions = self._position_B.tolist()
             self._move_to_lanes(positions, scheduler)
@@ -277,9 +278,9 @@ class DecodeBatch:
         return self._lane > 0
 
     def speculate(self, strategy: SpeculationStrategy) -> list[int]:
-        """Draft, verify and commit in place of `forward`; how many drafted tokens each row accepted.
+        """Draft, verify and commit in place of `forward`. Return how many drafted tokens each row accepted.
 
-        All committed tokens but the last are recorded here; the last is what the next `sample` draws.
+        All committed tokens are recorded here. The next `sample` takes the last of them as its draw.
         """
         assert self._speculator is not None
         assert self._lane
@@ -321,7 +322,7 @@ class DecodeBatch:
         return committed.num_accepted_B.tolist()
 
     def _retrieve(self, positions: Sequence[int], num_tokens: int) -> Tensor | None:
-        """[B, num_tokens] continuations from the n-gram drafter, which is shown what it has not seen; None without any."""
+        """Show the n-gram drafter its unseen tokens. Return its continuations [B, num_tokens]; None for `num_tokens=0`."""
         if not num_tokens:
             return None
         assert self._speculator is not None
@@ -338,14 +339,14 @@ class DecodeBatch:
         found_BN = self._speculator.retrieve(self.requests, new, num_tokens)
         return found_BN.to(device, non_blocking=True)
 
-    # ---- where the KV lies
+    # ---- KV in pages or lanes
 
     def _plan(self, scheduler: Scheduler) -> None:
         positions = self._position_B.tolist()
         self._longest = max(positions)
         self._is_changed = False
         if not self._lane and (
-            self._graphs.has_graphs  # which save more than pages do
+            self._graphs.has_graphs  # graphs save more than pages do
             or (not scheduler.has_waiting and self._lanes_pay(positions))
         ):
             self._move_to_lanes(positions, scheduler)
@@ -363,7 +364,7 @@ class DecodeBatch:
         self._slot_B.copy_(torch.tensor(slots, dtype=torch.int64))
 
     def _copy_prompt_ends(self, requests: Sequence[Request]) -> None:
-        """Fill the first page of each newcomer that begins with a copy of its prompt's end."""
+        """Copy the end of the prompt into the first page of each new request that starts with such a copy."""
         cache = self._cache
         for request in requests:
             if copied := request.kv.num_copied:
@@ -372,7 +373,7 @@ class DecodeBatch:
                 cache.relocate(source_S, cache.slots(request.kv.pages, 0, copied))
 
     def _lanes_pay(self, positions: list[int]) -> bool:
-        """Whether padding every row to the longest costs plain decoding little."""
+        """Whether it costs plain decoding little to pad every row to the longest."""
         prompts = {id(request.state): request.state for request in self.requests}
         num_pages = sum(len(request.kv.pages) for request in self.requests)
         num_pages += sum(len(state.kv.pages) for state in prompts.values())
@@ -380,7 +381,7 @@ class DecodeBatch:
         return len(positions) * max(positions) <= limit
 
     def _move_to_lanes(self, positions: list[int], scheduler: Scheduler) -> None:
-        """Give every sequence a lane of its full length, if there is room for all that run and may join."""
+        """Move every sequence to a lane of its full length, if lanes for all running and waiting requests fit."""
         cache, requests = self._cache, self.requests
         if not self._reserve_lanes(scheduler):
             return
@@ -395,7 +396,7 @@ class DecodeBatch:
         for request in requests:
             cache.free(request.kv.pages)
         for state in prompts.values():
-            if state.num_running == state.num_unfinished:  # else siblings wait for it
+            if state.num_running == state.num_unfinished:  # else waiting siblings need it
                 cache.free(state.kv.pages)
         self._is_changed = True
         for row, request in enumerate(requests):
@@ -406,7 +407,7 @@ class DecodeBatch:
         cache.mark_written(target_S)
 
     def _reserve_lanes(self, scheduler: Scheduler) -> bool:
-        """Take lanes as long as captured graphs have them, so that these stay valid, or as long as the sequences need."""
+        """Reserve lanes of the planned length, which keep captured graphs valid, or else of the needed length."""
         cache, graphs, draft = self._cache, self._graphs, None
         needed = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
         planned = cache.pages_for(graphs.plan.max_length) if graphs.has_graphs else 0
@@ -428,7 +429,7 @@ class DecodeBatch:
         return True
 
     def _join_lanes(self, first_row: int, requests: Sequence[Request]) -> None:
-        """Give each newcomer a lane with its prompt in it; a prompt whose siblings are all in is stored no more."""
+        """Give each new request a lane that starts with its prompt. Free prompts whose siblings have all joined."""
         cache, lane = self._cache, self._lane
         for request in requests:
             assert request.saved is None, "a request was preempted although all have lanes"
@@ -449,14 +450,14 @@ class DecodeBatch:
                 cache.free(state.kv.pages)
 
     def _fill_lane(self, row: int, request: Request) -> None:
-        """Take all pages of lane `row`, which nobody else can want."""
+        """Take all pages of lane `row`, which no other request uses."""
         request.kv.prompt = None
         lane_pages = self._cache.pages_for(self._lane)
         for page in range(row * lane_pages, (row + 1) * lane_pages):
             self._cache.take_response_page(request.kv.pages, at=page)
 
     def _move_lanes(self, kept: list[int]) -> None:
-        """After rows left: move the lane of each row that changes its place."""
+        """Move the lane of each row whose index changes after rows left."""
         cache, lane = self._cache, self._lane
         moves = [(row, old) for row, old in enumerate(kept) if row != old]
         if not moves:

@@ -1,7 +1,7 @@
 """The embedded rollout engine: satisfies `engines.base.RolloutEngine` in pure torch.
 
-Made by the trainer (one per rollout replica), called by the rollout worker and the weight sync. What to know: memory is
-planned from sizes alone before anything is allocated, and a step of its loop is prefill, sample, decode.
+The trainer makes one per rollout replica; the rollout worker and the weight sync call it. The engine plans its memory from
+sizes before it allocates anything. One iteration of its loop is prefill, sample, decode.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 
 class EmbeddedEngine:
-    """See `engines.base.RolloutEngine`. Weights are allocated by the first `load_weights`, KV by the first `generate`."""
+    """See `engines.base.RolloutEngine`. The first `load_weights` allocates the weights, the first `generate` the KV."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class EmbeddedEngine:
         max_prompt_tokens: int = 1024,
         tap_layers: tuple[int, ...] = (),
     ) -> None:
-        """Features have the states after `tap_layers` behind the last hidden state: what an EAGLE-3 drafter reads."""
+        """Features are the last hidden state, then the states after `tap_layers`. An EAGLE-3 drafter reads the latter."""
         self._config = model_config
         self._tap_layers = tap_layers
         self._section = section
@@ -108,7 +108,7 @@ class EmbeddedEngine:
         return GraphPool(plan, self._device.graph_memory if is_wanted else lambda: None)
 
     def graph_plan(self, strategies: Sequence[SpeculationStrategy]) -> GraphPlan:
-        """What is captured with these strategies, or would be on a GPU; nothing is captured for the answer."""
+        """Return the captures for these strategies on a GPU, without capturing anything."""
         return GraphPlan(
             self._config,
             strategies,
@@ -123,11 +123,11 @@ class EmbeddedEngine:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether passes are captured and replayed here."""
+        """Whether this engine captures and replays graphs."""
         return self._graphs.has_graphs
 
     def memory_plan(self) -> MemoryPlan:
-        """What this engine takes when awake; nothing is allocated for the answer."""
+        """Return the memory of this engine when awake, without allocating anything."""
         return self._plan
 
     # ---- weights and lifetime
@@ -163,13 +163,16 @@ class EmbeddedEngine:
             self._speculation.target_changed()
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """Embedding and LM head [V, D], which a drafter borrows: `load_weights` changes them in place."""
+        """See `RolloutEngine`. RuntimeError before the first `load_weights`."""
         if self._model is None:
             raise RuntimeError("load_weights must come before a drafter")
         return self._model.embedding, self._model.lm_head
 
     def set_speculation(self, speculation: Speculation | None) -> None:
-        """Speculate from the next `generate` on, or stop to. Tokens stay the same; the KV is allocated anew."""
+        """Start speculation with the next `generate`, or stop it (None). Tokens stay the same; the KV is reallocated.
+
+        ValueError if the drafter reads other tap layers than the engine keeps.
+        """
         self._require_awake()
         has_drafter = speculation is not None and speculation.draft is not None
         if has_drafter and speculation.tap_layers != self._tap_layers:
@@ -186,7 +189,7 @@ class EmbeddedEngine:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """See `RolloutEngine`. Between two passes of a running `generate` too: rows rebuild the drafter's KV alone."""
+        """See `RolloutEngine`. Also allowed between two passes of a running `generate`: only the drafter's KV is rebuilt."""
         self._require_awake()
         if self._speculation is None:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
@@ -201,7 +204,7 @@ class EmbeddedEngine:
             self._speculation.is_suspended = is_suspended
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """See `RolloutEngine`. What speculation takes of the memory is free meanwhile."""
+        """See `RolloutEngine`. A pause frees the memory of speculation."""
         if is_paused and self._speculation is not None:
             self._paused = self._speculation
             self.set_speculation(None)
@@ -211,7 +214,7 @@ class EmbeddedEngine:
         return True
 
     def sleep(self) -> None:
-        """Free the KV and all graphs; on a GPU also move the weights to the host."""
+        """Free the KV and all graphs. On a GPU also move the weights to the host."""
         self._require_open()
         self._graphs.drop()
         self._cache = None
@@ -228,7 +231,7 @@ class EmbeddedEngine:
         self._is_asleep = False
 
     def stats(self) -> EngineStats:
-        """Counters of the last `generate`."""
+        """See `RolloutEngine`."""
         return self._stats
 
     def take_passes(self) -> list[PassRecord]:
@@ -237,11 +240,11 @@ class EmbeddedEngine:
         return passes
 
     def state_dict(self) -> dict[str, object]:
-        """Of the speculation; {} without."""
+        """Return the state of speculation; {} without speculation."""
         return {} if self._speculation is None else self._speculation.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """A state without speculation, or one for an engine without, is no news."""
+        """See `RolloutEngine`. Does nothing if the state is empty or the engine has no speculation."""
         if state and self._speculation is not None:
             self._speculation.load_state_dict(state)
 
@@ -281,10 +284,10 @@ class EmbeddedEngine:
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` limits single requests below params' limit.
+        """See `RolloutEngine`. `max_new_tokens[prompt][sample]` sets lower limits for single requests.
 
-        `on_features` is given, with each response, what a drafter trains on: the hidden states after the final norm
-        [prompt + response - 1, D] that decoding computed anyway.
+        `on_features` receives the features that decoding already computed, [prompt + response - 1, F]: the hidden state after
+        the final norm, then the states after `tap_layers`.
         """
         self._require_awake()
         self._require_version(policy_version)
@@ -318,7 +321,7 @@ class EmbeddedEngine:
                     if admitted:
                         batch.add(admitted)
             if not batch.requests:
-                continue  # the first prompt takes several passes
+                continue  # the first prompt needs several prefill passes
             with clock.running():
                 ended = batch.sample()
             if step is not None:
@@ -359,7 +362,7 @@ class EmbeddedEngine:
         scheduler.finish(end.request)
 
     def _sum_up(self, batch: DecodeBatch, scheduler: Scheduler, cache: KvCache) -> EngineStats:
-        """What they have counted."""
+        """Collect the counters of batch, scheduler, cache and graphs."""
         counts = self._graphs.take_counts()
         return dataclasses.replace(
             self._no_stats(),
@@ -390,7 +393,7 @@ class EmbeddedEngine:
         )
 
     def _advance(self, batch: DecodeBatch, scheduler: Scheduler) -> Step:
-        """One pass, plain or speculative as the selector says."""
+        """Run one pass, plain or speculative as the selector chooses."""
         speculation = self._speculation
         batch_size = len(batch.requests)
         strategy, accepted = OFF, []
@@ -408,7 +411,7 @@ class EmbeddedEngine:
         return Step(strategy=strategy, batch_size=batch_size, accepted=accepted)
 
     def _record(self, step: Step, clock: PassClock) -> None:
-        """Tell the selector what the step cost, and remember it."""
+        """Report the step's cost to the selector and store a PassRecord."""
         depths = accepted_by_depth(step.accepted, step.strategy.depth)
         if self._speculation is not None:
             selector = self._speculation.selector
@@ -426,7 +429,7 @@ class EmbeddedEngine:
         )
 
     def _note_reasons(self) -> None:
-        """The selector's word for each of the latest passes, which it keeps for so many."""
+        """Fill in the selector's reasons for the latest passes. The selector keeps a limited number of them."""
         if self._speculation is None:
             return
         decisions = self._speculation.selector.decisions()
@@ -439,7 +442,7 @@ class EmbeddedEngine:
     def _ready_cache(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool
     ) -> KvCache:
-        """Check that every request fits alone, then allocate (the first time) and empty the KV."""
+        """Check that each request fits into the KV on its own. Then allocate the KV if needed, and clear it."""
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
         longest = 0
         for prompt in prompts:
@@ -449,7 +452,7 @@ class EmbeddedEngine:
                 raise ValueError(f"prompt {prompt.prompt_id!r} is empty")
             num_own = params.max_new_tokens
             if self._arithmetic.aligns_pages:
-                num_own += num_tokens % PAGE_TOKENS  # the copied end of the prompt
+                num_own += num_tokens % PAGE_TOKENS  # the copy of the prompt's last partial page
             needed = -(-num_tokens // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
             if needed > num_pages:
                 raise ValueError(
@@ -461,7 +464,7 @@ class EmbeddedEngine:
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):
             self._graphs.drop()
-            self._cache = None  # else there would be two for a moment
+            self._cache = None  # free it first, so that two never exist at once
             self._cache = KvCache(
                 self._config,
                 num_pages=num_pages,
@@ -477,7 +480,7 @@ class EmbeddedEngine:
         return self._cache
 
     def _reserve_positions(self, longest: int) -> None:
-        """Make the rotary tables long enough; as long as planned at once where graphs read them, which may not move."""
+        """Make the rotary tables long enough. With graphs use the planned length at once: captured addresses must stay."""
         assert self._model is not None
         speculation = self._speculation
         longest += speculation.draft_slots if speculation else 0

@@ -1,9 +1,9 @@
-"""Which passes are captured into graphs and what they take, known from sizes alone before anything runs.
+"""Plans which passes are captured into CUDA graphs, and estimates their memory from sizes before anything runs.
 
-Made by the embedded engine for its GraphPool, and by the benchmark. TLT (arXiv 2511.16665), the bucketed graph pool: batch
-sizes in buckets, target and drafter captured apart, equal shapes captured once, one memory pool. What to know: a strategy
-is planned for batches whose verify pass has at most `verify_tokens` rows, and all strategies of a batch bucket share one
-verify capture, as wide as the widest of them, because up to that many rows a pass costs about what one row costs.
+The embedded engine makes a plan for its GraphPool; the benchmark makes one too. This is the bucketed graph pool of TLT
+(arXiv 2511.16665): bucketed batch sizes, separate target and drafter captures, one capture per shape, one memory pool.
+A strategy is planned for batches whose verify pass has at most `verify_tokens` rows. All strategies of a batch bucket share
+one verify capture, as wide as the widest of them: a pass of up to `verify_tokens` rows costs about as much as one row.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from enum import StrEnum
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
-# Of a verify pass: 16 rows for a batch of 20 is the largest product among the thresholds that the paper's code ships with,
-# and an H100 does ~295 bfloat16 multiply-adds in the time in which it reads one weight.
+# Most rows of a verify pass. Batch 20 with 16 rows is the largest product among the thresholds in the paper's code.
+# An H100 does ~295 bfloat16 multiply-adds in the time of reading one weight.
 _VERIFY_TOKENS = 320
-_BATCH_STEP = 8  # between batch buckets above 4
-_MIN_LENGTH = 512  # of the shortest length bucket; further ones double
-# Of one kernel in a graph: 63-66 KB measured with empty kernels on CUDA 11.2 (forums.developer.nvidia.com/t/244901).
+_BATCH_STEP = 8  # distance of batch buckets above 4
+_MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
+# Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2 (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
-# Kernels of a decoder layer, of its query and key norms, and around the layers: counted from the forward pass of a
-# bfloat16 model (torch calls that are no views; a logsumexp has seven kernels).
+# Kernels of a decoder layer, of its query and key norms, and outside the layers. Counted from the forward pass of a
+# bfloat16 model: torch calls that are not views; a logsumexp has seven kernels.
 _LAYER_KERNELS, _HEAD_NORM_KERNELS, _OTHER_KERNELS = 43, 8, 10
-_WIDE_BYTES = 4  # of the type that softmax works in
+_WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
 
 class Role(StrEnum):
-    """Whose pass it is: target and drafter are captured apart."""
+    """Which model runs the pass. Target and drafter have separate captures."""
 
-    TARGET = "target"  # plain decoding with one row for each request, verifying with more
-    DRAFT = "draft"  # one depth of a tree, or the extension by what the last step committed
+    TARGET = "target"  # plain decoding: one row per request; verify pass: more rows
+    DRAFT = "draft"  # one depth of a tree, or the tokens that the last step committed
 
-    __hash__ = str.__hash__  # an Enum's own is Python, and this is looked up in every pass
+    __hash__ = str.__hash__  # Enum's own hash is slow Python code, and every pass looks up a role
 
 
 class EagerReason(StrEnum):
@@ -69,16 +69,16 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """What a captured pass takes: its kernels stay, its activations can share memory with those of other passes."""
+    """Resources of a captured pass. Each capture keeps its kernels; captures can share the memory of activations."""
 
     num_kernels: int
     activation_bytes: int  # most alive at once
-    static_bytes: int  # inputs and outputs, whose addresses are fixed
+    static_bytes: int  # inputs and outputs, at fixed addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """Captures of one role and width, for the table that is printed before launch."""
+    """Captures of one role and width: one row of the table printed before launch."""
 
     role: Role
     num_rows: int
@@ -89,18 +89,18 @@ class PlanRow:
 
 
 def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
-    """Estimate for the CUDA form of `transformer.forward` over lanes; a draft pass is one such layer. Without the head."""
+    """Estimate the cost of `transformer.forward` on CUDA over lanes, without the LM head. A draft pass is one such layer."""
     c, num_tokens = model, key.num_tokens
     is_draft = key.role is Role.DRAFT
     num_layers = 1 if is_draft else c.num_layers
     num_fused = c.num_heads + 2 * c.num_kv_heads
     layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
-    # Alive all the time, or left over from the layer before: states, heads, gate and up, the bias of every head.
+    # Alive all the time, or left from the previous layer: states, heads, gate and up, the bias of every head.
     per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
     per_token += 0 if is_draft else 2 * c.ffn_size
     repeat = c.num_heads // c.num_kv_heads
     per_token += key.length * repeat if repeat > 1 and key.num_rows > 1 else 0
-    # Attention: three wide copies of the scores, or one of them with the narrow weights beside a copy of the values.
+    # Attention: three wide copies of the scores, or one wide copy plus the narrow weights and a copy of the values.
     wide = max(item_bytes, _WIDE_BYTES)
     scores = num_tokens * c.num_heads * key.length
     values = key.batch_size * c.num_kv_heads * key.length * c.head_dim * item_bytes
@@ -132,8 +132,9 @@ class GraphPlan:
         verify_tokens: int = _VERIFY_TOKENS,
         bytes_per_kernel: int = _KERNEL_BYTES,
     ) -> None:
-        """`max_length` is the length of the longest lane. Larger `verify_tokens` plan a strategy for larger batches.
-        `bytes_per_kernel` is what the driver keeps for each kernel of a graph: newer ones keep less."""
+        """`max_length` is the longest lane. A lane is the contiguous range of KV slots of one row.
+        A larger `verify_tokens` plans strategies for larger batches.
+        `bytes_per_kernel` is the driver's memory per captured kernel; newer drivers need less."""
         if max_batch_size < 1 or max_length < 1 or verify_tokens < 1:
             raise ValueError(
                 f"max_batch_size={max_batch_size}, max_length={max_length}, verify_tokens={verify_tokens}:"
@@ -158,13 +159,13 @@ class GraphPlan:
         )
 
     def max_batch_size(self, strategy: SpeculationStrategy) -> int:
-        """The largest batch that verifies `strategy` in a graph; any strategy may do so for a batch of one."""
+        """Return the largest batch that verifies `strategy` in a graph. Every strategy is planned for a batch of one."""
         return max(size for size in self.batch_sizes if self._may_use(strategy, size))
 
     def find(
         self, role: Role, *, num_rows: int, batch_size: int, longest: int
     ) -> GraphKey | EagerReason:
-        """The smallest capture that holds a pass, or why there is none. `longest` counts the positions to read."""
+        """Return the smallest capture that holds a pass, or why there is none. `longest` is the number of positions to read."""
         at_size = bisect_left(self.batch_sizes, batch_size)
         if at_size == len(self.batch_sizes):
             return EagerReason.BATCH
@@ -184,7 +185,7 @@ class GraphPlan:
         return batch_size == 1 or batch_size * strategy.num_rows <= self._verify_tokens
 
     def _widths_of(self, role: Role, batch_size: int) -> tuple[int, ...]:
-        """Rows per request that are captured for a batch bucket, ascending."""
+        """Return the captured numbers of rows per request for a batch bucket, ascending."""
         usable = [s for s in self.strategies if self._may_use(s, batch_size)]
         if role is Role.TARGET:
             return tuple(sorted({1, max((s.num_rows for s in usable), default=1)}))
@@ -197,32 +198,32 @@ class GraphPlan:
     # ---- bytes
 
     def cost(self, key: GraphKey) -> PassCost:
-        """Of one capture."""
+        """Return the cost of one capture."""
         return pass_cost(self._model, key, self._item_bytes)
 
     def bytes_pool(self) -> int:
-        """This plan: kernels of every capture, one set of activations, static tensors once for each role."""
+        """Return the bytes of this plan: all kernels, one set of activations, one set of static tensors per role."""
         return self.graph_bytes(self.keys) + self.shared_bytes()
 
     def shared_bytes(self) -> int:
-        """What all captures use in turn: the largest activations, and the largest static tensors of each role."""
+        """Return the bytes that captures share: the largest activations, and the largest static tensors of each role."""
         costs = {role: [self.cost(key) for key in self.keys if key.role is role] for role in Role}
         static = sum(max((c.static_bytes for c in of), default=0) for of in costs.values())
         return static + max(c.activation_bytes for of in costs.values() for c in of)
 
     def graph_bytes(self, keys: Iterable[GraphKey]) -> int:
-        """What the driver keeps of graphs, besides the tensors that they work on."""
+        """Return the driver's memory for these graphs, without their tensors."""
         return sum(self.cost(key).num_kernels for key in keys) * self._bytes_per_kernel
 
     def bytes_single(self, strategy: SpeculationStrategy | None = None) -> int:
-        """One strategy (the widest without an argument) and plain decoding captured the usual way: drafting and
-        verifying together, at every batch size, in memory of its own."""
+        """Return the bytes of one strategy (default: the widest) and plain decoding, captured the usual way: drafting and
+        verifying together, at every batch size, in separate memory."""
         if strategy is None:
             strategy = max(self.strategies, key=lambda s: s.num_rows, default=None)
         return self._bytes_plain() + (self._bytes_together(strategy) if strategy else 0)
 
     def bytes_naive(self) -> int:
-        """All strategies captured like that."""
+        """Return the bytes if all strategies were captured as in `bytes_single`."""
         return self._bytes_plain() + sum(map(self._bytes_together, self.strategies))
 
     def _bytes_plain(self) -> int:
@@ -253,7 +254,7 @@ class GraphPlan:
         return GraphKey(role=role, num_rows=num_rows, batch_size=batch_size, length=length)
 
     def describe(self) -> list[PlanRow]:
-        """One row for each role and width; their bytes and `shared_bytes` add up to `bytes_pool`."""
+        """Return one row per role and width. Their bytes plus `shared_bytes` equal `bytes_pool`."""
         by_width: dict[tuple[Role, int], list[GraphKey]] = {}
         for key in self.keys:
             by_width.setdefault((key.role, key.num_rows), []).append(key)
@@ -270,7 +271,7 @@ class GraphPlan:
         ]
 
     def _users(self, role: Role, num_rows: int, sizes: Sequence[int]) -> tuple[str, ...]:
-        """Who runs in captures of this width: plain decoding, or strategies for some of the batch sizes."""
+        """Return the users of this width: "off" for plain decoding, or strategies that use it at some batch size."""
         if role is Role.TARGET and num_rows == 1:
             return ("off",)
         users = []
@@ -289,18 +290,18 @@ class GraphPlan:
 
 
 def _num_extended(strategy: SpeculationStrategy) -> int:
-    """Pairs that the drafter has not seen after a step of this strategy, at most."""
+    """Return the most pairs that are new to the drafter after a step of this strategy."""
     return strategy.depth + 1
 
 
 def _batch_buckets(max_batch_size: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, ... and the largest batch itself."""
+    """Return 1, 2, 4, 8, 16, 24, ... and `max_batch_size` itself."""
     sizes = [1, 2, 4, *range(_BATCH_STEP, max_batch_size, _BATCH_STEP)]
     return (*(size for size in sizes if size < max_batch_size), max_batch_size)
 
 
 def _length_buckets(max_length: int) -> tuple[int, ...]:
-    """512, 1024, ... and the longest itself."""
+    """Return 512, 1024, 2048, ... and `max_length` itself."""
     lengths = []
     length = _MIN_LENGTH
     while length < max_length:

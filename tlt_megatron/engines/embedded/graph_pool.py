@@ -1,9 +1,9 @@
-"""Runs the passes of a batch in lanes as captured graphs, where the device has graphs and the plan has the shape.
+"""Runs passes over rows in lanes as captured graphs, if the device has graphs and the plan has the shape.
 
-Made by the embedded engine; called for every pass over rows in lanes. TLT (arXiv 2511.16665),
-the bucketed graph pool. What to know: a graph reads and writes fixed addresses, so inputs are copied into static tensors,
-padded by repeating their first row and by queries that write to a scratch slot and that nobody reads. What runs without
-a graph is counted with the reason, on a CPU everything: there a step runs directly, on the tensors that it is given.
+Made by the embedded engine and called for every pass over rows in lanes. A lane is the contiguous range of KV slots of one row.
+This is the bucketed graph pool of TLT (arXiv 2511.16665). A graph reads and writes fixed addresses, so inputs are copied into
+static tensors. Padding repeats the first row; padded queries write to a scratch slot that is never read. Passes without
+a graph are counted with the reason. On a CPU every pass runs directly, on the given tensors.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: made in every pass, which that slows down
+@dataclass(slots=True, kw_only=True)  # not frozen: made in every pass, and frozen is slower
 class PassInputs:
-    """What a pass over B sequences in lanes reads, R queries each, packed row by row: P = B * R."""
+    """Inputs of a pass over B sequences in lanes with R queries each, packed row by row: P = B * R."""
 
     token_ids_P: Tensor  # int64
     positions_P: Tensor  # int64
-    slots_P: Tensor  # int64, where keys and values go
-    bias_BRS: Tensor  # 0 where a query may look, -inf elsewhere; S positions are read
-    hidden_PD: Tensor | None = None  # what the drafter reads besides tokens
+    slots_P: Tensor  # int64, where keys and values are written
+    bias_BRS: Tensor  # 0 where a query may attend, -inf elsewhere; S positions are read
+    hidden_PD: Tensor | None = None  # hidden states for the drafter
 
 
 Step = Callable[[PassInputs], tuple[Tensor, ...]]
@@ -46,12 +46,12 @@ class GraphMemory(Protocol):
     """See `runtime.device.GraphMemory`."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What runs `work` again."""
+        """Capture `work` and return a function that replays it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerPass:
-    """Passes that ran without a graph. Where graphs are off, nobody counts by shape: both sizes are 0."""
+    """Key of passes that ran without a graph. If graphs are off, shapes are not counted and both sizes are 0."""
 
     role: Role
     num_rows: int
@@ -61,14 +61,14 @@ class EagerPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCounts:
-    """What ran since the last look."""
+    """Passes since the last `take_counts`."""
 
     num_replays: Mapping[GraphKey, int]
     num_eager: Mapping[EagerPass, int]
     num_captures: int
 
     def eager_by_reason(self) -> dict[str, int]:
-        """Example: {"target: sequences lie in pages, not in lanes": 12}."""
+        """Return the eager passes by role and reason. Example: {"target: sequences lie in pages, not in lanes": 12}."""
         sums: Counter[str] = Counter()
         for eager, count in self.num_eager.items():
             sums[f"{eager.role}: {eager.reason}"] += count
@@ -83,14 +83,14 @@ class _Captured:
 
 
 class GraphPool:
-    """The captures of one engine. They are made when a shape is first met, or by `capture_ahead`.
+    """The captures of one engine, made at the first use of a shape or by `capture_ahead`.
 
-    Example: `pool.bind(lane_steps(model, cache, lane), addresses, lane=lane, num_lanes=n, scratch_slot=n * lane)`, and
+    Example: `pool.bind(lane_steps(model, cache, lane), addresses, lane=lane, num_lanes=n, scratch_slot=n * lane)`,
     then `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
     """
 
     def __init__(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> None:
-        """`new_memory` is `Device.graph_memory`, or gives None to run every pass eagerly."""
+        """`new_memory` is `Device.graph_memory`, or returns None to run every pass eagerly."""
         self.plan = plan
         self._steps: Mapping[Role, Step] = {}
         self._new_memory = new_memory
@@ -107,7 +107,7 @@ class GraphPool:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether passes can be captured here."""
+        """Whether passes can be captured."""
         return self._memory is not None
 
     def bind(
@@ -119,10 +119,10 @@ class GraphPool:
         num_lanes: int,
         scratch_slot: int,
     ) -> None:
-        """What to run and where things lie from now on; if that has changed, graphs are dropped.
+        """Set the steps to run and the memory layout. Drop all graphs if the layout changed.
 
-        `addresses` are those that steps read besides their inputs: weights, rotary tables, the KV pool, which holds
-        `num_lanes` lanes of `lane` slots and, behind them, `scratch_slot`.
+        `addresses` are those that steps read besides their inputs: weights, rotary tables, the KV pool. The pool holds
+        `num_lanes` lanes of `lane` slots, and after them `scratch_slot`.
         """
         layout = (addresses, lane, num_lanes, scratch_slot)
         if layout != self._layout:
@@ -131,7 +131,7 @@ class GraphPool:
         self._lane, self._num_lanes, self._scratch_slot = lane, num_lanes, scratch_slot
 
     def drop(self) -> None:
-        """Give all graphs and their memory back; the next passes capture anew."""
+        """Free all graphs and their memory. The next passes capture again."""
         self._captured.clear()
         self._static.clear()
         self._layout = None
@@ -139,8 +139,8 @@ class GraphPool:
             self._memory = self._new_memory()
 
     def run(self, role: Role, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """The step's outputs, [P, ...] each. With a graph they are overwritten by the next pass of this role."""
-        if self._memory is None:  # the way of every pass on a CPU: nothing here but a count
+        """Run a pass and return its outputs, [P, ...] each. With a graph, the next pass of this role overwrites them."""
+        if self._memory is None:  # hot path on a CPU: only count
             self._num_off[role] += 1
             return self._steps[role](inputs)
         batch_size, num_rows, longest = inputs.bias_BRS.shape
@@ -150,7 +150,7 @@ class GraphPool:
         self._eager[role, num_rows, batch_size, found] += 1
         return self._steps[role](inputs)
 
-    @torch.inference_mode()  # so that static tensors can be written whoever calls
+    @torch.inference_mode()  # static tensors must be writable from any caller
     def _run_graph(self, key: GraphKey, inputs: PassInputs) -> tuple[Tensor, ...]:
         if not self._captured:
             self._first_capture(inputs)
@@ -168,7 +168,7 @@ class GraphPool:
 
     @torch.inference_mode()
     def capture_ahead(self, example: Mapping[Role, PassInputs]) -> None:
-        """Capture all that is planned and fits. `example`: inputs of any shape for each role."""
+        """Capture all planned shapes that fit into the lanes. `example`: inputs of any shape for each role."""
         if self.has_graphs:
             for key in self._largest_first():
                 if key not in self._captured:
@@ -177,14 +177,14 @@ class GraphPool:
     def count_eager(
         self, role: Role, *, batch_size: int, num_rows: int, reason: EagerReason
     ) -> None:
-        """Note a pass that the caller runs itself, because it is none of rows in lanes from the first on."""
+        """Count a pass that the caller runs itself: it is over pages, or over only some of the rows."""
         if self._memory is None:
             self._num_off[role] += 1
         else:
             self._eager[role, num_rows, batch_size, reason] += 1
 
     def take_counts(self) -> GraphCounts:
-        """The counters, which start again."""
+        """Return the counters and reset them."""
         for role, count in self._num_off.items():
             if count:
                 self._eager[role, 0, 0, EagerReason.OFF] = count
@@ -203,7 +203,7 @@ class GraphPool:
         return counts
 
     def take_capture_s(self) -> float:
-        """Seconds spent on captures since the last call: no part of what a pass costs."""
+        """Return the seconds spent on captures since the last call. They do not count as cost of a pass."""
         seconds, self._capture_s = self._capture_s, 0.0
         return seconds
 
@@ -216,7 +216,7 @@ class GraphPool:
         return self._in_lanes(key) or EagerReason.LANES
 
     def _in_lanes(self, key: GraphKey) -> GraphKey | None:
-        """The capture with no more positions than a lane has, if there are lanes for its batch."""
+        """Return the capture, cut to the length of a lane. None if there are too few lanes for its batch."""
         if key.batch_size > self._num_lanes:
             return None
         return key if key.length <= self._lane else dataclasses.replace(key, length=self._lane)
@@ -224,18 +224,18 @@ class GraphPool:
     # ---- captures and their static tensors
 
     def _first_capture(self, inputs: PassInputs) -> None:
-        """The largest of all comes first: what is captured after it fits into the memory that it took."""
+        """Make the largest capture first, so that later captures fit into its memory."""
         largest = self._largest_first()[0]
         if largest.role is Role.TARGET:
             self._capture_blank(largest, dataclasses.replace(inputs, hidden_PD=None))
 
     def _largest_first(self) -> list[GraphKey]:
-        """All that can be captured here."""
+        """Return all planned shapes that fit into the lanes, largest activations first."""
         keys = dict.fromkeys(filter(None, map(self._in_lanes, self.plan.keys)))
         return sorted(keys, key=lambda key: -self.plan.cost(key).activation_bytes)
 
     def _capture_blank(self, key: GraphKey, like: PassInputs) -> None:
-        """Capture with queries that see everything and write where nobody reads."""
+        """Capture with queries that attend to all positions and write to the scratch slot."""
         static = self._static_inputs(key, like)
         for name, tensor in _tensors(static):
             tensor.fill_(self._scratch_slot if name == "slots_P" else 0)
@@ -251,7 +251,7 @@ class GraphPool:
         )
 
         def work() -> None:
-            # Outputs in the memory of the graphs would keep it from those that are captured later.
+            # Outputs in graph memory would block that memory for later captures.
             for target, source in zip(outputs, step(static), strict=True):
                 target.copy_(source)
 
@@ -271,7 +271,7 @@ class GraphPool:
         return PassInputs(**fields)
 
     def _buffer(self, role: Role, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Of a shape that begins with P or B, R: the start of one tensor that all captures of a role share, each with its own shape."""
+        """Return a static tensor of `shape` (P, ... or B, R, ...): the start of a tensor that all captures of a role share."""
         buffer = self._static.get((role, name))
         if buffer is None:
             of_role = [key for key in self.plan.keys if key.role is role]
@@ -284,7 +284,7 @@ class GraphPool:
         return buffer[: math.prod(shape)].view(*shape)
 
     def _fill(self, static: PassInputs, given: PassInputs) -> None:
-        """Copy in. Padding repeats the first query of a row and the first row, so that it computes finite numbers."""
+        """Copy `given` into `static`. Padding repeats each row's first query and the first row, so results stay finite."""
         wide, narrow = static.bias_BRS.shape[:2], given.bias_BRS.shape[:2]
         (batch_size, num_rows), length = narrow, given.bias_BRS.shape[2]
         for (name, target), (_, source) in zip(_tensors(static), _tensors(given), strict=True):
@@ -305,11 +305,11 @@ class GraphPool:
 def lane_steps(
     model: Transformer, cache: KvCache, lane: int, draft: DraftInference | None = None
 ) -> dict[Role, Step]:
-    """The passes of an engine whose rows stand in lanes of `lane` slots, from the first lane on.
+    """Return the passes of an engine whose rows are in lanes of `lane` slots, from the first lane on.
 
-    TARGET gives (hidden [P, D], features [P, F]), DRAFT (hidden [P, D], head input [P, D]); logits are one more call.
+    TARGET returns (hidden [P, D], features [P, F]), DRAFT returns (hidden [P, D], head input [P, D]). Logits are another call.
     """
-    view: LaneView | None = None  # the latest, as it keeps a slice of every layer for every length
+    view: LaneView | None = None  # the latest only: a view keeps a slice per layer and length
 
     def view_of(inputs: PassInputs) -> LaneView:
         nonlocal view
@@ -349,7 +349,7 @@ def lane_steps(
 def addresses_read(
     model: Transformer, cache: KvCache, draft: DraftInference | None = None
 ) -> Hashable:
-    """Where `lane_steps` find all that is not among their inputs, and which layers they tap: what `bind` has to know."""
+    """Return the tapped layers and the addresses that `lane_steps` read besides their inputs, for `bind`."""
     tensors = [cache.kv_LKTH, *model.tensors_read(), *(draft.tensors_read() if draft else ())]
     return cache.tap_layers, tuple(tensor.data_ptr() for tensor in tensors)
 
@@ -360,7 +360,7 @@ def _tensors(inputs: PassInputs) -> list[tuple[str, Tensor]]:
 
 
 def _unpad(output: Tensor, key: GraphKey, batch_size: int, num_rows: int) -> Tensor:
-    """[B * R, ...] of what was asked for; a copy where rows were padded."""
+    """Return the unpadded output [B * R, ...]. It is a copy if the rows were padded."""
     shape = output.shape[1:]
     output = output.view(key.batch_size, key.num_rows, *shape)[:batch_size, :num_rows]
     return output.reshape(batch_size * num_rows, *shape)

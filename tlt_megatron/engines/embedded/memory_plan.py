@@ -1,4 +1,4 @@
-"""What an embedded engine will allocate, from sizes alone: known, printed and refused before anything is taken."""
+"""Computes the memory of an embedded engine from sizes, so that a plan can be printed or refused before allocation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PAGE_TOKENS = 64  # positions of one KV page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes that an engine will take, known before it takes them."""
+    """Bytes that an engine will allocate."""
 
-    weight_item_bytes: int  # of one weight
+    weight_item_bytes: int  # per weight
     weights_bytes: int
     kv_bytes: int
     kv_tokens: int  # positions that kv_bytes hold
@@ -27,12 +27,12 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Return the sum of all parts."""
         return self.weights_bytes + self.kv_bytes + self.activations_bytes
 
 
 def lane_tokens(section: RolloutSection, *, max_prompt_tokens: int, draft_slots: int) -> int:
-    """Length of a lane for the longest prompt, the longest response and what is drafted behind it, in full pages."""
+    """Return the length of a lane (KV slots of one row): longest prompt + longest response + `draft_slots`, in full pages."""
     num_tokens = max_prompt_tokens + section.max_new_tokens + draft_slots
     return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS
 
@@ -49,7 +49,7 @@ def _num_pages(
             )
         return num_pages
     pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + (draft_slots > 0)
-    pages_each += section.batch_invariant  # responses begin with a copy of their prompt's last page
+    pages_each += section.batch_invariant  # responses start with a copy of their prompt's last page
     if has_graphs:
         lane = lane_tokens(section, max_prompt_tokens=max_prompt_tokens, draft_slots=draft_slots)
         pages_each = lane // PAGE_TOKENS
@@ -69,13 +69,16 @@ def plan_memory(
     has_graphs: bool = False,
     verify_rows: int = 1,
 ) -> MemoryPlan:
-    """What `EmbeddedEngine` will allocate. A drafter, which needs `draft_slots` behind each sequence, adds its key-value
-    layer, and the tokens and features that it reads: the last hidden state and `num_taps` more.
+    """Return what `EmbeddedEngine` will allocate.
 
+    A drafter needs `draft_slots` after each sequence. It adds one KV layer, and the tokens and features that it reads: the
+    last hidden state and `num_taps` more.
     With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
-    `max_prompt_tokens`, with one group that is only partly in. `has_packed_weights`: matrices are held twice (`Matrix`).
-    `has_graphs`: graphs need lanes, in which every response has its prompt before it, and a scratch page; what they take
-    themselves is the `GraphPlan`'s. `verify_rows` are the rows per request of the widest verify pass, 1 without speculation.
+    `max_prompt_tokens`, plus one group that is only partly admitted.
+    `has_packed_weights`: matrices are held twice (`Matrix`).
+    `has_graphs`: graphs need a scratch page and lanes, in which each response follows its own copy of the prompt. The
+    `GraphPlan` counts the memory of the graphs.
+    `verify_rows`: rows per request of the widest verify pass, 1 without speculation.
     """
     has_drafter = draft_slots > 0
     item = getattr(torch, section.dtype).itemsize
@@ -104,10 +107,10 @@ def plan_memory(
 
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f
     prefill = section.prefill_chunk_tokens * per_token * item
-    # Logits, then float32 logits and log-probs, and noise and its sum with the logits in float64.
+    # Logits, float32 logits and log-probs, and in float64 the noise and its sum with the logits.
     num_rows = section.max_batch_size * verify_rows
     decode = num_rows * (per_token * item + v * (item + 2 * 4 + 3 * 8))
-    if section.batch_invariant and has_drafter:  # keys and values of every query's path, in order
+    if section.batch_invariant and has_drafter:  # ordered keys and values of every query's path
         copied = draft_slots * 2 * PAGE_TOKENS * 2 * model.num_kv_heads * model.head_dim
         decode += section.max_batch_size * copied * item
     outputs = section.max_batch_size * section.max_new_tokens * 16

@@ -1,7 +1,7 @@
-"""The learned drafter inside the embedded engine: its key-value layer rides in the target's pool, one layer behind.
+"""The learned drafter inside the embedded engine. Its KV layer is the layer after the target's last one, in the same pool.
 
-Called by the speculative step. What to know: position t holds the pair (x_{t+1}, h_t) and predicts x_{t+2}; drafted nodes
-use the slots behind the root in the drafter's own layer, which the target's verify pass never reads.
+Called by the speculative step. Position t of that layer holds the pair (x_{t+1}, h_t) and predicts x_{t+2}. Drafted nodes
+use the slots after the root in that layer, which the target's verify pass never reads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tlt_megatron.models.tree_attention import (
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
 
-_EXTEND_POSITIONS = 64  # of one pass over what the drafter has not seen
-_LAG = 32  # unseen pairs from which a row is brought up apart from those that are nearer
+_EXTEND_POSITIONS = 64  # most unseen pairs per row that one pass computes
+_LAG = 32  # rows with more unseen pairs catch up in separate passes
 
 
 class ModelDrafter:
-    """Grows trees with a DraftInference for rows in lanes."""
+    """Grows draft trees with a DraftInference for rows in lanes. A lane is the contiguous range of KV slots of one row."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ModelDrafter:
         top_p: float,
         top_k: int,
     ) -> DraftTree:
-        """A tree behind the roots at `positions_B`; the last `num_unseen[b]` pairs before row b's are new to the drafter."""
+        """Grow a tree from the roots at `positions_B`. The drafter lacks the last `num_unseen[b]` pairs before row b's root."""
         longest = max(positions) + 1
         num_left = self._catch_up(view, positions, num_unseen)
         hidden_BD, head_BD = self._extend(view, positions_B, num_left, longest)
@@ -86,7 +86,7 @@ class ModelDrafter:
         )
 
     def _catch_up(self, view: LaneView, positions: Sequence[int], num_unseen: Sequence[int]) -> int:
-        """Bring rows that lag far behind, such as newcomers, up by themselves. Most pairs that a row still lacks."""
+        """Compute the unseen pairs of rows that lag far behind, such as new rows. Return the most pairs a row still lacks."""
         lagging = [n > _LAG for n in num_unseen]
         if all(lagging):
             return max(num_unseen)
@@ -113,14 +113,14 @@ class ModelDrafter:
         *,
         is_apart: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the last `num_unseen` pairs; (hidden, head input) of the newest. Pairs seen before come out the same.
+        """Compute the last `num_unseen` pairs and return (hidden, head input) of the newest. Recomputed pairs do not change.
 
-        `is_apart`: `view` is not of all rows, from the first lane on.
+        `is_apart`: `view` holds only some of the rows.
         """
         run = partial(self._run_apart, view) if is_apart else partial(self._graphs.run, Role.DRAFT)
         cache, model = self._cache, self._model
         length = view.read_length(longest)
-        # Behind the final state stand the taps, if the drafter reads those.
+        # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the tapped ones.
         feature_size = model.config.feature_size
         for start in range(num_unseen, 0, -_EXTEND_POSITIONS):
             end = max(start - _EXTEND_POSITIONS, 0)
@@ -155,7 +155,7 @@ class ModelDrafter:
 
 
 class _Expansion:
-    """The drafter's passes over the nodes of one tree, depth by depth."""
+    """The drafter's passes over the nodes of one tree, one pass per depth."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Weights that wait on the host while the GPU's memory is wanted elsewhere.
+"""Moves weights to the host while training needs the GPU's memory.
 
-Made by the embedded engine when it goes to sleep. What to know: tensors stay the objects that they are, views and all, and
-only their memory goes, because a drafter borrows the target's embedding and head for as long as it lives.
+Made by the embedded engine when it goes to sleep. Tensors and their views stay the same objects and lose only their memory,
+because a drafter borrows the target's embedding and LM head for its whole lifetime.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class ParkedWeights:
-    """Takes the memory of tensors, which must not be used until `restore`. It may come back at other addresses."""
+    """Frees the memory of tensors until `restore`. Do not use the tensors meanwhile; their addresses may change."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors may share memory."""
+        """Copy the tensors to the host and free them. Tensors may share memory."""
         storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors)}
         self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in storages.values():
@@ -25,7 +25,7 @@ class ParkedWeights:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Give memory and content back."""
+        """Allocate the memory again and copy the contents back."""
         for storage, host in self._held:
             storage.resize_(host.nbytes())
             storage.copy_(host)

@@ -1,8 +1,8 @@
-"""Times the passes of a decode loop on a device that works behind the host's back.
+"""Times the passes of a decode loop on a device that runs asynchronously to the host.
 
-Used by the embedded engine, whose selectors compare what passes cost. What to know: on a GPU a plain pass is only started by
-the call that runs it, and is waited for by the draw of the tokens that it brings; so both together are the pass, and what the
-host does between them (prefilling newcomers) must neither count nor hide the wait.
+Used by the embedded engine, whose selectors compare the cost of passes. On a GPU the call of a plain pass only launches it;
+the sampling of its tokens waits for it. So a pass is both blocks together. Work between them, such as prefilling new requests,
+must not count and must not hide the wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A pass, or the passes of one draft and verification."""
+    """A plain pass, or the draft and verify passes of one speculative step."""
 
     strategy: SpeculationStrategy
     batch_size: int
@@ -25,7 +25,7 @@ class Step:
 
 
 class PassClock:
-    """Seconds of one pass at a time.
+    """Measures one pass at a time, in seconds.
 
     Example: `clock.start()`; `with clock.running(): forward()`; `with clock.interrupted(): prefill()`;
     `with clock.running(): draw()`; then `clock.seconds`.
@@ -34,27 +34,27 @@ class PassClock:
     def __init__(
         self, wait: Callable[[], None], now: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`wait` is `Device.synchronize`; it is called for interruptions alone."""
+        """`wait` is `Device.synchronize`. Only `interrupted` calls it."""
         self._wait = wait
         self._now = now
         self.start_s = 0.0  # on the clock of time.perf_counter
         self.seconds = 0.0
 
     def start(self) -> None:
-        """A pass begins."""
+        """Start the clock of a new pass."""
         self.start_s = self._now()
         self.seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is done in this block belongs to the pass."""
+        """Count the time of this block as part of the pass."""
         started = self._now()
         yield
         self.seconds += self._now() - started
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """What is done in this block does not, on the device either."""
+        """Exclude the time of this block, on the host and on the device."""
         with self.running():
             self._wait()
         yield

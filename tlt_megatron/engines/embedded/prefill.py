@@ -1,4 +1,4 @@
-"""One packed pass over prompts, or over what a preempted request had generated; and the features that passes leave behind."""
+"""Packed prefill passes over prompts or the saved tokens of preempted requests, and the features of responses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tlt_megatron.types import Rollout
 
 
 def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) -> tuple[int, int]:
-    """One packed pass; keeps the hidden state after each prompt or response that it completes.
+    """Run one packed pass and keep the hidden state after the last token of each chunk.
 
-    Returns how many of its tokens were new, and how many computed again.
+    Return the number of new tokens and the number of recomputed tokens.
     """
     token_ids, position_ids, segments = [], [], []
     num_again = 0
@@ -61,13 +61,13 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
 
 
 def _own_slots(request: Request, num_tokens: int, cache: KvCache) -> Tensor:
-    """Where the first tokens of a response over pages lie."""
+    """Return the slots of the first `num_tokens` tokens of a response over pages."""
     start = request.kv.num_copied
     return cache.slots(request.kv.pages, start, start + num_tokens)
 
 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
-    """A copy of the features at every position but the last, whose token nobody has computed."""
+    """Return a copy of the features [prompt + response - 1, F]. The model never computes the last token."""
     num_prompt = len(rollout.prompt_ids)
     num_own = rollout.token_ids.numel() - 1
     if request.kv.prompt is None:  # in a lane

@@ -1,4 +1,4 @@
-"""From rows that have ended to rollouts and their groups. Called by the embedded engine."""
+"""Turns ended rows into rollouts and rollout groups. Called by the embedded engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, Samp
 
 
 def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
-    """One response."""
+    """Return the rollout of one ended row."""
     prompt = end.request.state.prompt
     has_stopped = int(end.token_ids_T[-1]) in params.stop_token_ids
     return Rollout(
@@ -29,7 +29,7 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
 def group_rollouts(
     prompts: Sequence[Prompt], num_samples: int, rollouts: Sequence[Rollout | None]
 ) -> list[RolloutGroup]:
-    """`rollouts` come prompt by prompt, `num_samples` each."""
+    """Return one group per prompt. `rollouts` holds `num_samples` consecutive entries for each prompt."""
     groups = []
     for number, prompt in enumerate(prompts):
         siblings = rollouts[number * num_samples : (number + 1) * num_samples]

@@ -1,8 +1,8 @@
-"""Which requests run: continuous batching over a KV budget, first come first served, without clocks.
+"""Chooses which requests run: continuous batching over a KV budget, first come first served, independent of time.
 
-Called by the engine's loop: `plan_prefill` says what to compute before the next decode pass and whom to admit,
-`grow` finds pages for running requests. What to know: pages are taken as responses grow, nothing is reserved; when they
-run out the newest running request gives its pages back and is computed again later, so the oldest always moves on.
+Called by the engine's loop. `plan_prefill` returns what to compute before the next decode pass and which requests to admit;
+`grow` finds pages for running requests. Pages are taken as responses grow and are not reserved. When they run out, the newest
+running request frees its pages and is recomputed later, so the oldest always makes progress.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tlt_megatron.types import Prompt, SamplingParams
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PromptState:
-    """A prompt and what is computed of it. Its KV stays while a sibling runs or, memory permitting, waits."""
+    """A prompt and its prefill progress. Its KV stays while a sibling runs, and if memory allows while one waits."""
 
     prompt: Prompt
     kv: PromptKv = field(default_factory=PromptKv)
     num_computed: int = 0
-    num_ever_computed: int = 0  # tokens below this are recomputed, not new
+    num_ever_computed: int = 0  # prefill of tokens below this is recomputation
     last_hidden_D: Tensor | None = (
-        None  # of its last token: siblings draw their first token from it
+        None  # of its last token; siblings sample their first token from it
     )
     num_running: int = 0
-    num_unfinished: int = 0  # siblings that run or wait
+    num_unfinished: int = 0  # running and waiting siblings
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt."""
+        """Return the length of the prompt."""
         return len(self.prompt.token_ids)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One response to be made. Generated tokens live in the decode batch while it runs, in `saved` while it waits."""
+    """One response to generate. The decode batch holds its tokens while it runs, `saved` while it waits."""
 
     order: int  # position in the queue of all requests; lower is older
     state: PromptState
@@ -50,27 +50,27 @@ class Request:
     max_new_tokens: int
     kv: SequenceKv
     saved: tuple[Tensor, Tensor, Tensor] | None = None  # token_ids, logprobs, policy_logprobs
-    num_computed: int = 0  # of the saved tokens, while it is being recomputed
-    last_hidden_D: Tensor | None = None  # of the last saved token, once recomputed
-    due: int = 0  # number of the decode pass that needs a new page
+    num_computed: int = 0  # saved tokens recomputed so far
+    last_hidden_D: Tensor | None = None  # of the last saved token, after recomputation
+    due: int = 0  # number of the decode pass that needs its next page
     num_drafted: int = 0  # positions that the learned drafter has seen
-    text: IndexedText | None = None  # what the n-gram drafter has seen of it
+    text: IndexedText | None = None  # the part that the n-gram drafter has seen
     num_indexed: int = 0  # response tokens in `text`
     accept_lengths: list[int] = field(default_factory=list)
 
     @property
     def num_saved(self) -> int:
-        """Tokens generated before it was preempted."""
+        """Return the number of tokens generated before preemption."""
         return 0 if self.saved is None else self.saved[0].numel()
 
     @property
     def num_kept(self) -> int:
-        """Positions that its own pages hold when it joins the batch over pages."""
+        """Return the positions in its own pages when it joins the batch over pages."""
         return self.kv.num_copied + self.num_saved
 
     @property
     def is_computed(self) -> bool:
-        """Whether the KV of its prompt and of its saved tokens is there, so that it can join the batch."""
+        """Whether the KV of prompt and saved tokens is complete, so that it can join the batch."""
         is_prompt_computed = self.state.num_computed == self.state.num_tokens
         return is_prompt_computed and self.num_computed == self.num_saved
 
@@ -92,10 +92,11 @@ def make_requests(
     *,
     aligned_to: int = 1,
 ) -> list[Request]:
-    """All requests of a `generate` call, siblings together, in the order of the prompts.
+    """Return all requests of a `generate` call, siblings together, in the order of the prompts.
 
-    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths); None: all have params' limit.
-    Responses begin with a copy of what stands behind the last multiple of `aligned_to` positions of the prompt.
+    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None all have params' limit.
+    Responses start with a copy of the prompt's positions after the last multiple of `aligned_to`.
+    ValueError for a limit outside [1, params.max_new_tokens].
     """
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
@@ -138,35 +139,35 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._has_lanes = False
-        self.running: list[Request] = []  # in order of age
+        self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any request is not admitted."""
+        """Whether any request waits for admission."""
         return bool(self._waiting)
 
     @property
     def longest_sequence(self) -> int:
-        """Most positions that a request which runs or waits can come to."""
+        """Return the most positions that any running or waiting request can reach."""
         everyone = (*self.running, *self._waiting)
         return max(request.state.num_tokens + request.max_new_tokens for request in everyone)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing waits or runs."""
+        """Whether no request waits or runs."""
         return not self._waiting and not self.running
 
     def reserve_lanes(self, lane_pages: int) -> bool:
-        """Whether the lowest pages can be lanes for as many rows as may ever run, beside the prompts that wait to join
-        them. If so, rows are admitted without asking for room from now on."""
+        """Reserve the lowest pages as lanes for all rows that may run. Return False if they and the waiting prompts do not fit.
+        A lane is the contiguous range of KV slots of one row. With lanes, admission no longer checks for free pages."""
         waiting = self._waiting
         if any(request.kv.pages or request.saved is not None for request in waiting):
             return False
         num_rows = min(self._max_batch_size, len(self.running) + len(waiting))
         end = num_rows * lane_pages
         stay = [page for request in waiting for page in request.state.kv.pages]
-        # Prompts that join in one go, and one that is only partly in.
+        # Prompts that join together, and one that is only partly prefilled.
         longest = max((request.state.num_tokens for request in waiting), default=0)
         num_siblings = max((request.state.num_unfinished for request in waiting), default=1)
         num_prompts = min(-(-num_rows // num_siblings) + 1, len(waiting))
@@ -178,14 +179,14 @@ class Scheduler:
     # ---- admission
 
     def plan_prefill(self) -> tuple[list[PrefillChunk], list[Request]]:
-        """What one packed prefill pass computes, and the requests that can join the batch after it, oldest first."""
+        """Return the chunks of one packed prefill pass, and the requests that can join the batch after it, oldest first."""
         chunks: list[PrefillChunk] = []
         admitted: list[Request] = []
         budget = self._prefill_chunk_tokens
         while self._waiting and len(self.running) < self._max_batch_size:
             request = self._waiting[0]
             if not self._has_room(request):
-                # With nothing running it fits: those behind it hold no pages, as they came later or gave them back.
+                # If nothing runs it fits: later requests hold no pages, because they never took or already freed them.
                 assert self.running, "a request that was checked to fit does not"
                 break
             self._take_pages(request)
@@ -193,7 +194,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.end - chunk.start
             if not request.is_computed:
-                break  # the rest of it in the next pass
+                break  # the next pass computes the rest
             self._waiting.popleft()
             request.state.num_running += 1
             self.running.append(request)
@@ -201,7 +202,7 @@ class Scheduler:
         return chunks, admitted
 
     def _pages_needed(self, request: Request) -> int:
-        """Pages still to be taken before it can decode one token."""
+        """Return the pages still to take before it can decode one token."""
         cache = self._cache
         needed = cache.pages_for(request.num_kept + 1) - len(request.kv.pages)
         if not request.state.kv.pages:
@@ -209,7 +210,7 @@ class Scheduler:
         return needed
 
     def _has_room(self, request: Request) -> bool:
-        # One free page is left for each that runs already, else the newcomer is the next to be preempted.
+        # Keep one free page for each running request. Otherwise the new request is the next to be preempted.
         needed = self._pages_needed(request)
         return self._has_lanes or needed <= self._cache.num_free - len(self.running)
 
@@ -218,13 +219,13 @@ class Scheduler:
         if not state.kv.pages:
             cache.take_prompt_pages(state.kv.pages, cache.pages_for(state.num_tokens))
         if self._has_lanes:
-            return  # its lane is given to it when it joins; a page of its own would lie in another's
+            return  # it gets its lane when it joins; a page taken now could lie in another lane
         for _ in range(cache.pages_for(request.num_kept + 1) - len(request.kv.pages)):
             cache.take_response_page(request.kv.pages)
 
     @staticmethod
     def _next_chunk(request: Request, budget: int) -> PrefillChunk | None:
-        """The next tokens to compute for a request, counted as computed: the pass follows at once."""
+        """Return the next tokens to compute for a request. They count as computed, because the pass follows at once."""
         state = request.state
         if state.num_computed < state.num_tokens:
             start = state.num_computed
@@ -239,7 +240,7 @@ class Scheduler:
     # ---- running
 
     def grow(self, request: Request) -> list[Request]:
-        """Take one more page for a running request; returns those that were preempted for it (itself, at worst)."""
+        """Take one more page for a running request. Return the requests preempted for it, possibly itself."""
         preempted: list[Request] = []
         while not self._cache.take_response_page(request.kv.pages):
             if self._reclaim():
@@ -254,7 +255,7 @@ class Scheduler:
         return preempted
 
     def finish(self, request: Request) -> None:
-        """A running request ended: free its pages, and its prompt's after the last sibling."""
+        """Free the pages of a request that ended, and those of its prompt after the last sibling."""
         self.running.remove(request)
         self._release(request)
         request.state.num_unfinished -= 1
@@ -271,7 +272,7 @@ class Scheduler:
         state.num_computed = 0
 
     def _reclaim(self) -> bool:
-        """Free what waiting requests hold: prompts without a running sibling, half recomputed responses."""
+        """Free prompts without a running sibling and partly recomputed responses of waiting requests. Return if any was."""
         is_any = False
         for request in self._waiting:
             if request.kv.pages:

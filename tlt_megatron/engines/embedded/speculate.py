@@ -1,12 +1,12 @@
-"""One speculative step of the running batch: draft a tree, verify it in one pass, commit what the target would have drawn.
+"""One speculative step of the running batch: draft a tree, verify it in one pass, commit the tokens the target samples.
 
-Takes the place of `DecodeBatch.forward` for a step, any step, with any strategy. What to know: rows enter with their last
-token drawn but not computed (the root, at position n), and leave in the same state with m tokens more; the last of these
-is handed to the next `DecodeBatch.sample`, so stops, limits and records are handled in one place.
+A step can replace any `DecodeBatch.forward`, with any strategy. A row enters with its last token sampled but not computed:
+the root, at position n. It leaves in the same state with m more tokens. The next `DecodeBatch.sample` draws the last of
+them, so stops, limits and records are handled in one place.
 
-Position t of a lane holds, besides the target's keys and values, its feature h_t, its token x_t and, in the drafter's own
-layer, the pair (x_{t+1}, h_t). Features are kept by plain decoding too, so the drafter can start in the middle of a rollout
-from what is there: it computes its own layer over the positions that it has not seen, and nothing else is computed again.
+A lane is the contiguous range of KV slots of one row. Its position t holds the target's keys and values, the feature h_t, the
+token x_t and, in the drafter's layer, the pair (x_{t+1}, h_t). Plain decoding keeps features too, so the drafter can start in
+the middle of a rollout. It then computes only its own layer over the positions that it has not seen.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 from tlt_megatron.types import SamplingParams
 
-_CALIBRATE_EVERY = 16  # steps between two looks at what was accepted
+_CALIBRATE_EVERY = 16  # steps between two updates of the calibrator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """The rows of a step: their last drawn tokens, and where those stand. All [B] int64."""
+    """The rows of a step: their last sampled tokens and the positions of these. Tensors are [B] int64."""
 
     token_ids_B: Tensor
     positions_B: Tensor  # n, of the root in the whole sequence
     seeds_B: Tensor
-    draw_positions_B: Tensor  # index of the root in its response: keys the noise
-    rooms_B: Tensor  # tokens that may still be committed after the root, >= 1
-    positions: Sequence[int]  # the same, known to the host
+    draw_positions_B: Tensor  # index of the root in its response; keys the noise
+    rooms_B: Tensor  # most tokens to commit after the root, >= 1
+    positions: Sequence[int]  # positions_B, on the host
     num_unseen: Sequence[int]  # positions before each root that the drafter has not seen
 
     @property
     def longest(self) -> int:
-        """One past the largest position."""
+        """Return the largest position + 1."""
         return max(self.positions) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a step adds to each row. S = depth + 1; what stands behind num_committed means nothing."""
+    """What a step adds to each row. S = depth + 1. Entries after `num_committed` are undefined."""
 
     token_ids_BS: Tensor
     logprobs_BS: Tensor
@@ -69,7 +69,7 @@ class Committed:
 
 
 class Speculation:
-    """All that speculation needs and that outlives a `generate` call: drafters, selector, calibration."""
+    """The state of speculation that outlives a `generate` call: drafters, selector, calibration."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Speculation:
         *,
         ranking: Ranking = Ranking.NOISE,
     ) -> None:
-        """`strategies` are all that `selector` may choose. ValueError for a learned one if `draft` is None."""
+        """`strategies` are all that `selector` may choose. ValueError if one is learned and `draft` is None."""
         drafting = [s for s in strategies if not s.is_off]
         learned = [s for s in drafting if s.is_learned]
         if learned and draft is None:
@@ -91,18 +91,18 @@ class Speculation:
         self.index = NgramIndex()
         self.uses_ngrams = any(s.num_retrieved for s in drafting)
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
-        self.is_suspended = False  # the learned drafter is not to be used
-        self.drafter_version = 0  # counts what `load_drafter` was given
+        self.is_suspended = False  # whether to avoid the learned drafter
+        self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
         self.verify_rows = max((s.num_rows for s in drafting), default=1)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Layers whose states the learned drafter reads."""
+        """Return the layers whose states the learned drafter reads."""
         return () if self.draft is None else self.draft.config.aux_layer_ids
 
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with these from the next step on. RuntimeError without a learned drafter."""
+        """Replace the drafter's weights from the next step on. RuntimeError without a learned drafter."""
         if self.draft is None:
             raise RuntimeError("there is no learned drafter whose weights could be replaced")
         self.draft.load(weights)
@@ -110,41 +110,41 @@ class Speculation:
         self.selector.drafter_changed()
 
     def target_changed(self) -> None:
-        """The policy's weights are new."""
+        """Note that the policy's weights changed."""
         if self.draft is not None:
             self.draft.is_stale = True
 
     def refresh(self) -> None:
-        """Before the first pass, and whenever the drafter may have changed: once for a new drafter and a new target."""
+        """Refresh a stale drafter. Call before the first pass, and whenever drafter or target may have changed."""
         if self.draft is not None and self.draft.is_stale:
             self.draft.refresh()
 
     def state_dict(self) -> dict[str, object]:
-        """What was learned about acceptance and speed, JSON-able."""
+        """Return the measurements of acceptance and speed as JSON-able values."""
         return {
             "selector": self.selector.state_dict(),
             "calibrator": self.calibrator.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """ValueError if it is of another selector or other strategies."""
+        """Restore `state_dict`. ValueError if it is of another selector or other strategies."""
         self.selector.load_state_dict(state["selector"])
         self.calibrator.load_state_dict(state["calibrator"])
 
     def start(
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
     ) -> Speculator:
-        """For the requests of one `generate` call; `graphs` runs the passes of target and drafter."""
+        """Return a Speculator for the requests of one `generate` call. `graphs` runs the passes of target and drafter."""
         return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
-        """A response is complete: the n-gram drafter learns from its end too, and from those that were decoded plainly."""
+        """Add the rest of a complete response to the n-gram index, also if it was decoded plainly."""
         if self.uses_ngrams:
             text = self.text_of(request)
             self.index.append([text], [token_ids[request.num_indexed :]])
 
     def text_of(self, request: Request) -> IndexedText:
-        """Its place in the n-gram index."""
+        """Return the request's text in the n-gram index; create it at the first call."""
         if request.text is None:
             prompt = request.state.prompt
             request.text = self.index.start(prompt.prompt_id, prompt.token_ids)
@@ -152,13 +152,13 @@ class Speculation:
 
 
 def slots_behind_root(strategy: SpeculationStrategy) -> int:
-    """Slots from the root on that a step may write: drafted nodes in growth order, or root and tree, and what commits."""
+    """Return how many slots a step may write, from the root on: nodes in growth order, root and tree, committed tokens."""
     grown = strategy.topk * max(strategy.num_steps - 1, 0)
     return max(grown, strategy.num_rows, strategy.depth + 1) + 1
 
 
 def draft_slots_of(strategies: Iterable[SpeculationStrategy]) -> int:
-    """Slots behind a sequence that steps of any of these may write."""
+    """Return how many slots after a sequence the steps of any of these strategies may write."""
     return max((slots_behind_root(s) for s in strategies if not s.is_off), default=0)
 
 
@@ -195,11 +195,11 @@ class Speculator:
 
     @property
     def draft(self) -> DraftInference | None:
-        """The learned drafter."""
+        """Return the learned drafter, if there is one."""
         return self._speculation.draft
 
     def has_new_drafter(self) -> bool:
-        """Whether the learned drafter was replaced since the last call: nothing that it has seen is known to this one."""
+        """Whether the learned drafter was replaced since the last call. A new drafter has seen no positions."""
         version = self._speculation.drafter_version
         is_new, self._drafter_version = version != self._drafter_version, version
         return is_new
@@ -207,14 +207,14 @@ class Speculator:
     def retrieve(
         self, requests: Sequence[Request], new_tokens: Sequence[list[int]], num_tokens: int
     ) -> Tensor:
-        """Show the n-gram drafter the `new_tokens` of each request; its continuations [B, num_tokens], on the CPU."""
+        """Add the `new_tokens` of each request to the n-gram index. Return its continuations [B, num_tokens], on the CPU."""
         index = self._speculation.index
         texts = [self._speculation.text_of(request) for request in requests]
         index.append(texts, new_tokens)
         return index.propose(texts, num_tokens)[0]
 
     def set_changed(self) -> None:
-        """The rows of the batch are others, or in another order."""
+        """Note that the rows of the batch or their order changed, or that a plain pass ran."""
         self._noise.start()
 
     def step(
@@ -224,9 +224,9 @@ class Speculator:
         strategy: SpeculationStrategy,
         retrieved_BN: Tensor | None = None,
     ) -> Committed:
-        """One draft and one verify pass for every row; `retrieved_BN` are the n-gram drafter's tokens, if it takes part."""
+        """Draft and verify once for every row. `retrieved_BN` are the n-gram drafter's tokens, if the strategy uses it."""
         params, noise_BSV = self._params, None
-        # Roots drawn by a plain step have not been written yet.
+        # Roots sampled after a plain pass are not written yet.
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
         if params.temperature > 0.0:
             noise_BSV = self._noise.window(
@@ -285,7 +285,7 @@ class Speculator:
 
 
 class Verifier:
-    """Runs the target over root and tree, and moves what is accepted to its place."""
+    """Runs the target over root and tree, and moves the committed path to its slots."""
 
     def __init__(
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
@@ -299,7 +299,7 @@ class Verifier:
     def verify(
         self, view: LaneView, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
     ) -> tuple[Committed, Verdict]:
-        """One pass over B * R tokens. `noise_BSV[:, d]` is the noise of the token that follows a row at depth d."""
+        """Run one pass over B * R tokens and commit. `noise_BSV[:, d]` is the noise of the token after a node at depth d."""
         num_rows, num_queries = tree.row_depths_BR.shape
         ancestors_BRR = ancestor_mask(tree)
         rows_R = torch.arange(num_queries, device=self._model.device)
@@ -335,7 +335,7 @@ class Verifier:
     def _sample(
         self, hidden_PD: Tensor, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
     ) -> Sampled:
-        """The target's own draw after every row, with the arithmetic and the noise of plain decoding."""
+        """Sample the target's token after every node, with the arithmetic and the noise of plain decoding."""
         params = self._params
         noise_PV = None
         if noise_BSV is not None:
@@ -358,7 +358,7 @@ class Verifier:
     def _settle(
         self, view: LaneView, roots: Roots, tree: DraftTree, verdict: Verdict, features_PF: Tensor
     ) -> None:
-        """Keys, values, features and tokens of the committed path to consecutive positions; make them visible."""
+        """Move keys, values, features and tokens of the committed path to consecutive positions and make them visible."""
         cache, path_BS = self._cache, verdict.path_BS
         num_rows, num_slots = path_BS.shape
         base_B1 = roots.positions_B.unsqueeze(1)
