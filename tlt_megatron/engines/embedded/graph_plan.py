@@ -63,7 +63,7 @@ class GraphKey:
 
     @property
     def num_tokens(self) -> int:
-        """B * R."""
+        """Return B * R."""
         return self.batch_size * self.num_rows
 
 

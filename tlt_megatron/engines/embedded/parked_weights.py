@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ParkedWeights:
-    """Frees the memory of tensors until `restore`. Do not use the tensors meanwhile; their addresses may change."""
+    """Frees the memory of tensors until `restore`. Do not use the tensors before it; their addresses may change."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free them. Tensors may share memory."""

@@ -1,1 +1,1 @@
-"""SGLang behind the RolloutEngine protocol: unpatched, in the process of its rank. `sglang` is imported in here alone, lazily."""
+"""Unpatched SGLang behind the RolloutEngine protocol, in its rank's process. Only this package imports `sglang`, and lazily."""

@@ -1,8 +1,8 @@
 """Our StrategySelector as SGLang's adaptive speculation policy.
 
-Runs in SGLang's scheduler processes in the place of `AdaptiveSpeculativeParams`; configured by the JSON file that the engine
-writes. SGLang 0.5.23 holds one set of graphs per number of steps, `topk` is 1 for all of them, and it drafts
-steps + 1 rows; so the arms here are chains and OFF, each kept captured for every batch size.
+Replaces `AdaptiveSpeculativeParams` in SGLang's scheduler processes. The engine writes its JSON configuration file.
+SGLang 0.5.23 holds one set of graphs per number of steps, all with `topk` 1 and steps + 1 rows. So the strategies here are
+chains and OFF, each captured for every batch size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_config(
     *,
     max_batch_size: int,
 ) -> None:
-    """The file behind SGLang's `speculative_adaptive_config`: its own part sizes buffers, ours makes the selector."""
+    """Write the file for SGLang's `speculative_adaptive_config`. SGLang's part sizes buffers; ours configures the selector."""
     steps = sorted({0, *(strategy.num_steps for strategy in strategies)})
     ours = {
         "strategies": [str(strategy) for strategy in strategies],
@@ -52,14 +52,14 @@ def write_config(
 
 
 class PolicyFactory:
-    """Takes the place of the class `AdaptiveSpeculativeParams`; keeps the policy it made, for its state."""
+    """Replaces the class `AdaptiveSpeculativeParams`. Keeps the policy that it made, for access to its state."""
 
     def __init__(self, upstream: Callable[..., object]) -> None:
         self._upstream = upstream
         self.policy: SelectorPolicy | None = None
 
     def make(self, initial_steps: int, cfg_path: str | None = None) -> object:
-        """Ours if the configuration is ours, else SGLang's own."""
+        """Return our policy if the configuration is ours, else SGLang's."""
         config: dict[str, Any] = json.loads(Path(cfg_path).read_text()) if cfg_path else {}
         if CONFIG_KEY not in config:
             return self._upstream(initial_steps=initial_steps, cfg_path=cfg_path)
@@ -77,7 +77,7 @@ class PolicyFactory:
 
 
 class StepResults:
-    """Hooks around SGLang's passes: each result carries the number of its step to where it is processed."""
+    """Hooks that attach the number of a step to the result of its pass, for when SGLang processes it."""
 
     _NUMBER = "tlt_megatron_step"  # attribute of a GenerationBatchResult
 
@@ -92,7 +92,7 @@ class StepResults:
         *args: object,
         **kwargs: object,
     ) -> GenerationBatchResult:
-        """Around `EAGLEWorkerV2.forward_batch_generation`, within which a step is chosen."""
+        """Around `EAGLEWorkerV2.forward_batch_generation`, which chooses a step: number its result."""
         result = original(worker, batch, *args, **kwargs)
         if self._policies.policy is not None:
             number = self._policies.policy.launched([request.rid for request in batch.reqs])
@@ -106,7 +106,7 @@ class StepResults:
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> object:
-        """Around `_resolve_spec_v2_tokens`, within which the policy is given the result."""
+        """Around `_resolve_spec_v2_tokens`, which gives the result to the policy: say which step it is of."""
         if self._policies.policy is not None:
             number = getattr(result, self._NUMBER, None)
             self._policies.policy.expect(number, [request.rid for request in batch.reqs])
@@ -114,7 +114,7 @@ class StepResults:
 
 
 def _agree(num_steps: int) -> int:
-    """The choice of tensor-parallel rank 0: selectors go by clocks, and ranks that disagree would hang."""
+    """Return the choice of tensor-parallel rank 0. A collective: selectors use clocks, and ranks that disagree would hang."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group
@@ -127,7 +127,7 @@ def _agree(num_steps: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """What was chosen for the step that comes next."""
+    """The choice for the next step."""
 
     strategy: SpeculationStrategy
     reason: str
@@ -136,7 +136,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One speculative step under way. The result of its pass carries `number`, so that it is known which step it is of."""
+    """One running speculative step. The result of its pass carries `number`, which identifies the step."""
 
     number: int
     request_ids: tuple[str, ...]
@@ -153,33 +153,33 @@ class SelectorPolicy:
         agree: Callable[[int], int],
     ) -> None:
         self.selector = selector
-        self.is_off = False  # plain decoding until further notice
+        self.is_off = False  # whether to decode plainly
         self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
         self._agree = agree
         self._graph_sizes: list[int] | None = None
-        # By number: with overlap scheduling a result arrives when the next step has been chosen.
+        # By number: with overlap scheduling a result arrives after the next step was chosen.
         self._running: dict[int, _Step] = {}
         self._num_chosen = 0
-        self._unmarked: _Choice | None = None  # until its pass has been launched
-        self._result_of: _Step | None = None  # whose result `on_verify_complete` is given next
+        self._unmarked: _Choice | None = None  # until its pass is launched
+        self._result_of: _Step | None = None  # step whose result `on_verify_complete` receives next
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
     @property
     def candidate_steps(self) -> list[int]:
-        """All steps that have a state of their own; 0 is OFF."""
+        """Return all numbers of steps that have their own state; 0 is OFF."""
         return sorted(self._by_steps)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """Batch sizes with graphs."""
+        """Set the batch sizes that have graphs."""
         self._graph_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """Every batch size: the selector may choose any arm for any batch."""
+        """Return all batch sizes: the selector may choose any strategy for any batch."""
         return self._graph_sizes
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        """Called once before each speculative step."""
+        """Choose the number of steps. SGLang calls it once before each speculative step."""
         started = time.perf_counter()
         chosen, reason = OFF, "suspended"
         if not self.is_off:
@@ -191,7 +191,7 @@ class SelectorPolicy:
         return strategy.num_steps
 
     def launched(self, request_ids: Sequence[str]) -> int | None:
-        """The number of the step whose pass over these requests was just launched; None if none was chosen for it."""
+        """Number the step whose pass over these requests was just launched. Return None if no step was chosen for it."""
         choice, self._unmarked = self._unmarked, None
         if choice is None:
             return None
@@ -202,9 +202,9 @@ class SelectorPolicy:
         return self._num_chosen
 
     def expect(self, number: int | None, request_ids: Sequence[str]) -> None:
-        """The result that comes next is of the step `number`. RuntimeError if that step was for other requests.
+        """Note that the next result is of the step `number`. RuntimeError if that step was for other requests.
 
-        Steps before it will have no result any more: SGLang processes passes in the order in which it launched them."""
+        Earlier steps are dropped: SGLang processes passes in launch order, so they get no result any more."""
         self._result_of = None
         if number is None:
             return
@@ -220,7 +220,8 @@ class SelectorPolicy:
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int
     ) -> int | None:
-        """Observe the step that `expect` named. None: nothing is switched before the next choice."""
+        """Observe the step that `expect` named. Return None: do not switch before the next choice. RuntimeError for another
+        number of requests."""
         step, self._result_of = self._result_of, None
         if step is None:
             return None
@@ -249,7 +250,7 @@ class SelectorPolicy:
         return None
 
     def take_passes(self) -> list[PassRecord]:
-        """The latest passes, oldest first, which are then forgotten."""
+        """Return the latest passes, oldest first, and clear them."""
         passes = list(self._passes)
         self._passes.clear()
         return passes

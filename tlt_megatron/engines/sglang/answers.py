@@ -1,8 +1,8 @@
-"""What the scheduler processes count, and how the engine asks them: through SGLang's `check_weights` request.
+"""Counters in the scheduler processes, and the questions that the engine asks them through SGLang's `check_weights` request.
 
-`Answers` runs in the scheduler, hooked in by `plugin.register`; `Question` is shared with the engine. What to know:
-`check_weights` is the one request of SGLang that every tensor-parallel rank answers for itself, and that reaches the model
-runners of target and drafter apart; an action that begins with `PREFIX` is ours.
+`plugin.register` hooks `Answers` into the scheduler; `Question` is shared with the engine. Only `check_weights` is answered by
+every tensor-parallel rank, and separately by the model runners of target and drafter. An action that starts with `PREFIX` is
+our question.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ACCEPT_LENGTHS = "accept_lengths"  # key of a response's meta_info
 
 
 class Question(StrEnum):
-    """What can be asked; the answer is JSON."""
+    """Questions to a scheduler. Answers are JSON."""
 
-    ALIVE = "alive"  # a sign of life, no more
+    ALIVE = "alive"  # shows that the scheduler responds
     MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
-    CHECKSUM = "checksum"  # of the weights held, as their sender sums them
-    COUNTERS = "counters"  # since they were last asked for
+    CHECKSUM = "checksum"  # of the loaded weights, as the sender computes it
+    COUNTERS = "counters"  # since the last such question
     SELECTOR_STATE = "selector_state"  # None without adaptive speculation
     LOAD_SELECTOR_STATE = "load_selector_state"  # argument: the state
-    TURN_OFF = "turn_off"  # argument: whether to decode plainly; answers whether it can
-    PASSES = "passes"  # of adaptive speculation, since they were last asked for
+    TURN_OFF = "turn_off"  # argument: whether to decode plainly; answer: whether it can
+    PASSES = "passes"  # of adaptive speculation, since the last such question
 
 
 class Answers:
-    """Counters of one scheduler process, and its side of the conversation."""
+    """Counters of one scheduler process, and its answers."""
 
     def __init__(self, policies: PolicyFactory, targets: set[str]) -> None:
         self._policies = policies
@@ -60,7 +60,7 @@ class Answers:
         *,
         role: str,
     ) -> object:
-        """Around `ModelRunner.check_weights`. `skip_tensor_list` carries the argument of a question of ours."""
+        """Around `ModelRunner.check_weights`: answer our questions. `skip_tensor_list` carries the argument of a question."""
         if not action.startswith(PREFIX):
             return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
         question = Question(action.removeprefix(PREFIX))
@@ -91,7 +91,7 @@ class Answers:
         batch: ScheduleBatch,
         result: GenerationBatchResult,
     ) -> None:
-        """Around `process_batch_result_decode`, called once for every pass of a decode batch."""
+        """Around `process_batch_result_decode`, which SGLang calls once per pass of a decode batch: update the counters."""
         allocator = processor.token_to_kv_pool_allocator
         used = allocator.size - allocator.available_size()
         self._num_passes += 1
@@ -105,9 +105,9 @@ class Answers:
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> None:
-        """After `_resolve_spec_v2_tokens`: tokens out of this verify pass. A pass that drafted nothing is plain decoding.
+        """After `_resolve_spec_v2_tokens`: record each request's tokens out of this verify pass. Skip plain passes.
 
-        SGLang's own rates divide by the width that it started with; this is counted, so it holds under adaptation."""
+        SGLang's own rates divide by the initial width. These lengths are counted, so they are also right when it adapts."""
         if not is_active() or result.speculative_num_draft_tokens == 1:
             return
         for request, committed in zip(batch.reqs, tokens, strict=True):
@@ -119,7 +119,7 @@ class Answers:
 
     @staticmethod
     def is_whole_response(original: bool, streamer: object, key: str) -> bool:
-        """After `is_request_level_customized_info_key`: accept lengths come once, not sliced by tokens."""
+        """After `is_request_level_customized_info_key`: accept lengths are per request, not sliced by tokens."""
         return original or key == ACCEPT_LENGTHS
 
     # ---- answers

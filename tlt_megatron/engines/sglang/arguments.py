@@ -1,7 +1,7 @@
-"""Settings -> the options of SGLang's Engine: pure functions, nothing is started here.
+"""Turns settings into the options of SGLang's Engine. Called by the engine; nothing is started here.
 
-Called by the engine. Our options come from the run's own sections; everything else in `sglang.engine_args` is passed on as it
-stands, and a key that both would set is refused.
+Our options come from the other sections of the configuration. `sglang.engine_args` is passed on unchanged; a key that both
+set is an error.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGL
 _FIRST_PORT = 21000
 _PORTS_PER_RANK = 16
 _RANKS_PER_NODE = 64
-# The CPU backend that can verify draft trees; plain decoding takes torch_native.
+# The CPU backend that can verify draft trees. Plain decoding uses torch_native.
 _CPU_TREE_BACKEND = "intel_amx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationPlan:
-    """How SGLang is to speculate."""
+    """The speculation settings for SGLang."""
 
     algorithm: str  # EAGLE | EAGLE3 | NGRAM
-    strategies: tuple[SpeculationStrategy, ...]  # one, or several chains between which is chosen
+    strategies: tuple[SpeculationStrategy, ...]  # one strategy, or several chains to choose from
     selector: str
     ranking: Ranking = Ranking.NOISE
     drafter: str = ""
@@ -39,8 +39,8 @@ class SpeculationPlan:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether SGLang holds states between which can be chosen before every step; for chains it does, so that even a
-        fixed one can be turned off and on."""
+        """Whether SGLang can switch strategies before every step. True for chains of a draft model, so that even a fixed one
+        can be turned off and on."""
         return self.has_draft_model and all(strategy.is_chain for strategy in self.strategies)
 
     @property
@@ -50,8 +50,8 @@ class SpeculationPlan:
 
 
 def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
-    """None where speculation is off. ValueError for what SGLang cannot hold: it keeps graphs for one `topk`, adapts
-    chains alone, and does not mix learned and retrieved drafts."""
+    """Return the plan, or None if speculation is off. ValueError for what SGLang does not support: it keeps graphs for one
+    `topk`, adapts only chains, and does not mix learned and retrieved drafts."""
     if not section.enabled:
         return None
     strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
@@ -125,7 +125,7 @@ def engine_arguments(
     rank: int,
     max_prompt_tokens: int,
 ) -> dict[str, object]:
-    """All options of the engine of one rank. ValueError names the keys of `sglang.engine_args` that are ours to set."""
+    """Return all options of the engine of one rank. ValueError names keys of `sglang.engine_args` that we set ourselves."""
     if rollout.dtype == "float64":
         raise ValueError("rollout.dtype='float64': sglang knows float32 and bfloat16")
     strategies = speculation.strategies if speculation else ()
@@ -154,7 +154,7 @@ def engine_arguments(
     else:
         ours["enable_memory_saver"] = True
         if speculation is not None and speculation.has_draft_model:
-            # The policy is sent anew after every update; a drafter may stay.
+            # The policy is sent again after every update; a drafter may stay.
             ours["enable_draft_weights_cpu_backup"] = True
     clashing = sorted(ours.keys() & section.engine_args.keys())
     if clashing:
@@ -178,7 +178,7 @@ def _cpu_defaults(speculation: SpeculationPlan | None) -> dict[str, object]:
 
 
 def free_ports(rank: int, count: int) -> list[int]:
-    """Ports of this rank's own range that nobody listens on: ranks of a node never look at the same ones."""
+    """Return `count` free ports. Ranks of a node search separate ranges. RuntimeError if too few are free."""
     start = _FIRST_PORT + rank % _RANKS_PER_NODE * _PORTS_PER_RANK
     found = [port for port in range(start, start + _PORTS_PER_RANK) if _is_free(port)]
     if len(found) < count:
@@ -198,7 +198,7 @@ def _is_free(port: int) -> bool:
 
 
 def check_drafter_names(names: Sequence[str]) -> None:
-    """ValueError if borrowed tensors are among a drafter's: SGLang would overwrite the policy's own with them."""
+    """Raise ValueError if a drafter's tensors include borrowed ones: SGLang would overwrite the policy's with them."""
     borrowed = [name for name in names if "embed_tokens" in name or "lm_head" in name]
     if borrowed:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""A running `sglang.Engine` and the way to talk to it: start within a timeout, watched waits, questions, an end.
+"""Starts an `sglang.Engine` within a timeout, waits for its answers, asks it questions and ends it. Made by the engine.
 
-Made by the engine. SGLang installs signal and exit handlers that end every child of this process, and sets environment
-variables: both are taken back here. A process of SGLang's that dies, complains or hangs is an error of the wait for it.
+SGLang sets environment variables and installs signal and exit handlers that kill every child of this process. This module
+undoes both. If an SGLang process dies, reports a failure or hangs, the wait for it raises an error.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SGLANG_VERSION = "0.5.23"  # the plugin's hooks are those of this release
-TARGET, DRAFT = "target", "draft"  # SGLang's `selector`: whose weights
+SGLANG_VERSION = "0.5.23"  # the plugin's hooks fit this release
+TARGET, DRAFT = "target", "draft"  # values of SGLang's `selector`: which model's weights
 
 
 class Connection:
-    """One in-process SGLang engine with our plugin in all of its schedulers."""
+    """One in-process SGLang engine, with our plugin in all of its schedulers."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Connection:
         is_cpu: bool,
         num_ranks: int,
     ) -> None:
-        """ValueError if another release of SGLang is installed; RuntimeError if it is not up within
-        `sglang.start_timeout_s`, or if the plugin is not in place."""
+        """Start the engine. ValueError if another release of SGLang is installed. RuntimeError if it does not start within
+        `sglang.start_timeout_s` or the plugin is not loaded."""
         check_version()
         self._timeout_s = section.request_timeout_s
         self._place = f"rank {rank} on {socket.gethostname()}"
@@ -80,7 +80,7 @@ class Connection:
                 import sglang
 
                 engine = sglang.Engine(custom_sigquit_handler=_ignore, **arguments)
-        except BaseException as error:  # an interrupt of the user must leave nothing behind either
+        except BaseException as error:  # a user's interrupt must clean up too
             log.exception("the sglang engine did not start: its processes are ended")
             self._processes.end()
             self._drop_messages()
@@ -116,7 +116,7 @@ class Connection:
             )
 
     def run(self, work: Awaitable[object]) -> object:
-        """Wait for a coroutine of SGLang's. RuntimeError names rank, host and process if one behind it dies or hangs."""
+        """Wait for an SGLang coroutine. If an engine process dies or hangs, RuntimeError names rank, host and process."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
         silence = Silence(self._last_message, self._ask_for_life, self._timeout_s)
@@ -133,19 +133,19 @@ class Connection:
         return self.engine.tokenizer_manager.last_receive_tstamp
 
     def _ask_for_life(self) -> None:
-        """A question that the schedulers answer between two passes. Never cancelled: SGLang would take the late answer for
-        that of the next question."""
+        """Ask a question that the schedulers answer between two passes. It is never cancelled: SGLang would take its late
+        answer for that of the next question."""
         if self._probe is None or self._probe.done():
             request = _check_weights(Question.ALIVE, TARGET, None)
             work = self.engine.tokenizer_manager.check_weights(request, None)
             self._probe = asyncio.ensure_future(work)
 
     async def abort_all(self) -> None:
-        """Tell SGLang to end every request, running or queued; each then answers that it was aborted."""
+        """Tell SGLang to abort every running or queued request. Each then answers that it was aborted."""
         self.engine.tokenizer_manager.abort_request(abort_all=True)
 
     def call(self, method: str, request: object) -> object:
-        """A control request of SGLang's tokenizer manager; RuntimeError if it is refused."""
+        """Send a control request to SGLang's tokenizer manager and return the answer. RuntimeError if it is refused."""
         answer = self.run(getattr(self.engine.tokenizer_manager, method)(request, None))
         if isinstance(answer, tuple) and not answer[0]:
             raise RuntimeError(f"sglang refused {method}: {answer[1]}")
@@ -154,7 +154,7 @@ class Connection:
     def ask(
         self, question: Question, *, role: str = TARGET, argument: object = None
     ) -> list[object]:
-        """The answers of all scheduler ranks (`answers.Answers`)."""
+        """Return the answers of all scheduler ranks (`answers.Answers`)."""
         request = _check_weights(question, role, argument)
         _, _, ranks, _ = self.call("check_weights", request)
         if ranks is None:
@@ -163,7 +163,7 @@ class Connection:
         return [json.loads(rank["checksums"][key]) for rank in ranks]
 
     def close(self) -> None:
-        """End SGLang's processes and nothing else."""
+        """End SGLang's processes and no others."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -177,14 +177,14 @@ class Connection:
         self._signals.restore()
 
     def _drop_messages(self) -> None:
-        """Messages to processes that are gone would keep their sockets, and with them this process, alive for ever."""
+        """Drop messages to ended processes. They would keep their sockets open, and this process could not exit."""
         for context in _message_contexts():
             if id(context) not in self._contexts_before and not context.closed:
                 context.destroy(linger=0)
 
 
 def check_version() -> None:
-    """ValueError unless the pinned release of SGLang is installed."""
+    """Raise ValueError unless the pinned release of SGLang is installed."""
     try:
         installed = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -206,7 +206,7 @@ def _check_weights(question: Question, role: str, argument: object) -> CheckWeig
 
 
 def _message_contexts() -> list[object]:
-    """All ZeroMQ contexts of this process. SGLang keeps no reference to some of its own, and none is left to a failed start."""
+    """Return all ZeroMQ contexts of this process. SGLang keeps no reference to some of them, nor does a failed start."""
     zmq = sys.modules.get("zmq")
     if zmq is None:
         return []
@@ -214,11 +214,11 @@ def _message_contexts() -> list[object]:
 
 
 def _environment(is_cpu: bool, num_ranks: int) -> dict[str, str | None]:
-    """What SGLang's processes start with."""
-    # Left in place, it makes children of a rank wait for torchrun's store.
+    """Return the environment changes for SGLang's processes."""
+    # With it, children of a rank would wait for torchrun's store.
     changes = {"TORCHELASTIC_USE_AGENT_STORE": None} | owned_engine()
     if not is_cpu:
-        # Without it SGLang captures graphs into memory that no tag gives back.
+        # Without it SGLang captures graphs into memory that no tag releases.
         changes |= unless_set({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"})
     else:
         changes |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -229,4 +229,4 @@ def _environment(is_cpu: bool, num_ranks: int) -> dict[str, str | None]:
 
 
 def _ignore(signum: int, frame: object) -> None:
-    """SIGQUIT while SGLang starts: its own error follows."""
+    """Ignore SIGQUIT while SGLang starts. SGLang's own error follows."""

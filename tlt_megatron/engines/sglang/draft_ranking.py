@@ -1,11 +1,11 @@
-"""Draft trees inside SGLang's EAGLE worker, grown as the embedded engine's: candidates ranked by the target's own noise, and
-every branch reading its own ancestors.
+"""Grows draft trees in SGLang's EAGLE worker as the embedded engine does: the target's noise ranks candidates, and each branch
+reads its own ancestors.
 
-Runs in SGLang's scheduler processes, hooked in by `plugin.register`. What to know: a drafter's pass at position t predicts
-the token that the target samples from position t + 1, so the noise of t + 1 is added to its logits before SGLang ranks
-them. Seeds and temperature live in buffers that never move: a captured draft loop reads them again on every replay.
-SGLang gives each of the `topk` branches its own KV slots, but leaves keys and values where they are when a branch goes on
-from another one's node; here they follow (`_AncestorSlots`).
+`plugin.register` hooks it into SGLang's scheduler processes. A drafter's pass at position t predicts the token that the target
+samples from position t + 1, so the noise of t + 1 is added to its logits before SGLang ranks them. Seeds and temperatures are
+in buffers at fixed addresses, because a captured draft loop reads them on every replay. SGLang gives each of the `topk`
+branches its own KV slots. When a branch continues from another branch's node, SGLang does not copy the keys and values;
+`_AncestorSlots` does.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-# A certain child would tie with its parent, and the best nodes could then miss an ancestor of theirs.
+# A child of probability 1 would tie with its parent. The best nodes could then lack one of their ancestors.
 _MAX_PROBABILITY = 1.0 - 2.0**-23
 
 
 class DraftRanking:
-    """The hooks, and what they remember of each draft worker."""
+    """The hooks, and their state for each draft worker."""
 
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[object, _Buffers] = WeakKeyDictionary()
-        self._drafting: object | None = None  # the runner whose draft loop is under way
+        self._drafting: object | None = None  # the runner whose draft loop is running
         self._ancestors = _AncestorSlots()
-        self._last: object | None = None  # logits output of the draft pass outside of a loop
+        self._last: object | None = None  # logits output of the last draft pass outside a loop
 
     # ---- hooks
 
@@ -57,7 +57,7 @@ class DraftRanking:
     def draft_forward(
         self, original: Callable[..., object], worker: EagleDraftWorker, forward_batch: object
     ) -> object:
-        """Around `EagleDraftWorker.draft_forward`, in capture too."""
+        """Around `EagleDraftWorker.draft_forward`, also during capture: mark the draft loop as running."""
         if not ranks_by_noise():
             return original(worker, forward_batch)
         self._of(worker)
@@ -74,7 +74,7 @@ class DraftRanking:
         step: int,
         *args: object,
     ) -> tuple[object, ...]:
-        """Around `select_top_k_tokens`, which picks the nodes that the next draft pass reads."""
+        """Around `select_top_k_tokens`: record from which branches the nodes of the next draft pass continue."""
         selected = original(step, *args)
         if self._drafting is not None and step > 0:
             topk = args[-1]
@@ -90,9 +90,9 @@ class DraftRanking:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Around `ModelRunner.forward`: perturb the logits of a draft loop, remember those of other draft passes."""
+        """Around `ModelRunner.forward`: perturb the logits of a draft loop, and keep those of other draft passes."""
         if runner is self._drafting:
-            positions_P = forward_batch.positions.clone()  # SGLang moves them on in place
+            positions_P = forward_batch.positions.clone()  # SGLang advances them in place
             self._ancestors.write(runner.token_to_kv_pool, forward_batch.out_cache_loc)
             output = original(runner, forward_batch, *args, **kwargs)
             logits_PV = output.logits_output.next_token_logits
@@ -106,7 +106,7 @@ class DraftRanking:
     def graph_execute(
         self, original: Callable[..., object], runner: object, *args: object, **kwargs: object
     ) -> object:
-        """Around the draft-extend graph's `execute`, which stands in for `ModelRunner.forward`."""
+        """Around the draft-extend graph's `execute`, which replaces `ModelRunner.forward`: keep its logits."""
         self._last = original(runner, *args, **kwargs)
         return self._last
 
@@ -118,7 +118,7 @@ class DraftRanking:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Around `_draft_extend_for_prefill`: rank the first candidates anew."""
+        """Around `_draft_extend_for_prefill`: rank the first candidates again, with noise."""
         draft_input = original(worker, batch, *args, **kwargs)
         self._rank_first(worker, batch, draft_input, batch.seq_lens)
         return draft_input
@@ -131,7 +131,7 @@ class DraftRanking:
         batch_result: object,
         **kwargs: object,
     ) -> None:
-        """Around `_draft_extend_for_decode`: the same after a verify pass."""
+        """Around `_draft_extend_for_decode`: rank the first candidates after a verify pass."""
         original(worker, batch, batch_result, **kwargs)
         self._rank_first(worker, batch, batch_result.next_draft_input, batch_result.new_seq_lens)
 
@@ -139,7 +139,7 @@ class DraftRanking:
     def keep_order(
         probs_BV: Tensor, logits_BV: Tensor, sampling_info: object, use_rejection_sampling: bool
     ) -> Tensor:
-        """After `renorm_draft_probs`: no probability of exactly 1."""
+        """After `renorm_draft_probs`: keep all probabilities below 1."""
         return probs_BV.clamp(max=_MAX_PROBABILITY) if ranks_by_noise() else probs_BV
 
     # ----
@@ -147,7 +147,7 @@ class DraftRanking:
     def _rank_first(
         self, worker: EagleDraftWorker, batch: ScheduleBatch, draft_input: object, lengths_B: Tensor
     ) -> None:
-        """Candidates behind the root; `lengths_B` is where each root stands."""
+        """Rank the candidates after the root. `lengths_B` is the position of each root."""
         is_idle = batch.forward_mode.is_idle() or self._last is None
         if not ranks_by_noise() or is_idle or lengths_B.numel() == 0:
             return
@@ -171,18 +171,18 @@ class DraftRanking:
 
 
 class _AncestorSlots:
-    """Where the branches of one draft loop keep their keys and values, step by step."""
+    """The KV slots of the branches of one draft loop, step by step."""
 
     def __init__(self) -> None:
-        self._slots_SP: list[Tensor] = []  # [B * K] of each step so far
-        self._parents_BK: Tensor | None = None  # the branch from which each branch goes on
+        self._slots_SP: list[Tensor] = []  # [B * K] each, one per step so far
+        self._parents_BK: Tensor | None = None  # the branch from which each branch continues
 
     def continue_from(self, parents_BK: Tensor) -> None:
-        """What the next `write` is to move."""
+        """Set the parent branches for the next `write`."""
         self._parents_BK = parents_BK
 
     def write(self, pool: KVCache, slots_P: Tensor) -> None:
-        """Before the pass that writes `slots_P`: what it reads of earlier steps is copied from branch to branch."""
+        """Copy keys and values of earlier steps from parent branches. Call it before the pass that writes `slots_P`."""
         if self._slots_SP and self._parents_BK is not None and self._parents_BK.shape[1] > 1:
             parents_BK = self._parents_BK
             to_SBK = torch.stack(self._slots_SP).view(-1, *parents_BK.shape)
@@ -192,9 +192,9 @@ class _AncestorSlots:
 
     @staticmethod
     def _move(pool: KVCache, to_P: Tensor, from_P: Tensor) -> None:
-        """Branches may change places, so every row of a buffer is read before one is written; SGLang's fast copy is for
-        rows that do not overlap."""
-        if pool.use_hnd:  # not laid out by slots, and copied by indexing then
+        """Copy slots. Branches may swap, so all rows of a buffer are read before any is written. SGLang's fast copy needs rows
+        that do not overlap."""
+        if pool.use_hnd:  # another layout, which SGLang copies by indexing
             pool.move_kv_cache(to_P, from_P)
             return
         for buffer in (*pool.k_buffer, *pool.v_buffer):
@@ -202,7 +202,7 @@ class _AncestorSlots:
 
 
 class _Buffers:
-    """Seeds and temperatures of the rows of a batch, at addresses that stay."""
+    """Seeds and temperatures of the rows of a batch, at fixed addresses."""
 
     def __init__(self, worker: EagleDraftWorker) -> None:
         from sglang.srt.runtime_context import get_exec
@@ -215,13 +215,13 @@ class _Buffers:
         self._worker = worker
 
     def fill(self, info: SamplingBatchInfo) -> None:
-        """With the rows of a batch. At temperature 0 nothing is added to the logits."""
+        """Copy in the rows of a batch. At temperature 0 `perturb_` adds nothing."""
         seeds_B = info.sampling_seed
         self._seeds_R[: seeds_B.shape[0]].copy_(seeds_B)
         self._temperatures_R.fill_(settings_of(info).temperature)
 
     def perturb_(self, logits_PV: Tensor, positions_P: Tensor, topk: int = 0) -> None:
-        """Add temperature * noise; the `topk` branches of a request share its noise."""
+        """Add temperature * noise in place. The `topk` branches of a request share its noise."""
         topk = topk or self._topk
         num_rows = logits_PV.shape[0] // topk
         hot_ids = self._worker.hot_token_id  # a pruned draft vocabulary

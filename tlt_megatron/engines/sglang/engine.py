@@ -1,8 +1,8 @@
 """SGLang as a rollout engine: satisfies `engines.base.RolloutEngine` with an in-process `sglang.Engine`.
 
-Made by the trainer, one per rollout replica, on the rank that owns it; called by the rollout worker and the weight sync.
-SGLang's scheduler and detokenizer are processes of their own. Every wait for them is watched: a death is an error of this rank
-within a second, a hang after `sglang.request_timeout_s`.
+The trainer makes one per rollout replica, on its first rank; the rollout worker and the weight sync call it. SGLang's
+scheduler and detokenizer run in separate processes. Every wait for them is watched: this rank raises an error within a second
+if one dies, and after `sglang.request_timeout_s` if one hangs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
-# Of SGLang's memory saver: all that it can give back.
+# All tags of SGLang's memory saver.
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-# In which the last pass must end: SGLang's scheduler dies if memory is released before.
+# Timeout for the last pass to end. SGLang's scheduler dies if memory is released earlier.
 _IDLE_TIMEOUT_S = 30.0
 
 
 class SglangEngine:
-    """See `engines.base.RolloutEngine`. Processes start with the object; weights are those of `load_weights`."""
+    """See `engines.base.RolloutEngine`. The constructor starts the processes; `load_weights` gives them their weights."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class SglangEngine:
         speculation: SpeculationSection | None = None,
         replica: Replica | None = None,
     ) -> None:
-        """`replica`: the ranks whose GPUs the engine uses, this one first; `sleep`, `wake` and weights are collectives of them.
-        ValueError for settings that SGLang cannot hold; RuntimeError if it is not up in time."""
+        """`replica`: the ranks whose GPUs the engine uses, this one first. All of them must call `sleep`, `wake` and the weight
+        loads. ValueError for settings that SGLang does not support; RuntimeError if it does not start in time."""
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._device = device
         self._longest = max_prompt_tokens + rollout.max_new_tokens
@@ -123,8 +123,8 @@ class SglangEngine:
         self._version = version
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """See `RolloutEngine`: copies of this process, as SGLang's own live in its scheduler. RuntimeError without a
-        learned drafter, for which alone they are kept."""
+        """See `RolloutEngine`. Returns this process's copies, because SGLang's tensors are in its scheduler. RuntimeError
+        without a learned drafter, because copies are kept only for one, or before `load_weights`."""
         if self._borrowed is None or self._version is None:
             raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
         return self._borrowed.embedding_VD, self._borrowed.lm_head_VD
@@ -133,7 +133,7 @@ class SglangEngine:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """See `RolloutEngine`. ValueError for tensors that a drafter borrows."""
+        """See `RolloutEngine`. ValueError if tensors that a drafter borrows are included."""
         self._require_awake()
         if self._plan is None or not self._plan.has_draft_model:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
@@ -150,19 +150,19 @@ class SglangEngine:
         self._drafter_version = version
 
     def suspend_drafter(self, is_suspended: bool) -> None:
-        """See `RolloutEngine`. SGLang cannot turn a fixed tree off: it goes on, which costs time and changes no token."""
+        """See `RolloutEngine`. SGLang cannot turn off a fixed tree. It stays on, which costs time but changes no token."""
         self._is_suspended = is_suspended
         self._turn_off()
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """See `RolloutEngine`. Not where the engine spans several ranks, of which the others could not tell."""
+        """See `RolloutEngine`. Returns False if the engine spans several ranks: the other ranks cannot tell if it paused."""
         if self._num_ranks > 1:
             return False
         self._is_paused = is_paused
         return self._turn_off()
 
     def _turn_off(self) -> bool:
-        """Whether the schedulers now do as they are told."""
+        """Send the current on/off state to the schedulers. Return whether all of them applied it."""
         if self._plan is None:
             return True
         is_off = self._is_suspended or self._is_paused
@@ -170,11 +170,11 @@ class SglangEngine:
 
     @property
     def drafter_version(self) -> int | None:
-        """Of the drafter weights last loaded; None for those on disk."""
+        """Return the version of the drafter weights loaded last; None for those on disk."""
         return self._drafter_version
 
     def checksum(self, role: str) -> int:
-        """Of the weights that the schedulers hold for `target` or `draft`; RuntimeError if their ranks disagree."""
+        """Return the checksum of the schedulers' weights for `target` or `draft`. RuntimeError if their ranks disagree."""
         answers = {int(answer) for answer in self._sglang.ask(Question.CHECKSUM, role=role)}
         if len(answers) != 1:
             raise RuntimeError(f"sglang's ranks hold different {role} weights: {sorted(answers)}")
@@ -189,8 +189,8 @@ class SglangEngine:
         return cast_tensors(tensors, self._device.torch_device, self._dtype, self._borrowed)
 
     def sleep(self) -> None:
-        """Free the cached keys and values; on a GPU release the memory of keys and values, weights and graphs. The policy's
-        weights are dropped, as `load_weights` sends them anew; the drafter's are parked, as they may stay."""
+        """Free the cached keys and values. On a GPU also release the memory of KV, weights and graphs. The policy's weights are
+        dropped, because `load_weights` sends them again; the drafter's are kept on the host."""
         self._require_open()
         if self._is_asleep:
             return
@@ -204,7 +204,7 @@ class SglangEngine:
         self._version = None if self._device.is_cuda else self._version
 
     def wake(self) -> None:
-        """Undo `sleep`; on a GPU weights must be loaded anew. Cached memory of this process must be released before."""
+        """Undo `sleep`. On a GPU, release this process's cached memory before, and load weights again after."""
         self._require_open()
         if self._is_asleep:
             with self._replica.in_step(WAKING):
@@ -213,7 +213,7 @@ class SglangEngine:
 
     def _memory(self, method: str) -> None:
         if not self._device.is_cuda:
-            return  # SGLang's memory saver moves nothing on a CPU
+            return  # SGLang's memory saver does nothing on a CPU
         from sglang.srt.managers import io_struct
 
         requests = {
@@ -223,7 +223,7 @@ class SglangEngine:
         self._sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
 
     def close(self) -> None:
-        """See `RolloutEngine`: no process is left behind."""
+        """See `RolloutEngine`. Ends all SGLang processes."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -243,8 +243,8 @@ class SglangEngine:
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `on_features` and `between_passes` are never called: states and passes
-        are those of SGLang's own processes. `should_stop` is asked every 0.2 s."""
+        """See `RolloutEngine`. `on_features` and `between_passes` are never called, because decoding runs in SGLang's
+        processes. `should_stop` is called every 0.2 s."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
@@ -281,7 +281,7 @@ class SglangEngine:
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None,
     ) -> tuple[Rollout, Mapping[str, object]]:
-        """One response."""
+        """Generate one response. Return the rollout and SGLang's `meta_info`."""
         settings = SamplingSettings(params.temperature, params.top_p, params.top_k)
         seed = request_seed(params.seed, prompt.draw_index, sample_index)
         output = await self._sglang.engine.async_generate(
@@ -326,18 +326,18 @@ class SglangEngine:
         )
 
     def stats(self) -> EngineStats:
-        """See `RolloutEngine`. Prompt tokens that a preempted request computes again are not told apart."""
+        """See `RolloutEngine`. Does not count recomputed prompt tokens of preempted requests separately."""
         return self._stats
 
     def take_passes(self) -> list[PassRecord]:
-        """See `RolloutEngine`: of adaptive speculation alone."""
+        """See `RolloutEngine`. Returns passes only with adaptive speculation."""
         return [
             PassRecord(**{**record, "accepted_by_depth": tuple(record["accepted_by_depth"])})
             for record in self._sglang.ask(Question.PASSES)[0]
         ]
 
     def state_dict(self) -> dict[str, object]:
-        """See `RolloutEngine`: the state of the selector, if there is one."""
+        """See `RolloutEngine`. Holds the state of the selector, if there is one."""
         return {"selector": self._sglang.ask(Question.SELECTOR_STATE)[0]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
-"""The engine of a rank whose GPU works for its neighbour's: one SGLang engine spans several ranks when its `tp_size` is above 1.
+"""The engine object of a rank whose GPU is used by the first rank's SGLang engine (`tp_size` > 1).
 
-Made by the trainer for every rank of a replica but the first. It generates nothing, but takes part in every exchange, so that
-the loop is the same on all ranks, and waits where the engine takes or gives back memory of its GPU.
+The trainer makes one for every rank of a replica except the first. It generates nothing but takes part in every collective, so
+that all ranks run the same loop. It waits while the engine allocates or frees memory of its GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 
 class FollowerEngine:
-    """Satisfies `engines.base.RolloutEngine` for no prompts."""
+    """Satisfies `engines.base.RolloutEngine`, but accepts no prompts."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class FollowerEngine:
         has_drafter: bool,
         replica: Replica | None = None,
     ) -> None:
-        """`replica`: the ranks of the engine, this one among them."""
+        """`replica`: the ranks of the engine, including this one."""
         self._device = device.torch_device
         self._dtype = dtype
         self._borrowed = BorrowedTensors() if has_drafter else None
@@ -51,7 +51,7 @@ class FollowerEngine:
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """Nothing. ValueError for prompts: they belong to the first rank of the replica."""
+        """Return []. ValueError if there are prompts: they belong to the first rank of the replica."""
         if prompts:
             raise ValueError(f"{len(prompts)} prompts for a rank without an engine of its own")
         return []
@@ -59,7 +59,7 @@ class FollowerEngine:
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
     ) -> None:
-        """Take part in the export, offer this rank's copy; keep what a drafter that trains here borrows."""
+        """Take part in the export and offer this rank's copy. Keep the tensors that a drafter on this rank borrows."""
         cast = cast_tensors(tensors, self._device, self._dtype, self._borrowed)
         self._weights.send(cast, role=TARGET, version=str(version))
         with self._replica.in_step(LOADING):
@@ -74,35 +74,35 @@ class FollowerEngine:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        """Offer this rank's copy."""
+        """Offer this rank's copy of the drafter's weights."""
         cast = cast_tensors(tensors.items(), self._device, self._dtype, None)
         self._weights.send(cast, role=DRAFT, version=str(version))
         with self._replica.in_step(LOADING):
             pass  # the leader compares checksums
 
     def suspend_drafter(self, is_suspended: bool) -> None:
-        """The first rank's business."""
+        """Do nothing: the first rank suspends the drafter."""
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """See `RolloutEngine`: not where an engine spans several ranks."""
+        """Return False: an engine that spans several ranks cannot pause."""
         return False
 
     def sleep(self) -> None:
-        """Return when the engine has given this rank's GPU memory back."""
+        """Wait until the engine has freed this rank's GPU memory."""
         if not self._is_asleep:
             with self._replica.in_step(SLEEPING):
                 pass
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Let the engine take this rank's GPU memory, which must be free by now; return when it has."""
+        """Wait until the engine has allocated this rank's GPU memory, which must be free before the call."""
         if self._is_asleep:
             with self._replica.in_step(WAKING):
                 pass
         self._is_asleep = False
 
     def stats(self) -> EngineStats:
-        """Nothing was done."""
+        """Return zeros."""
         return EngineStats(
             num_prompt_tokens=0,
             num_generated_tokens=0,
@@ -114,15 +114,15 @@ class FollowerEngine:
         )
 
     def take_passes(self) -> list[PassRecord]:
-        """None."""
+        """Return []."""
         return []
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing is learned."""
+        """Return {}."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""

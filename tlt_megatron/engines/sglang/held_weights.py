@@ -1,7 +1,7 @@
-"""What an SGLang model holds, as Hugging Face names a checkpoint: fused matrices cut apart, shards gathered.
+"""Reads the weights of an SGLang model under Hugging Face names: splits fused matrices and gathers shards.
 
-Runs in SGLang's scheduler processes, for the checksum that a weight update is verified by. What to know: it reads the
-parameters that the forward pass uses, after SGLang's own loading, so a tensor that went astray on the way shows.
+Runs in SGLang's scheduler processes to compute the checksum that verifies a weight update. It reads the parameters that the
+forward pass uses, after SGLang's own loading, so the checksum detects a tensor that was lost or misplaced.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 
 
 def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
-    """The sum over all tensors, as their sender sums them. A collective of the tensor-parallel ranks."""
+    """Return the checksum over all tensors, as the sender computes it. All tensor-parallel ranks must call it."""
     tensors = named_held_tensors(model, is_draft=is_draft)
     return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by name. Of a drafter its own alone: embedding and head are the target's."""
+    """Yield whole tensors by name. For a drafter yield only its own: embedding and LM head belong to the target."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     is_eagle3 = is_draft and "Eagle3" in type(model).__name__
@@ -38,7 +38,7 @@ def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[st
 
 
 def _parts(name: str, kind: str, module: nn.Module, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The checkpoint's tensors behind one parameter."""
+    """Yield the checkpoint tensors of one parameter."""
     from sglang.srt.layers.linear import (
         MergedColumnParallelLinear,
         QKVParallelLinear,
@@ -64,7 +64,7 @@ def _parts(name: str, kind: str, module: nn.Module, shard: Tensor) -> Iterator[t
 
 
 def _gather(shard: Tensor, dim: int, num_copies: int = 1) -> Tensor:
-    """The whole tensor from all ranks; key-value heads that ranks share (`num_copies` each) count once."""
+    """Return the whole tensor from all ranks. KV heads that `num_copies` ranks share are taken once."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group

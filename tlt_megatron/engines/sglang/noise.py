@@ -1,9 +1,8 @@
-"""Noise-keyed exact sampling inside SGLang: every token, decoded or verified, is the draw that the embedded engine makes.
+"""Noise-keyed exact sampling in SGLang: decoding and verifying sample the same tokens as the embedded engine.
 
-Runs in SGLang's scheduler processes, hooked in by `plugin.register`. What to know: a request's seed arrives shifted by its
-prompt (`sampling.seed_at_origin`), so that noise is keyed by positions in the sequence, which is all that SGLang carries through
-its batches. In the verify pass the argmax of perturbed logits is the exact sample, so SGLang's greedy verification, the
-fast one, is an exact sampler at any temperature.
+`plugin.register` hooks it into SGLang's scheduler processes. The seed of a request is shifted by its prompt length
+(`sampling.seed_at_origin`): SGLang's batches carry only sequence positions, so these key the noise. In the verify pass the
+argmax of perturbed logits is an exact sample. So SGLang's fast greedy verification samples exactly at any temperature.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-# How SGLang's `served_model_name` begins where everything here is on. Its `sampling_backend`, made for samplers of one's own,
-# will not do: on a CPU SGLang overwrites it.
+# `served_model_name` starts with this in our engines and turns these hooks on. The option for custom samplers,
+# `sampling_backend`, does not work: on a CPU SGLang overwrites it.
 MARK = "tlt_megatron"
 _SETTINGS = "noise_settings"  # our attribute of SamplingBatchInfo
 _MOST_NOISE = (
     1 << 25
-)  # elements worked on at once: 256 MB of noise in float64, and a few times that while it is made
+)  # elements per chunk: 256 MB of noise in float64, and a few times that while it is generated
 
 
 class SamplingSettings(NamedTuple):
-    """What the requests of a batch share, on the host: reading SGLang's tensors would make the device wait."""
+    """Settings that all requests of a batch share, on the host. Reading SGLang's tensors would synchronize the device."""
 
     temperature: float
     top_p: float
@@ -47,17 +46,17 @@ class SamplingSettings(NamedTuple):
 
 
 def is_active() -> bool:
-    """Whether this process serves an engine of ours; anybody else's SGLang stays as it is."""
+    """Whether this process serves our engine. Other SGLang engines must not change."""
     return _served_name().partition("/")[0] == MARK
 
 
 def ranks_by_noise() -> bool:
-    """Whether it is an engine of ours that ranks draft candidates by noise."""
+    """Whether this process serves our engine and ranks draft candidates by noise."""
     return _served_name() == mark(Ranking.NOISE)
 
 
 def mark(ranking: Ranking) -> str:
-    """The `served_model_name` of an engine of ours."""
+    """Return the `served_model_name` of our engine."""
     return f"{MARK}/{ranking}"
 
 
@@ -68,19 +67,19 @@ def _served_name() -> str:
 
 
 def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterator[slice]:
-    """Rows cut so that a part of them has at most `most` elements, and at least one row; no rows are one empty part."""
+    """Return slices of rows with at most `most` elements, but at least one row each. Zero rows give one empty slice."""
     step = max(most // row_size, 1)
     starts = range(0, max(num_rows, 1), step)
     return (slice(start, min(start + step, num_rows)) for start in starts)
 
 
-# ---- what a batch carries
+# ---- data of a batch
 
 
 def keep_seeds(
     info: SamplingBatchInfo, info_class: type, batch: ScheduleBatch, vocab_size: int
 ) -> SamplingBatchInfo:
-    """After `SamplingBatchInfo.from_schedule_batch`: seeds without SGLang's deterministic mode, and the settings."""
+    """After `SamplingBatchInfo.from_schedule_batch`: add the seeds (SGLang: only in deterministic mode) and the settings."""
     if not is_active():
         return info
     params = [request.sampling_params for request in batch.reqs]
@@ -91,7 +90,7 @@ def keep_seeds(
 
 
 def _normalized(params: object) -> SamplingSettings:
-    """SGLang writes greedy as top_k=1 and "all tokens" as a huge top_k."""
+    """Return the settings of SGLang's `params`. SGLang writes greedy as top_k=1 and "all tokens" as a huge top_k."""
     if params.top_k == 1:
         return SamplingSettings(0.0, 1.0, 0)
     top_k = params.top_k if params.top_k < 1 << 30 else 0
@@ -110,21 +109,21 @@ def _shared(found: set[SamplingSettings]) -> SamplingSettings:
 def check_merged(
     merge: Callable[..., None], info: SamplingBatchInfo, other: SamplingBatchInfo
 ) -> None:
-    """Around `SamplingBatchInfo.merge_batch`."""
+    """Around `SamplingBatchInfo.merge_batch`: RuntimeError if the settings differ."""
     if hasattr(info, _SETTINGS) and hasattr(other, _SETTINGS):
         _shared({settings_of(info), settings_of(other)})
     merge(info, other)
 
 
 def keep_settings(copied: SamplingBatchInfo, info: SamplingBatchInfo) -> SamplingBatchInfo:
-    """After `SamplingBatchInfo.copy_for_forward`, which copies declared fields alone."""
+    """After `SamplingBatchInfo.copy_for_forward`, which copies only declared fields: copy the settings too."""
     if hasattr(info, _SETTINGS):
         setattr(copied, _SETTINGS, settings_of(info))
     return copied
 
 
 def settings_of(info: SamplingBatchInfo) -> SamplingSettings:
-    """The settings of a batch; greedy for the batches of SGLang's own warm-up."""
+    """Return the settings of a batch. They are greedy for SGLang's own warm-up batches."""
     return getattr(info, _SETTINGS, SamplingSettings(0.0, 1.0, 0))
 
 
@@ -132,13 +131,13 @@ def settings_of(info: SamplingBatchInfo) -> SamplingSettings:
 
 
 def make_sampler(original: Callable[..., object], backend: str | None = None) -> object:
-    """Around `create_sampler`: SGLang's Sampler with `forward` replaced."""
+    """Around `create_sampler`: return SGLang's Sampler with `forward` replaced."""
     if not is_active():
         return original(backend)
     from sglang.srt.layers.sampler import Sampler
 
     class NoiseKeyedSampler(Sampler):
-        """Draws with `speculation.sampling.sample`."""
+        """Samples with `speculation.sampling.sample`."""
 
         def forward(
             self,
@@ -151,7 +150,7 @@ def make_sampler(original: Callable[..., object], backend: str | None = None) ->
             *,
             logprob_logits: Tensor | None = None,
         ) -> Tensor:
-            """[B] tokens; log-probabilities go into `logits_output`."""
+            """Return [B] tokens and write log-probabilities to `logits_output`."""
             logits_BV = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
             sampled = _sample_rows(
                 logits_BV, sampling_info.sampling_seed, positions, settings_of(sampling_info)
@@ -182,7 +181,7 @@ def _write_logprobs(
     settings: SamplingSettings,
     top_logprobs_nums: list[int] | None,
 ) -> None:
-    """Of the sampled distribution (greedy: of the policy); the policy's own travel as "top" log-probability if asked for."""
+    """Write log-probabilities of the sampled distribution (greedy: the policy). If requested, write the policy's as "top"."""
     is_greedy = settings.temperature == 0.0
     logits_output.next_token_logprobs = (
         sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
@@ -196,7 +195,7 @@ def _write_logprobs(
 
 
 def verify_greedily(original: Callable[..., bool], **facts: bool) -> bool:
-    """Around `_verify_uses_greedy`: perturbed logits make the greedy path exact on every platform."""
+    """Around `_verify_uses_greedy`: always True for our engine, as perturbed logits make the greedy path exact."""
     return True if is_active() else original(**facts)
 
 
@@ -208,7 +207,7 @@ def verify_perturbed(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Around `eagle_sample`, which takes the argmax of the logits at every node of the draft trees."""
+    """Around `eagle_sample`, which takes the argmax at every tree node: pass it logits that encode our samples."""
     settings = settings_of(batch.sampling_info)
     if not is_active() or batch.forward_mode.is_idle() or settings.temperature == 0.0:
         return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
@@ -221,13 +220,13 @@ def verify_perturbed(
         settings,
         num_steps=verify_input.max_tree_depth,
     )
-    # One byte an element, and the argmax of every row is its draw.
+    # One byte per element; the argmax of every row is its sample.
     is_draw_PV = torch.zeros(raw_PV.shape, dtype=torch.uint8, device=raw_PV.device)
     logits_output.next_token_logits = is_draw_PV.scatter_(1, draws_P.unsqueeze(1), 1)
     try:
         return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
     finally:
-        logits_output.next_token_logits = raw_PV  # log-probabilities are of these
+        logits_output.next_token_logits = raw_PV  # log-probabilities are computed from these
 
 
 def tree_draws(
@@ -240,8 +239,10 @@ def tree_draws(
     num_steps: int,
     most: int = _MOST_NOISE,
 ) -> Tensor:
-    """[B * Q] what the target draws after every node of the draft trees; `positions_BQ` are where the nodes stand, `lengths_B`
-    where their roots do. At most `most` elements (or one request) are worked on at once."""
+    """Return the target's samples [B * Q], one after every node of the draft trees.
+
+    `positions_BQ` are the positions of the nodes, `lengths_B` those of the roots. A chunk has at most `most` elements, or one
+    request."""
     num_requests, num_nodes = positions_BQ.shape
     vocab_size = logits_PV.shape[-1]
     logits_BQV = logits_PV.view(num_requests, num_nodes, vocab_size)
@@ -256,7 +257,7 @@ def tree_draws(
 
 
 def _allowed(logits_PV: Tensor, settings: SamplingSettings) -> Tensor:
-    """Tempered and cut exactly as in `sample`."""
+    """Return float32 logits, scaled by temperature and cut exactly as in `sample`."""
     logits_PV = logits_PV.float()
     if settings.is_plain:
         return logits_PV
@@ -266,7 +267,7 @@ def _allowed(logits_PV: Tensor, settings: SamplingSettings) -> Tensor:
 def _tree_noise(
     seeds_B: Tensor, lengths_B: Tensor, positions_BQ: Tensor, num_steps: int, vocab_size: int
 ) -> Tensor:
-    """[B * Q, V]: nodes of one depth share one row of noise."""
+    """Return the noise [B * Q, V]. Nodes of one request at the same depth share a row."""
     depths_BQ = positions_BQ - lengths_B.unsqueeze(1)
     steps_S = torch.arange(num_steps, device=lengths_B.device)
     positions_BS = lengths_B.unsqueeze(1).to(torch.int64) + steps_S
@@ -288,7 +289,7 @@ def spec_logprobs(
     accept_index: Tensor | None = None,
     chain_stride: int | None = None,
 ) -> None:
-    """Around `compute_spec_logprobs`, which knows temperature but not what top-p and top-k cut."""
+    """Around `compute_spec_logprobs`, which applies temperature but not top-p and top-k: apply all three."""
     settings = settings_of(batch.sampling_info)
     if not is_active() or accept_index is None or settings.temperature == 0.0 or settings.is_plain:
         original(
@@ -305,7 +306,7 @@ def spec_logprobs(
         sampled.append(sampled_PV.gather(1, tokens_P1[rows]))
         if wants_policy:
             policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
-    # Rows behind the accepted ones hold no draw of theirs, so a token there may be outside the cut.
+    # Rows after the accepted ones hold no sample of their own, so their token may be outside the cut.
     sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
     logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
     if wants_policy:

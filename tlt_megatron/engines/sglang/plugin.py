@@ -1,8 +1,8 @@
-"""The entry point `sglang.srt.plugins`: what this project adds to SGLang, through SGLang's own hook registry.
+"""The entry point `sglang.srt.plugins`: adds this project's hooks to SGLang through SGLang's own hook registry.
 
-Called by SGLang in each of its processes, with or without an engine of ours. SGLang logs a plugin that fails and goes on
-without it, so the scheduler is asked which hooks are in place (`answers.py`), and a start without all of them
-is refused. Every hook leaves engines alone that were not started under our mark.
+SGLang calls it in each of its processes, also for engines that are not ours. If a plugin fails, SGLang only logs it. So the
+connection asks the scheduler which hooks are in place (`answers.py`) and refuses a start without all of them. Hooks change
+only engines that were started with our mark (`noise.mark`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2."
 
 
 def register() -> None:
-    """Register all hooks; SGLang applies them when this has returned."""
+    """Register all hooks. SGLang applies them after this returns."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
@@ -46,8 +46,9 @@ def register() -> None:
 
 
 def _end_with_owner() -> None:
-    """In a process of an engine of ours: die with the rank. SGLang asks the kernel for that too, but only when its imports are
-    done, and a rank that has died by then sends no signal any more. SystemExit if it has."""
+    """Make a process of our engine die with its rank. SystemExit if the rank has already died.
+
+    SGLang requests this from the kernel too, but only after its imports. A rank that died before then sends no signal."""
     owner = engine_owner()
     if owner is None or owner == os.getpid():
         return
@@ -61,7 +62,7 @@ def _end_with_owner() -> None:
 def _hooks(
     policies: PolicyFactory, answers: Answers, ranking: DraftRanking, steps: StepResults
 ) -> Iterator[tuple[str, str, Callable[..., object]]]:
-    """(when, where, what)."""
+    """Yield (type, target, hook)."""
     yield "after", _BATCH_INFO + "from_schedule_batch", noise.keep_seeds
     yield "after", _BATCH_INFO + "copy_for_forward", noise.keep_settings
     yield "around", _BATCH_INFO + "merge_batch", noise.check_merged

@@ -1,8 +1,7 @@
-"""The processes behind an SGLang engine: which they are, whether they live and answer, and their end.
+"""Finds the processes of an SGLang engine, checks that they live and answer, and ends them. Called by the connection.
 
-Called by the connection. SGLang's own answer to a dead child is to kill its parent's whole process tree, and its shutdown
-kills every child of the process, reward workers included. Here a death or a hang is an error of this rank, and only the
-engine's own processes are ended.
+If a child dies, SGLang kills its parent's whole process tree. SGLang's shutdown kills every child of the process, including
+reward workers. Here a death or a hang raises an error on this rank, and only the engine's own processes are ended.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _END_TIMEOUT_S = 30.0
 
 
 class EngineProcesses:
-    """Children of this process that came up while an engine started."""
+    """Children of this process that started together with an engine."""
 
     def __init__(self) -> None:
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -32,15 +31,15 @@ class EngineProcesses:
         self._has_complained = False
 
     def note_started(self) -> None:
-        """Take all new children as the engine's."""
+        """Record all new children as the engine's."""
         self._own = self._new()
 
     def complain(self, signum: int, frame: FrameType | None) -> None:
-        """Handler of SIGQUIT, with which SGLang's processes report that they failed."""
+        """Handle SIGQUIT, which SGLang's processes send to report a failure."""
         self._has_complained = True
 
     def failure(self) -> str | None:
-        """What is wrong with the engine's processes, if anything."""
+        """Return what is wrong with the engine's processes, or None."""
         dead = [str(process.pid) for process in self._own if not _is_alive(process)]
         if dead:
             return f"its process {', '.join(dead)} has died (the reason is in its output above)"
@@ -49,11 +48,11 @@ class EngineProcesses:
         return None
 
     def describe(self) -> str:
-        """Name, pid and state of each, for messages. Example: `sglang::scheduler (pid 812, stopped)`."""
+        """Return name, pid and state of each process. Example: `sglang::scheduler (pid 812, stopped)`."""
         return ", ".join(_describe(process) for process in self._own) or "no process"
 
     def end(self) -> None:
-        """Kill all of them, grandchildren too, and wait until they are gone."""
+        """Kill all of them and their descendants, and wait until they have ended."""
         processes = self._own or self._new()
         for process in list(processes):
             try:
@@ -92,7 +91,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 def _is_shared(process: psutil.Process) -> bool:
-    """Python's resource tracker belongs to the whole process."""
+    """Whether it is Python's resource tracker, which is not the engine's, or has ended."""
     try:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
@@ -100,7 +99,7 @@ def _is_shared(process: psutil.Process) -> bool:
 
 
 class StartWatch:
-    """Ends an engine's processes if it is not up in time, which makes SGLang's start raise."""
+    """Ends an engine's processes if it does not start in time. SGLang's start then raises."""
 
     def __init__(self, processes: EngineProcesses, timeout_s: float) -> None:
         self.is_late = False
@@ -122,11 +121,11 @@ class StartWatch:
         while not self._done.wait(waited_s):
             self.is_late = True
             self._processes.end()
-            waited_s = _POLL_S  # more of them may just be on their way
+            waited_s = _POLL_S  # more processes may still be starting
 
 
 class Signals:
-    """SIGTERM and SIGQUIT of this process, which SGLang takes over, and how to take them back. Main thread alone."""
+    """Restores the handlers of SIGTERM and SIGQUIT, which SGLang replaces. Does nothing outside the main thread."""
 
     def __init__(self, on_quit: Callable[[int, FrameType | None], None]) -> None:
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -135,7 +134,7 @@ class Signals:
             self._before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGQUIT)}
 
     def take_back(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """After SGLang has installed its handlers: ours for SIGQUIT, the former one for SIGTERM."""
+        """Replace SGLang's handlers: install ours for SIGQUIT and the former one for SIGTERM."""
         if not self._is_main:
             return
         for number in (signal.SIGTERM, signal.SIGQUIT):
@@ -145,16 +144,16 @@ class Signals:
         signal.signal(signal.SIGQUIT, self._on_quit)
 
     def restore(self) -> None:
-        """As before the engine."""
+        """Restore the handler of SIGQUIT from before the engine."""
         if self._is_main:
             signal.signal(signal.SIGQUIT, self._before[signal.SIGQUIT] or signal.SIG_DFL)
 
 
 class Silence:
-    """Notices an engine that lives but does nothing: no message from it for `timeout_s` seconds while one is due.
+    """Detects an engine that hangs: it lives, but sends no message for `timeout_s` seconds of a wait.
 
-    `last_message` gives a value that every message of the engine changes. `probe` asks the engine for a sign of life, so that
-    a long phase without results is no silence: its answer is a message. One object serves one wait.
+    `last_message` returns a value that every message of the engine changes. `probe` sends a request whose answer is a message,
+    so a long phase without results does not count as silence. Use one object per wait.
     """
 
     def __init__(
@@ -169,9 +168,9 @@ class Silence:
         self._has_probed = False
 
     def failure(self) -> str | None:
-        """What is wrong, if anything; asks for a sign of life after half of the time. To be called every `_POLL_S`.
+        """Return what is wrong, or None. Call it every `_POLL_S`. It calls `probe` after half of the timeout.
 
-        Time in which this process did not ask counts little: while it was stopped or busy it took no messages either."""
+        Each call adds at most 2 * `_POLL_S`: while this process was stopped or busy, it received no messages either."""
         now, seen = time.monotonic(), self._last_message()
         self._silent_s += min(now - self._asked, 2 * _POLL_S)
         self._asked = now
@@ -186,7 +185,7 @@ class Silence:
 
 
 async def watched(work: Awaitable[object], failure: Callable[[], str | None]) -> object:
-    """The result of `work`. RuntimeError as soon as `failure` says why its result cannot come."""
+    """Return the result of `work`. RuntimeError as soon as `failure` returns a reason."""
     task = asyncio.ensure_future(work)
     while True:
         done, _ = await asyncio.wait({task}, timeout=_POLL_S)

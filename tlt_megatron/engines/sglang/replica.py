@@ -1,8 +1,8 @@
-"""The ranks whose GPUs one SGLang engine uses, and how they keep in step. Made by the trainer, used by leader and followers.
+"""Synchronizes the ranks whose GPUs one SGLang engine uses. Made by the trainer, used by leader and followers.
 
-The first rank leads: it owns the engine. The others must not touch their GPU's memory while the engine's processes take it or
-give it back, and each rank must offer its own copy of the weights. So every exchange with the engine is a collective of these
-ranks, and a failure of one is an error of all.
+The first rank is the leader and owns the engine. The others must not use their GPU's memory while the engine allocates or
+frees it, and each rank must offer its own copy of the weights. So every exchange with the engine is a collective of these
+ranks, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tlt_megatron.runtime.process_groups import SINGLE, Group
 
 T = TypeVar("T")
 
-# What ranks do in step; names of errors.
+# Names of the synchronized blocks, for error messages.
 LOADING, SLEEPING, WAKING = "loading weights", "putting the engine to sleep", "waking the engine"
 
 
 class Replica:
-    """One engine's ranks; `group` talks over gloo. A group of one has nothing to agree on."""
+    """The ranks of one engine. `group` uses gloo; with one rank nothing is exchanged."""
 
     def __init__(self, group: Group = SINGLE) -> None:
         self._group = group
@@ -33,17 +33,17 @@ class Replica:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return self._group.size
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in order."""
+        """Return the value of every rank, in rank order. A collective."""
         return gather_objects(value, self._group)
 
     @contextmanager
     def in_step(self, what: str) -> Iterator[None]:
-        """No rank enters the block before all are here, and none leaves it before all are done. An error of a block is raised
-        where it happened; the other ranks raise a RuntimeError that names `what` and the rank."""
+        """Enter the block when all ranks have arrived, and leave it when all have finished. A collective. A rank whose block
+        fails raises its own error; the other ranks raise a RuntimeError that names `what` and that rank."""
         barrier(self._group)
         error: Exception | None = None
         try:

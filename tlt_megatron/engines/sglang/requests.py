@@ -1,4 +1,4 @@
-"""Many requests to SGLang at once, and how they are given up together. Called by the engine's `generate`."""
+"""Sends many requests to SGLang at once and aborts them together. Called by the engine's `generate`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ async def answer_all(
     *,
     abort_all: Callable[[], Awaitable[None]],
 ) -> list[T]:
-    """The answers in the order of the requests.
+    """Return the answers in the order of the requests.
 
-    GenerationStopped once `should_stop` says so. The first error of a request is raised. In both cases all requests are
-    aborted and have ended in SGLang before this returns, so that the engine can be used afterwards.
+    GenerationStopped if `should_stop` returns True. The first error of a request is raised. In both cases all requests are
+    aborted and have ended in SGLang before this raises, so that the engine can be used afterwards.
     """
     tasks = [asyncio.ensure_future(request()) for request in requests]
     try:
@@ -33,7 +33,7 @@ async def answer_all(
                 )
             await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
         return [task.result() for task in tasks]
-    except asyncio.CancelledError:  # the engine is lost: nobody would answer
+    except asyncio.CancelledError:  # the engine is lost and cannot answer
         for task in tasks:
             task.cancel()
         raise
@@ -51,8 +51,8 @@ def _raise_first_error(tasks: Sequence[asyncio.Task[T]]) -> None:
 async def _abort(
     tasks: Sequence[asyncio.Task[T]], abort_all: Callable[[], Awaitable[None]]
 ) -> None:
-    """Repeated, as a request may be on its way to the scheduler when it drops all that it knows. What the aborted requests
-    answer is an error of each, which is the point of it."""
+    """Abort until all requests have ended. One abort is not enough: a request may reach the scheduler after it. Errors of
+    aborted requests are expected and ignored."""
     while not all(task.done() for task in tasks):
         await abort_all()
         await asyncio.wait(tasks, timeout=_POLL_S)

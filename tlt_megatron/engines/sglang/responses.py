@@ -1,7 +1,7 @@
-"""SGLang's answer to one request -> a checked `Rollout`. Called by the engine for every response.
+"""Turns SGLang's answer to one request into a checked `Rollout`. Called by the engine for every response.
 
-SGLang returns token ids and log-probabilities as lists of their own. Both are compared entry by entry: a log-probability of
-another token would change what is learned without a word.
+SGLang returns token ids and log-probabilities in separate lists. They are compared entry by entry, because a log-probability
+of another token would silently corrupt training.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def make_rollout(
     policy_version: int,
     output: Mapping[str, object],
 ) -> Rollout:
-    """RuntimeError for a response that SGLang gave up, that ended where it was not told to, or whose log-probabilities are
-    not those of its tokens; the message names request and position."""
+    """Return the rollout of one answer. RuntimeError names the request (and position) of a response with weights of another
+    version, an abort, an unexpected end, or log-probabilities that do not match its tokens."""
     request = f"response {sample_index} to prompt {prompt.prompt_id!r}"
     meta, token_ids = output["meta_info"], list(output["output_ids"])
     if meta["weight_version"] != str(policy_version):
@@ -61,7 +61,7 @@ def make_rollout(
 def _checked_logprobs(
     entries: Sequence[Sequence[float]], token_ids: Sequence[int], request: str
 ) -> Tensor:
-    """[T] float32 from SGLang's (log-probability, token id, text). RuntimeError unless there is one for every token."""
+    """Return [T] float32 from SGLang's (log-probability, token id, text). RuntimeError if they do not match `token_ids`."""
     if len(entries) != len(token_ids):
         raise RuntimeError(
             f"sglang: {request} has {len(entries)} log-probabilities for {len(token_ids)} tokens: the numbers differ from"
@@ -77,7 +77,7 @@ def _checked_logprobs(
 
 
 def _cut(accept_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Without what the last passes committed behind the end of the response."""
+    """Remove tokens that the last passes committed after the end of the response."""
     excess = max(sum(accept_lengths) - num_tokens, 0)
     lengths = list(accept_lengths)
     while excess:

@@ -1,8 +1,8 @@
-"""Weights into a running SGLang engine: update sessions, in buckets, target and drafter apart.
+"""Sends weights to a running SGLang engine: update sessions, in buckets, separately for target and drafter.
 
-Called by the engine and by its followers. SGLang loads tensors without `selector` into target and drafter alike, so every
+Called by the engine and by its followers. Without `selector` SGLang loads tensors into both target and drafter, so every
 session here names its role. Each rank of a tensor-parallel engine offers its own copy, so that a scheduler reads the memory of
-its own GPU. The CUDA half (IPC handles) was written from SGLang's sources and has not run on hardware yet.
+its own GPU. The CUDA part (IPC handles) follows SGLang's sources and has not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightSender:
-    """Weight sessions of one engine. `connection` is the leader's alone; followers offer their copies and wait."""
+    """Weight sessions of one engine. Only the leader has a `connection`; followers offer their copies and wait."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class WeightSender:
         offers_own: bool,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        """`offers_own`: every rank offers its own copy. Not on a CPU, where the leader's serves all: shared memory can be opened
-        by the children of its process alone."""
+        """`offers_own`: every rank offers its own copy. On a CPU it is False and all use the leader's copy: only children of a
+        process can open its shared memory."""
         self._connection = connection
         self._offers_own = offers_own
         self._replica = replica
@@ -41,8 +41,8 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, role: str, version: str) -> None:
-        """Load named tensors into the model of one role. All ranks of the replica bring the same names in the same order.
-        RuntimeError if SGLang refuses any of it."""
+        """Load named tensors into the model of one role. All ranks of the replica must call it, with the same names in the same
+        order. RuntimeError if SGLang refuses a bucket."""
         with self._session(role):
             for bucket, is_last in _with_last(self._buckets(tensors)):
                 self._send_bucket(bucket, role=role, version=version, is_last=is_last)
@@ -63,7 +63,7 @@ class WeightSender:
     def _send_bucket(
         self, bucket: list[tuple[str, Tensor]], *, role: str, version: str, is_last: bool
     ) -> None:
-        """On a GPU a bucket travels as an IPC handle and must outlive the call, on a CPU through shared memory."""
+        """Send one bucket. On a GPU it is sent as an IPC handle and must outlive the call; on a CPU through shared memory."""
         flat = _flatten(bucket) if self._connection is not None or self._offers_own else None
         payloads = self._payloads(flat)
         with self._replica.in_step(f"sending {role} weights"):
@@ -71,7 +71,7 @@ class WeightSender:
                 self._update(payloads, role=role, version=version, is_last=is_last)
 
     def _payloads(self, flat: dict[str, object] | None) -> list[bytes]:
-        """One for every rank of the engine, which can be read once."""
+        """Return one payload per rank of the engine. A payload can be read only once. Followers return none."""
         if self._replica.size == 1 and self._connection is not None:
             return [_serialize(flat) for _ in range(self._num_ranks)]
         offered = self._replica.gather(_serialize(flat) if self._offers_own else None)
@@ -86,7 +86,7 @@ class WeightSender:
             serialized_named_tensors=payloads,
             load_format="flattened_bucket",
             selector=role,
-            # Drafts do not change the policy's keys and values; of the policy's, the old ones go with the last bucket.
+            # Drafter weights do not change the policy's KV. The last bucket of the policy drops the old KV.
             flush_cache=is_last and role == TARGET,
             weight_version=version if is_last and role == TARGET else None,
         )
@@ -130,13 +130,13 @@ def _with_last(buckets: Iterator[list]) -> Iterator[tuple[list, bool]]:
 
 
 class BorrowedTensors:
-    """Embedding and LM head of the policy, for a drafter that trains in this process; the tensors stay, contents change."""
+    """Embedding and LM head of the policy, for a drafter that trains in this process. `keep` updates them in place."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor that passes by, if it is one of the two."""
+        """Copy `tensor` if it is one of the two."""
         if name not in (_EMBEDDING, _HEAD):
             return
         if name in self._held:
@@ -146,12 +146,12 @@ class BorrowedTensors:
 
     @property
     def embedding_VD(self) -> Tensor:
-        """[V, D]."""
+        """Return [V, D]."""
         return self._held[_EMBEDDING]
 
     @property
     def lm_head_VD(self) -> Tensor:
-        """[V, D]; the embedding itself where the policy ties them."""
+        """Return [V, D]; the embedding itself if the policy ties them."""
         return self._held.get(_HEAD, self._held[_EMBEDDING])
 
 
@@ -161,7 +161,7 @@ def cast_tensors(
     dtype: torch.dtype,
     borrowed: BorrowedTensors | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as an engine holds them; what a drafter borrows is kept on the way."""
+    """Yield the tensors on the engine's device and in its dtype. Copy those that a drafter borrows to `borrowed`."""
     for name, tensor in tensors:
         tensor = tensor.detach().to(device, dtype)
         if borrowed is not None:
