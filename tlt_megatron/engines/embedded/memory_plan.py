@@ -73,8 +73,8 @@ def plan_memory(
 
     A drafter needs `draft_slots` after each sequence. It adds one KV layer, and the tokens and features that it reads: the
     last hidden state and `num_taps` more.
-    With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, each of
-    `max_prompt_tokens`, plus one group that is only partly admitted.
+    With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, plus one prompt of a
+    partly admitted group. Each prompt counts `max_prompt_tokens`.
     `has_packed_weights`: matrices are held twice (`Matrix`).
     `has_graphs`: graphs need a scratch page and lanes, in which each response follows its own copy of the prompt. The
     `GraphPlan` counts the memory of the graphs.

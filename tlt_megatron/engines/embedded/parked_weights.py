@@ -1,7 +1,7 @@
 """Moves weights to the host while training needs the GPU's memory.
 
-Made by the embedded engine when it goes to sleep. Tensors and their views stay the same objects and lose only their memory,
-because a drafter borrows the target's embedding and LM head for its whole lifetime.
+Made by the embedded engine when it goes to sleep. Tensors and their views stay the same objects and lose only their memory:
+a drafter keeps references to the target's embedding and LM head.
 """
 
 from __future__ import annotations

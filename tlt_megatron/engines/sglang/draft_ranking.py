@@ -2,7 +2,7 @@
 reads its own ancestors.
 
 `plugin.register` hooks it into SGLang's scheduler processes. A drafter's pass at position t predicts the token that the target
-samples from position t + 1, so the noise of t + 1 is added to its logits before SGLang ranks them. Seeds and temperatures are
+samples from position t + 1. So the noise of t + 1 is added to its logits before SGLang ranks them. Seeds and temperatures are
 in buffers at fixed addresses, because a captured draft loop reads them on every replay. SGLang gives each of the `topk`
 branches its own KV slots. When a branch continues from another branch's node, SGLang does not copy the keys and values;
 `_AncestorSlots` does.

@@ -1,7 +1,7 @@
 """Reads the weights of an SGLang model under Hugging Face names: splits fused matrices and gathers shards.
 
 Runs in SGLang's scheduler processes to compute the checksum that verifies a weight update. It reads the parameters that the
-forward pass uses, after SGLang's own loading, so the checksum detects a tensor that was lost or misplaced.
+forward pass uses, after SGLang's own loading. So the checksum detects a lost or misplaced tensor.
 """
 
 from __future__ import annotations

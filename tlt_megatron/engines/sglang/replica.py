@@ -1,7 +1,7 @@
 """Synchronizes the ranks whose GPUs one SGLang engine uses. Made by the trainer, used by leader and followers.
 
 The first rank is the leader and owns the engine. The others must not use their GPU's memory while the engine allocates or
-frees it, and each rank must offer its own copy of the weights. So every exchange with the engine is a collective of these
+frees it. Each rank must offer its own copy of the weights. So every exchange with the engine is a collective of these
 ranks, and an error on one rank is raised on all.
 """
 

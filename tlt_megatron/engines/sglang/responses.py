@@ -22,8 +22,8 @@ def make_rollout(
     policy_version: int,
     output: Mapping[str, object],
 ) -> Rollout:
-    """Return the rollout of one answer. RuntimeError names the request (and position) of a response with weights of another
-    version, an abort, an unexpected end, or log-probabilities that do not match its tokens."""
+    """Return the rollout of one answer. RuntimeError if it was aborted, ended unexpectedly, has another weight version, or its
+    log-probabilities do not match its tokens. The message names request and position."""
     request = f"response {sample_index} to prompt {prompt.prompt_id!r}"
     meta, token_ids = output["meta_info"], list(output["output_ids"])
     if meta["weight_version"] != str(policy_version):
