@@ -85,6 +85,10 @@ class RecordingSelector:
         )
         self._selector.observe(strategy, batch_size, accepted_by_depth, seconds)
 
+    def drafter_changed(self) -> None:
+        """See `StrategySelector`."""
+        self._selector.drafter_changed()
+
     def decisions(self) -> list[Decision]:
         """See `StrategySelector`."""
         return self._selector.decisions()
