@@ -1,1 +1,1 @@
-"""Training the drafter: packed batches, the attention of an unrolled draft, three objectives, the step, the files."""
+"""Training of the drafter: data, packed batches, unrolled attention, objectives, optimizer steps, checkpoints, publishing."""

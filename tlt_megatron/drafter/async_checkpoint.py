@@ -1,12 +1,12 @@
-"""Checkpoints of a drafter in training that cost the trainer one copy in memory; a thread writes the rest.
+"""Asynchronous drafter checkpoints: `save` copies the tensors to host memory, and a thread writes the files.
 
-Made by the one rank that saves. Selective: the drafter's own parameters, their moments and counters, never the embedding and
-head that it borrows. A checkpoint is a drafter folder as `checkpoint.py` and SGLang load it, so it can be continued from,
-served and exported as it is. The one thing to know: a folder without `.tmp` in its name is complete. Each is written beside,
-fsynced and renamed, so a crash at any instant leaves what was there.
+The one rank that saves creates the checkpointer. A checkpoint holds the drafter's own parameters, their moments and counters,
+but not the borrowed embedding and head. The folder has the layout that `checkpoint.py` and SGLang load: training can resume
+from it, and SGLang can serve it. A folder without `.tmp` in its name is complete. Each is written under a temporary name,
+fsynced and renamed, so a crash never damages an earlier checkpoint.
 
     <root>/save_0000007/   config.json, model.safetensors, training/{state.safetensors, record.json, <extra>.safetensors}
-    <root>/best.txt        the name of the best one
+    <root>/best.txt        the name of the best checkpoint
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ BEST_FILE = "best.txt"
 _RECORD_FILE = "training/record.json"
 _WEIGHT_PREFIX = "model."  # of the parameters in DrafterTrainer.state_dict()
 _PREFIX = "save_"
-_TARGET = "target"  # in a copy beside its files: what the fingerprint is made of
+_TARGET = "target"  # in a host copy, not written: the embedding rows for the fingerprint
 
 Extra = Mapping[str, Mapping[str, Tensor]]  # file name -> its tensors
 
 
 class DrafterNotSaved(RuntimeError):
-    """A write in the background failed. What was saved before is still there, and the next save may succeed."""
+    """A background write failed. Earlier checkpoints are intact, and the next save may succeed."""
 
 
 @contextmanager
 def logging_failed_saves() -> Iterator[None]:
-    """For a caller that does not need what is saved: it goes on without."""
+    """Log DrafterNotSaved instead of raising it, for callers that can continue without the checkpoint."""
     try:
         yield
     except DrafterNotSaved as error:
@@ -61,7 +61,7 @@ def logging_failed_saves() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCheckpoint:
-    """What was given to `save`."""
+    """A loaded checkpoint: the arguments of `save`."""
 
     folder: Path
     state: dict[str, Tensor]  # for DrafterTrainer.load_state_dict
@@ -70,7 +70,7 @@ class DrafterCheckpoint:
 
 
 def load_checkpoint(folder: Path) -> DrafterCheckpoint:
-    """Read a folder that the checkpointer wrote. ValueError where it is none."""
+    """Read a folder that the checkpointer wrote. ValueError if it did not write this folder."""
     if not (folder / _RECORD_FILE).is_file():
         raise ValueError(f"{folder}: must be a folder with {_RECORD_FILE}")
     state = load_trainer_state(folder)
@@ -82,12 +82,12 @@ def load_checkpoint(folder: Path) -> DrafterCheckpoint:
 
 
 def find_newest(root: Path) -> Path | None:
-    """The checkpoint under `root` that was begun last, None where there is none."""
+    """Return the newest checkpoint under `root`, or None."""
     return max(_saved(root), default=None)
 
 
 def find_best(root: Path) -> Path | None:
-    """The checkpoint that was saved last as the best one, None where none was."""
+    """Return the checkpoint that was last saved with `is_best`, or None."""
     pointer = root / BEST_FILE
     return root / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
 
@@ -97,14 +97,14 @@ def _saved(root: Path) -> list[Path]:
 
 
 class _HostCopy:
-    """Tensors on the host, by file; its memory is used again for the next snapshot of the same shapes."""
+    """Host copies of tensors, by file. Later snapshots of the same shapes reuse the memory."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Tensor]] = {}
         self._event: torch.Event | None = None
 
     def fill(self, sources: Extra) -> None:
-        """Copy. From a GPU the copies are queued behind what it was given before, `wait` waits for them."""
+        """Copy `sources` to the host. Copies from a GPU are asynchronous, on its current stream; see `wait`."""
         self._event = None
         for file, tensors in sources.items():
             old = self.files.get(file, {})
@@ -119,7 +119,7 @@ class _HostCopy:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the content is there."""
+        """Wait until the copies are complete."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -135,16 +135,15 @@ def _room_for(tensor: Tensor, old: Tensor | None) -> Tensor:
 class _Job:
     copy: _HostCopy
     record: str  # JSON
-    folder: Path | None  # None: the next one under the root
+    folder: Path | None  # None: the next numbered folder under the root
     is_best: bool
 
 
 class AsyncDrafterCheckpointer:
-    """Saves one drafter under `root`, from one thread. What failed in the background is raised as DrafterNotSaved by the next
-    call.
+    """Saves one drafter under `root` from a background thread. The next call raises DrafterNotSaved if a write failed.
 
-    Keeps the `keep` newest checkpoints and the best. A save that still waits when a newer one comes is dropped and counted
-    in `num_superseded`; one marked best is dropped only for a newer best.
+    Keeps the `keep` newest checkpoints and the best one. A newer save replaces a save that has not started, which counts
+    in `num_superseded`. Only a newer best save replaces a waiting best save.
     """
 
     def __init__(self, root: Path, model: DraftModel, *, keep: int = 2) -> None:
@@ -153,8 +152,8 @@ class AsyncDrafterCheckpointer:
         self.root = root
         self.num_written = 0
         self.num_superseded = 0
-        self.blocking_s = 0.0  # of all calls of save and snapshot_into
-        self.writing_s = 0.0  # of the thread
+        self.blocking_s = 0.0  # spent in calls of save and snapshot_into
+        self.writing_s = 0.0  # spent by the thread
         self._model = model
         self._names = frozenset(model.state_dict())
         self._keep = keep
@@ -179,9 +178,9 @@ class AsyncDrafterCheckpointer:
         extra: Extra | None = None,
         is_best: bool = False,
     ) -> None:
-        """Snapshot `DrafterTrainer.state_dict()` with a JSON-able `record`, and return; the write follows.
+        """Snapshot `DrafterTrainer.state_dict()` with a JSON-able `record`, and return; the thread writes it.
 
-        `extra` tensors go to files of their own beside, e.g. {"publisher": publisher.state_dict()}.
+        Each entry of `extra` becomes one more file, e.g. {"publisher": publisher.state_dict()}.
         """
         started = time.perf_counter()
         with self._condition:
@@ -203,20 +202,22 @@ class AsyncDrafterCheckpointer:
         *,
         extra: Extra | None = None,
     ) -> None:
-        """As `save`, but to `folder`, which must not exist: a part of a larger checkpoint. Never dropped; call `wait`
-        before that checkpoint is called complete."""
+        """Save to `folder`, which must not exist, as a part of a larger checkpoint.
+
+        Later saves do not replace it. Call `wait` before you declare the larger checkpoint complete.
+        """
         started = time.perf_counter()
         self._submit(state, record, extra or {}, folder=folder, is_best=False)
         self.blocking_s += time.perf_counter() - started
 
     def wait(self) -> None:
-        """Until everything that was asked for is on the disk."""
+        """Wait until every requested save is on disk."""
         with self._condition:
             self._condition.wait_for(lambda: not self._waiting and not self._is_writing)
         self._raise_error()
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Finish the waiting saves and end the thread."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
@@ -250,7 +251,7 @@ class AsyncDrafterCheckpointer:
         rest = {name: t for name, t in state.items() if not name.startswith(_WEIGHT_PREFIX)}
         files = {WEIGHTS_FILE: weights, TRAINER_FILE: rest}
         files |= {f"training/{name}.safetensors": tensors for name, tensors in extra.items()}
-        # Now: an engine that goes to sleep takes the borrowed embedding with it, whatever the thread is at.
+        # Sampled here, not in the thread: an engine that goes to sleep frees the borrowed embedding.
         files[_TARGET] = {"rows": sample_embedding(self._model.embedding_VD)}
         with self._condition:
             copy = self._free.pop() if self._free else _HostCopy()
@@ -288,10 +289,10 @@ class AsyncDrafterCheckpointer:
             started, error = time.perf_counter(), None
             try:
                 self._write(job, temporary, folder)
-            except Exception as cause:  # of whatever type, it is the caller's: see _raise_error
+            except Exception as cause:  # of any type: _raise_error gives it to the caller
                 error = (folder, cause)
                 log.exception("drafter checkpoint %s could not be written", folder)
-                shutil.rmtree(temporary, ignore_errors=True)  # where the disk is full it must go
+                shutil.rmtree(temporary, ignore_errors=True)  # frees the space if the disk is full
             with self._condition:
                 self.writing_s += time.perf_counter() - started
                 self.num_written += error is None
@@ -323,5 +324,5 @@ class AsyncDrafterCheckpointer:
         best = find_best(self.root)
         for folder in sorted(_saved(self.root))[: -self._keep]:
             if folder != best:
-                # Renamed first: what is deleted half-way must not look complete.
+                # Rename first: a partly deleted folder must not look complete.
                 shutil.rmtree(folder.rename(folder.with_name(folder.name + ".tmp")))

@@ -1,8 +1,9 @@
-"""How the rows of a packed batch see each other over the steps of an unrolled draft.
+"""Attention of the drafter over a packed batch and the steps of an unrolled draft.
 
-Made by `loss.py` for each batch and given to `DraftModel.forward`. The figure: row t at step k is the draft's k-th token
-after position t, so it sees what the engine's KV cache holds then: the pairs with true features at positions 0..t of its own
-sequence (keys of step 0), and the pairs that this very draft made at t+1..t+k (keys of the same row of steps 1..k).
+`loss.py` creates it for each batch and passes it to `DraftModel.forward`. Row t at step k is the draft's k-th token after
+position t. It attends to the same entries as in the engine's KV cache at that point:
+- the pairs with true features at positions 0..t of its own sequence: keys of step 0;
+- the pairs that this draft made at t+1..t+k: keys of the same row of steps 1..k.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_QUERY_CHUNK = 512  # queries whose scores exist at once where no fused kernel gives the log-sum
+_QUERY_CHUNK = 512  # queries per block of scores, without a fused kernel that gives the log-sum
 
 
 class UnrolledAttention:
-    """Satisfies `transformer.Attention`; the k-th call of `attend` is step k. One object serves one unrolled pass."""
+    """Implements `transformer.Attention`. The k-th call of `attend`, from 0, is step k. Use one object per unrolled pass."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
         self._steps: list[Tensor] = []  # kv_PKH of each step
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`. Differentiable in queries and in keys and values of all steps."""
+        """See `transformer.Attention`. Differentiable in the queries, and in the keys and values of all steps."""
         assert layer == 0, "a drafter has one layer"
         self._steps.append(kv_PKH)
         out_PNH = _UnrolledAttend.apply(self._lengths, query_PNH, *self._steps)
@@ -34,8 +35,8 @@ class UnrolledAttention:
 class _UnrolledAttend(torch.autograd.Function):
     """Causal attention per sequence over the keys of step 0, merged by log-sum with one key per later step.
 
-    The backward of a part of a softmax is the ordinary one with the output and the log-sum of the whole
-    (as in FlashAttention-2, Dao 2023, and ring attention), so the score matrix is never stored.
+    The backward of each part uses the output and the log-sum of the whole softmax, as in FlashAttention-2 (Dao 2023)
+    and ring attention. The score matrix is never stored.
     """
 
     @staticmethod
@@ -103,19 +104,19 @@ def _per_head(q_TNH: Tensor, kv_TKH: Tensor, repeat: int) -> tuple[Tensor, Tenso
 
 
 def _sum_group(grad_PNH: Tensor, repeat: int) -> Tensor:
-    """Gradients of repeated kv heads, back to one for each."""
+    """Sum the gradients of repeated kv heads: [P, 2N, H] to [P, 2K, H]."""
     return grad_PNH.unflatten(1, (-1, repeat)).sum(dim=2)
 
 
 def _own_scores(query_PNH: Tensor, kv_PKH: Tensor, repeat: int) -> Tensor:
-    """[P, N] scaled score of each row's query with the same row's key; float32, or float64 for float64."""
+    """Return the scaled scores [P, N] of each row's query with the same row's key, in float32 (float64 for float64)."""
     key_PNH = kv_PKH[:, : kv_PKH.shape[1] // 2].repeat_interleave(repeat, dim=1)
     accumulate = torch.float64 if query_PNH.dtype == torch.float64 else torch.float32
     return (query_PNH * key_PNH).sum(dim=-1, dtype=accumulate) * query_PNH.shape[-1] ** -0.5
 
 
 def _causal_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [1, N, T, H] and log-sum [1, N, T] of causal attention."""
+    """Return output [1, N, T, H] and log-sum [1, N, T] of causal attention."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, True
@@ -143,7 +144,7 @@ def _chunk_scores(query: Tensor, key: Tensor, start: int, end: int, dtype: torch
 def chunked_causal_forward(
     query: Tensor, key: Tensor, value: Tensor, chunk: int = _QUERY_CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """The kernel's twin in plain torch, for devices whose fused kernels do not give the log-sum in every dtype."""
+    """Causal attention in plain PyTorch, for devices whose fused kernels do not return the log-sum in every dtype."""
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
     outs, lses = [], []
     for start in range(0, query.shape[2], chunk):
@@ -165,7 +166,7 @@ def chunked_causal_backward(
     lse: Tensor,
     chunk: int = _QUERY_CHUNK,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value for the part of a softmax whose whole has this `out` and `lse`."""
+    """Return the gradients of query, key and value for one part of a softmax; `out` and `lse` are of the whole softmax."""
     grad_query = torch.empty_like(query)
     grad_key = torch.zeros_like(key, dtype=lse.dtype)
     grad_value = torch.zeros_like(value, dtype=lse.dtype)

@@ -1,8 +1,8 @@
-"""Drafters on disk: an EAGLE / EAGLE-3 folder as SGLang loads it, with the optimizer's state in a folder inside.
+"""Drafters on disk: an EAGLE / EAGLE-3 folder as SGLang loads it, with the optimizer state in a subfolder.
 
-Called by the warm-up tool, the trainer's checkpoints and the engines. The one thing to know: the weights hold exactly the
-drafter's own parameters; embedding and head stay the target's, and a drafter is only loaded beside the target that it was
-trained for. SGLang skips names that it does not know; here every name is checked.
+Called by the warm-up tool, the trainer's checkpoints and the engines. The weights file holds exactly the drafter's own
+parameters; the target provides embedding and head. A drafter loads only with the target that it was trained for. SGLang
+skips unknown tensor names; this module rejects them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 
 WEIGHTS_FILE = "model.safetensors"
-# In a folder of its own: SGLang reads every .safetensors file beside config.json as weights.
+# In a subfolder: SGLang reads every .safetensors file next to config.json as weights.
 TRAINER_FILE = "training/state.safetensors"
-_OWN_KEY = "tlt_megatron"  # what config.json says beyond the layout
+_OWN_KEY = "tlt_megatron"  # our own entry of config.json
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -49,8 +49,8 @@ def save_drafter(
 ) -> None:
     """Write the folder `path`: config.json, weights (in `dtype`, default their own) and the trainer's state if given.
 
-    The fingerprint is that of the embedding which the model borrows now. `trainer_state` is `DrafterTrainer.state_dict()`;
-    its copies of the parameters keep full precision whatever `dtype` is.
+    The fingerprint is that of the embedding that the model borrows now. `trainer_state` is `DrafterTrainer.state_dict()`;
+    its copies of the parameters keep their precision for any `dtype`.
     """
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
@@ -66,7 +66,7 @@ def save_drafter(
 def save_draft_config(
     path: Path, config: DraftConfig, target: TargetFingerprint, dtype: torch.dtype
 ) -> None:
-    """Write config.json for weights in `dtype`, of a drafter of `target`."""
+    """Write config.json for a drafter of `target` with weights in `dtype`."""
     config = dataclasses.replace(config, target=target)
     text = json.dumps(_to_hf_config(config, str(dtype).removeprefix("torch.")), indent=2)
     (path / "config.json").write_text(text, encoding="utf-8")
@@ -90,14 +90,14 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # False for a tied target too: what is borrowed comes from the target, tied or not.
+        # False for a tied target too: both embedding and head come from the target.
         "tie_word_embeddings": False,
         "rope_parameters": parameters,
         "dtype": dtype_name,
     }
     hf |= {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     if config.is_eagle3:
-        hf["draft_vocab_size"] = None  # the whole vocabulary, through the target's head
+        hf["draft_vocab_size"] = None  # the target's head predicts the whole vocabulary
         hf["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
             "use_aux_hidden_state": True,
@@ -107,7 +107,7 @@ def _to_hf_config(config: DraftConfig, dtype_name: str) -> dict[str, Any]:
 
 
 def load_draft_config(path: str | Path) -> DraftConfig:
-    """Read config.json of a drafter. ValueError says what is missing or not supported."""
+    """Read a drafter's config.json. ValueError says what is missing or not supported."""
     hf = read_draft_settings(path)
     names = {theirs: ours for ours, theirs in ARCHITECTURES.items()}
     eagle = hf.get("eagle_config") or {}
@@ -128,8 +128,10 @@ def load_drafter(
     lm_head_VD: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> DraftModel:
-    """The drafter in the folder `path`, beside its target. ValueError if it belongs to another target (with the
-    reason), or if its tensors are not exactly the drafter's parameters."""
+    """Load the drafter in the folder `path` for its target.
+
+    ValueError if it belongs to another target (with the reason), or if its tensors do not match the drafter's parameters.
+    """
     config = load_draft_config(path)
     model = DraftModel(config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, dtype=dtype)
     reader = HfReader(path)
@@ -138,7 +140,7 @@ def load_drafter(
 
 
 def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy named tensors into the drafter in place. ValueError names what is unknown, missing or misshapen."""
+    """Copy named tensors into the drafter in place. ValueError names an unknown, missing or misshapen tensor."""
     own = model.state_dict()
     for name, tensor in tensors.items():
         if name not in own:
@@ -157,9 +159,9 @@ def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, sour
 
 
 def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
-    """The state for `DrafterTrainer.load_state_dict`; None if the folder holds weights alone.
+    """Return the state for `DrafterTrainer.load_state_dict`; None if the folder holds weights only.
 
-    Where the weights are not repeated in it (`async_checkpoint.py`), they are those of the weights file.
+    If the state file has no parameters (`async_checkpoint.py`), they come from the weights file.
     """
     file = Path(path) / TRAINER_FILE
     if not file.is_file():

@@ -1,19 +1,18 @@
-"""Whether an accept length has collapsed: it lies below a share of its own running level. Used by the publisher."""
+"""Detects a collapse of the accept length: a value below a share of its running mean. Used by the publisher."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-_MIN_GAIN = 0.1  # of the level; below it there is nothing to lose
-# After a collapse the level comes down slowly, so that a target that has become harder for good ends the alarm some day:
-# from a third of the level after about 17 observations.
+_MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
+# After a collapse the level decays slowly, so the alarm ends even if the target stays harder to predict.
+# Example: with a share of 0.5, observations at 0.3 of the level stop counting as a collapse after about 17.
 _COLLAPSED_DECAY = 0.95
 
 
 class RunningLevel:
-    """An exponential mean of accept lengths. All shares are of what is accepted beyond the bonus token, as 1.0 is where
-    even a drafter of noise stands."""
+    """Exponential mean of accept lengths. Shares apply to accept length - 1: even random drafts reach 1.0."""
 
     def __init__(self, *, share: float, decay: float) -> None:
         if not 0 < share < 1:
@@ -22,10 +21,10 @@ class RunningLevel:
             raise ValueError(f"level_decay={decay}: must be in [0, 1)")
         self._share = share
         self._decay = decay
-        self.value = math.nan  # accept length; nan before the first
+        self.value = math.nan  # accept length; nan before the first observation
 
     def observe(self, accept_length: float) -> bool:
-        """Take one in; True where it lies below the share of the level before it. What is not a number has collapsed."""
+        """Add one accept length. Returns True if it is NaN, or below the share of the level so far."""
         if math.isnan(accept_length):
             return True
         if math.isnan(self.value):
@@ -38,19 +37,19 @@ class RunningLevel:
         return has_collapsed
 
     def state_dict(self) -> dict[str, float | None]:
-        """As JSON holds it."""
+        """Return the state as JSON types."""
         return {"value": to_json(self.value)}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         self.value = from_json(state["value"])
 
 
 def to_json(value: float) -> float | None:
-    """JSON has no nan."""
+    """Return None for NaN, which JSON lacks."""
     return None if math.isnan(value) else value
 
 
 def from_json(value: float | None) -> float:
-    """The inverse of `to_json`."""
+    """Invert `to_json`."""
     return math.nan if value is None else value

@@ -1,10 +1,9 @@
-"""What a rank's drafter trains on: the newest sequences with the target's states, bounded in bytes.
+"""Training data of a rank's drafter: the newest sequences with the target's hidden states, bounded in bytes.
 
-Filled by the rollout worker (responses of this step, as they finish) and by the log-prob pass (all lengths, from the hidden
-state tap), emptied by nobody: spot sessions draw packed batches. The one thing to know is the one-step offset: ranks go idle
-when short responses have finished and long ones have not, so training on this step alone would bias the drafter to the
-short; a share of every batch comes from the long tail of the step before (TLT, arXiv 2511.16665, section 4.2), or of several:
-where a step brings few responses (`spot.keep_steps`), a drafter that sees each of them only in two steps learns them by heart.
+The rollout worker adds responses as they finish, and the log-prob pass adds all lengths from the hidden-state tap. Spot
+sessions draw packed batches. Ranks go idle before the long responses finish, so this step alone would bias the drafter to
+short ones. A share of every batch comes from the long tail of earlier steps (TLT, arXiv 2511.16665, section 4.2). If steps
+have few responses, raise `spot.keep_steps`; else the drafter overfits.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _TENSORS = ("token_ids", "features", "final_hidden")
 _COUNTS = (
     "num_added",
     "num_replaced",
-    "num_evicted",  # for age or for room
-    "num_evicted_old",  # for age
+    "num_evicted",  # because of age or bytes
+    "num_evicted_old",  # because of age
     "evicted_bytes",
     "num_batches",
 )
@@ -39,13 +38,13 @@ _REFUSALS = ("oversized", "short", "stale")
 
 @dataclass(slots=True, kw_only=True)
 class _Sample:
-    """A sequence in the buffer. All but `epoch` stays as it is."""
+    """A sequence in the buffer. Only `epoch` changes."""
 
-    key: str  # of its tokens: the same on every rank and in every run
+    key: str  # hash of its tokens: the same on every rank and in every run
     sequence: DraftSequence
     step: int  # RL step of its rollout
     is_held_out: bool
-    epoch: int = 0  # turns that it had, counting those before it came as if it had been there
+    epoch: int = 0  # batches that it was in; a new sequence starts at the epoch of its pool
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +55,7 @@ class _Sample:
         return _num_bytes(self.sequence)
 
     def window(self, max_rows: int) -> DraftSequence:
-        """What is trained on in this turn: all of it, or the window of `max_rows` rows whose turn it is."""
+        """Return the part for the next batch: the whole sequence, or one window of `max_rows` rows, in turn."""
         if self.num_rows <= max_rows:
             return self.sequence
         turn = self.epoch % -(-self.num_rows // max_rows)
@@ -67,9 +66,11 @@ class DataBuffer:
     """Keeps sequences of this RL step and the last `section.keep_steps`, on the CPU, in `dtype`, in `section.data_bytes`.
 
     Example: `start_step(7)`; `add(sequence, 7)` as responses finish; `next_batch(4096)` while idle; `start_step(8)`.
-    The order of batches depends on the seed, the samples and the calls alone, so a restored buffer goes on as the
-    saved one would have. What must go first when bytes are short: the short sequences of earlier steps, then their long
-    tails down to `long_tail_share` of the budget, then this step's; always the oldest, and the shortest of them.
+    The order of batches depends only on the seed, the samples and the calls, so a restored buffer gives the same batches.
+    The long tail of an earlier step is its longest sequences, which together hold half of its rows.
+
+    Eviction order: short sequences of earlier steps; long tails, while above `long_tail_share` of `data_bytes`; sequences
+    of this step; the other long tails. Within each group the oldest step goes first, then the shortest sequence.
     """
 
     def __init__(self, section: SpotSection, dtype: torch.dtype = torch.float32) -> None:
@@ -78,14 +79,14 @@ class DataBuffer:
         self._section = section
         self._dtype = dtype
         self._samples: dict[str, _Sample] = {}
-        self._rows_seen: dict[int, dict[str, int]] = {}  # by step and key, whatever became of them
-        self._tail_starts: dict[int, int] = {}  # by step: rows of its tail's shortest; where known
-        self._tail_balance = 0.0  # rows that the long tail is owed
-        self._last_batch: tuple[list[_Sample], float] = ([], 0.0)  # and the balance before it
+        self._rows_seen: dict[int, dict[str, int]] = {}  # by step and key, evicted samples included
+        self._tail_starts: dict[int, int] = {}  # cache by step: fewest rows in the long tail
+        self._tail_balance = 0.0  # rows that batches owe the long tail to reach its share
+        self._last_batch: tuple[list[_Sample], float] = ([], 0.0)  # with the balance before it
         self._counts: Counter[str] = Counter()
 
     def start_step(self, step: int) -> None:
-        """Begin RL step `step`: what was this step's becomes the last step's, and too old sequences go."""
+        """Begin RL step `step`, and evict sequences older than `keep_steps`. ValueError if `step` goes back."""
         if step < self.step:
             raise ValueError(f"step={step}: the buffer is at step {self.step} already")
         oldest = step - self._section.keep_steps
@@ -100,12 +101,12 @@ class DataBuffer:
         self.step = step
         for sample in self._samples.values():
             if tail and sample.key not in known and self._is_tail(sample):
-                sample.epoch = running  # the other pool's says nothing of its turn in this one
+                sample.epoch = running  # its epoch in the other pool does not apply here
 
     def add(self, sequence: DraftSequence, step: int) -> bool:
-        """Take a copy of a sequence that was rolled out in RL step `step`; whether it stays.
+        """Add a copy of a sequence from RL step `step`. Returns whether the buffer keeps it.
 
-        The same tokens again replace what was there. ValueError for a step that `start_step` has not begun.
+        A sequence with the same tokens replaces the earlier one. ValueError for a step that `start_step` has not begun.
         """
         if step > self.step:
             raise ValueError(
@@ -129,7 +130,7 @@ class DataBuffer:
         self._rows_seen.setdefault(step, {})[sample.key] = sample.num_rows
         self._tail_starts.pop(step, None)
         self._counts["num_added"] += 1
-        # In the running epoch of its pool: one that starts from 0 would fill the next batches alone.
+        # Start at the current epoch of its pool: with epoch 0 it would come again and again before the others.
         is_tail = self._is_tail(sample)
         peers = [
             other.epoch
@@ -140,10 +141,10 @@ class DataBuffer:
         return self._insert(sample)
 
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
-        """At most `max_tokens` rows; None while there is nothing to train on. A longer sequence gives a window, the next one in
-        each of its turns.
+        """Return a batch of at most `max_tokens` rows, or None if there is nothing to train on.
 
-        Within the long tail and within the rest, no sequence comes again before all others have come.
+        A longer sequence gives its next window. The long tail and the rest are separate pools: within a pool, a sequence
+        repeats only after all others were used.
         """
         tail, rest = self._pools()
         if not tail and not rest:
@@ -154,7 +155,7 @@ class DataBuffer:
         self._last_batch = (picked, self._tail_balance)
         _pick(picked, tail, max_tokens, wanted)
         _pick(picked, rest, max_tokens)
-        _pick(picked, tail, max_tokens)  # where the rest could not fill the batch
+        _pick(picked, tail, max_tokens)  # if the rest could not fill the batch
         if tail and rest:
             rows = {s.key: min(s.num_rows, max_tokens) for s in picked}
             num_tail = sum(rows[s.key] for s in picked if self._is_tail(s))
@@ -169,7 +170,7 @@ class DataBuffer:
         return batch
 
     def put_back(self) -> None:
-        """Undo the last `next_batch`, which nobody trained on. Nothing has come or gone since then."""
+        """Undo the last `next_batch`, for a batch that was not trained on. The buffer must be unchanged since then."""
         picked, self._tail_balance = self._last_batch
         for sample in picked:
             sample.epoch -= 1
@@ -179,10 +180,10 @@ class DataBuffer:
     def holdout_batches(
         self, max_tokens: int, *, has_new: bool = False, max_rows: int | None = None
     ) -> list[DraftBatch]:
-        """Sequences that are never trained on, in batches of `max_tokens`; the same for the same content.
+        """Return the hold-out sequences, which are never trained on, in batches of `max_tokens` rows. Deterministic.
 
-        With `has_new` also this step's other ones: a drafter of earlier steps has not been trained on them. With
-        `max_rows` a part of them, of all lengths, the newest first (`choose_slice`).
+        `has_new` adds all sequences of this step: a drafter of an earlier step has not trained on them. `max_rows` limits
+        the rows: `choose_slice` takes the newest first, of all lengths.
         """
         unseen = sorted(
             (
@@ -198,7 +199,7 @@ class DataBuffer:
         return pack_sequences([sample.sequence for sample in unseen], max_tokens)
 
     def stats(self) -> dict[str, float]:
-        """What is inside now, and what came and went in the buffer's life."""
+        """Return the metrics buffer/*: the current content, and counts since the buffer was created."""
         samples = list(self._samples.values())
         values: dict[str, float] = {
             "num_samples": len(samples),
@@ -213,7 +214,7 @@ class DataBuffer:
         return {f"buffer/{name}": float(value) for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """{"tensors": named tensors, "values": JSON-able}. Tensors are live, and never change."""
+        """Return {"tensors": named tensors, "values": JSON-able}. The tensors are not copied; they never change."""
         samples = list(self._samples.values())
         tensors = {
             f"{sample.key}.{name}": tensor
@@ -238,7 +239,7 @@ class DataBuffer:
         return {"tensors": tensors, "values": values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold what `state_dict` gave, and nothing else. A smaller budget than then evicts."""
+        """Replace the content with the result of `state_dict`. Evicts sequences if `data_bytes` is smaller now."""
         tensors, values = state["tensors"], state["values"]
         self.step = values["step"]
         self._tail_balance = values["tail_balance"]
@@ -260,7 +261,7 @@ class DataBuffer:
         return _Sample(key=key, sequence=sequence, step=step, is_held_out=is_held_out)
 
     def _pools(self) -> tuple[list[_Sample], list[_Sample]]:
-        """What may be trained on: the long tails of earlier steps, and the rest; each in the order of its turns."""
+        """Return the sequences to train on in two pools, the long tails of earlier steps and the rest, each in order of use."""
         tail, rest = [], []
         for sample in sorted(self._samples.values(), key=self._turn):
             if not sample.is_held_out:
@@ -269,11 +270,11 @@ class DataBuffer:
         return tail, rest
 
     def _turn(self, sample: _Sample) -> tuple[int, int, str]:
-        """Who comes first: by epoch, and in an epoch in an order of its own."""
+        """Sort key of the pools: by epoch, then in a random order that the seed and the epoch fix."""
         return sample.epoch, _hash(f"{self._section.seed}/{sample.epoch}/{sample.key}"), sample.key
 
     def _is_tail(self, sample: _Sample) -> bool:
-        """Whether it is of an earlier step, and among its longest sequences that hold half of its rows."""
+        """Return whether it is one of the longest sequences of an earlier step, which hold half of that step's rows."""
         if sample.step >= self.step:
             return False
         start = self._tail_starts.get(sample.step)
@@ -283,7 +284,7 @@ class DataBuffer:
         return sample.num_rows >= start
 
     def _insert(self, sample: _Sample) -> bool:
-        """Make room, by evicting others or the newcomer itself, and put it in."""
+        """Insert a sample, after evicting others if needed. Returns False if the sample itself was evicted."""
         while self.num_bytes + sample.num_bytes > self._section.data_bytes:
             victim = self._first_to_go([*self._samples.values(), sample])
             self._evict(victim)
@@ -294,14 +295,14 @@ class DataBuffer:
         return True
 
     def _first_to_go(self, samples: Iterable[_Sample]) -> _Sample:
-        """See the class: by age, except for the long tail's share of the budget, then the shortest."""
+        """Return the sample to evict, in the order that the class docstring gives."""
         samples = list(samples)
         is_tail = {sample.key: self._is_tail(sample) for sample in samples}
         tail_bytes = sum(s.num_bytes for s in samples if is_tail[s.key])
         is_tail_kept = tail_bytes <= self._section.long_tail_share * self._section.data_bytes
 
         def rank(sample: _Sample) -> tuple[int, int, int, str]:
-            order = 2  # of this step
+            order = 2  # a sample of this step
             if is_tail[sample.key]:
                 order = 3 if is_tail_kept else 1
             elif sample.step < self.step:
@@ -329,10 +330,10 @@ class DataBuffer:
 def _pick(
     picked: list[_Sample], pool: Sequence[_Sample], max_tokens: int, wanted: float = float("inf")
 ) -> None:
-    """Add samples of `pool` in turn, those already picked left out, until `wanted` rows came or no more fit.
+    """Append samples of `pool` in order, without those already in `picked`, until `wanted` rows are added or no more fit.
 
-    One that does not fit is passed over, but then nobody of a later epoch is taken: it comes first the next time, and
-    the first of a batch may be longer than `max_tokens` (it is cut), so that everybody's turn comes.
+    A sample that does not fit is skipped, and then no sample of a later epoch is taken. So the skipped one comes first in
+    the next batch. The first sample of a batch may exceed `max_tokens`; the caller cuts it to a window.
     """
     room = max_tokens - sum(sample.num_rows for sample in picked)
     taken = {sample.key for sample in picked}
@@ -351,7 +352,7 @@ def _pick(
 
 
 def _find_tail_start(rows: Iterable[int]) -> int:
-    """The smallest length among the longest that hold half of all rows."""
+    """Return the smallest length among the longest sequences that hold half of all rows."""
     lengths = sorted(rows, reverse=True)
     total, held = sum(lengths), 0
     for length in lengths:
@@ -371,7 +372,7 @@ def _num_bytes(sequence: DraftSequence) -> int:
 
 
 def _compact(sequence: DraftSequence, dtype: torch.dtype) -> DraftSequence:
-    """A copy of what batches use: on the CPU, in `dtype`, without the last state, no view of anything larger."""
+    """Return a CPU copy in `dtype` of what batches use: no last state, and no view of a larger tensor."""
     num_states = max(0, sequence.token_ids.numel() - 1)
 
     def states(tensor: Tensor) -> Tensor:
@@ -393,5 +394,5 @@ def _key(sequence: DraftSequence) -> str:
 
 
 def _hash(text: str) -> int:
-    """64 bits, the same in every process."""
+    """Return a 64-bit hash that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

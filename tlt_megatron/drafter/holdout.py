@@ -1,7 +1,7 @@
-"""What a drafter would accept on sequences that it is never trained on. Measured by the trainer, judged by the publisher.
+"""Accept length of a drafter on hold-out sequences. The trainer measures it, and the publisher compares drafters by it.
 
-Results are kept by batch, so that two drafters can be compared in pairs on the same rows. They are a handful of numbers,
-compared while all ranks wait: plain arithmetic is quicker on them than tensors.
+Results are stored per batch, so that two drafters are compared on the same rows. They are plain Python numbers: all ranks
+wait for the comparison, and for so few values plain arithmetic is faster than tensors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.drafter.trainer import DrafterTrainer
 
-_NUM_STRATA = 4  # groups by length: fewer would hide the longest, more make rounds too large
+_NUM_STRATA = 4  # groups by length: fewer hide the longest, more make rounds too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldoutResult:
-    """What a drafter would accept on the held-out slice: sums by [batch][unroll step]."""
+    """Acceptance of a drafter on the hold-out slice: sums by [batch][unroll step]."""
 
     counts: tuple[tuple[float, ...], ...]  # rows that have a prediction
     accepted: tuple[tuple[float, ...], ...]  # overlap of drafter's and target's distributions
 
     @staticmethod
     def merge(parts: Iterable[HoldoutResult]) -> HoldoutResult:
-        """The result over the batches of all `parts`, e.g. of all ranks."""
+        """Concatenate the batches of all `parts`, e.g. of all ranks."""
         parts = tuple(parts)
         return HoldoutResult(
             counts=tuple(row for part in parts for row in part.counts),
@@ -38,18 +38,18 @@ class HoldoutResult:
 
     @property
     def num_rows(self) -> int:
-        """Rows whose first drafted token was judged."""
+        """Return the number of rows with a first drafted token."""
         return round(sum(row[0] for row in self.counts))
 
     @property
     def accept_length(self) -> float:
-        """Tokens per verify pass of a chain as long as the unroll, bonus token included; nan without any row."""
+        """Return tokens per verify pass of a chain as long as the unroll, bonus token included; nan without rows."""
         if not self.num_rows:
             return math.nan
         return _accept_length(_column_sums(self.counts), _column_sums(self.accepted))
 
     def standard_error(self, other: HoldoutResult) -> float:
-        """Of the difference of both accept lengths on the same batches; 0 with fewer than two."""
+        """Return the jackknife standard error of the difference of both accept lengths; 0 with fewer than two batches."""
         assert self.counts == other.counts, "not the same slice"
         num_batches = len(self.counts)
         if num_batches < 2:
@@ -61,7 +61,7 @@ class HoldoutResult:
         return math.sqrt(squares / num_batches * (num_batches - 1))
 
     def _left_out_lengths(self) -> list[float]:
-        """Accept length without batch i, at i."""
+        """Return a list whose entry i is the accept length without batch i."""
         counts, accepted = _column_sums(self.counts), _column_sums(self.accepted)
         return [
             _accept_length(
@@ -77,7 +77,7 @@ def _column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _accept_length(counts: Sequence[float], accepted: Sequence[float]) -> float:
-    """By unroll step. A step that nothing reached accepts nothing."""
+    """Compute the accept length from sums by unroll step. A step without rows accepts nothing."""
     total, alive = 1.0, 1.0
     for count, overlap in zip(counts, accepted, strict=True):
         alive *= overlap / count if count > 0 else 0.0
@@ -86,11 +86,11 @@ def _accept_length(counts: Sequence[float], accepted: Sequence[float]) -> float:
 
 
 def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> list[int]:
-    """Which sequences to measure on: about `max_rows` rows, the newest RL step first, all lengths alike.
+    """Choose the sequences to measure on: about `max_rows` rows, the newest RL step first, of all lengths.
 
-    The sequences of a step are split into `_NUM_STRATA` groups by length, and taken in rounds of one from each group, so
-    that long and short ones keep their share of the rows. Within a group they come in the order given. A round that does
-    not fit ends the choice; the first is always taken, so long sequences can exceed `max_rows`.
+    The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from each group, in the given
+    order, so that long and short sequences keep their share of the rows. The choice ends at the first round that does not
+    fit. The first round is always taken, so long sequences can exceed `max_rows`.
 
     Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`: one round of step 7.
     """
@@ -114,9 +114,9 @@ def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> li
 def measure_holdout(
     trainer: DrafterTrainer, weights: Mapping[str, Tensor], batches: Iterable[DraftBatch]
 ) -> HoldoutResult:
-    """What the drafter with `weights` accepts on this rank's `batches`; the trainer's own weights are as before.
+    """Measure the drafter with `weights` on this rank's `batches`. The trainer's own weights are restored afterwards.
 
-    The more batches, the better the noise is known: give small ones.
+    Use many small batches: the standard error is estimated from the differences between batches.
     """
     parameters = dict(trainer.model.named_parameters())
     assert parameters.keys() == weights.keys()

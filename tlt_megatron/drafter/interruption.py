@@ -1,8 +1,7 @@
-"""Giving a training pass up half-way: somebody is asked whether to, at every matrix of the forward and the backward pass.
+"""Aborts a forward or backward pass half-way: a callback is asked at every linear layer, and an exception ends the pass.
 
-Used by `trainer.py` for steps of spot sessions, and by the drafter's upkeep when it judges candidates: both must end when the last
-rollout does. The one thing to know: the pass
-ends by an exception that unwinds it, so nothing of it is left but a gradient buffer that the next step clears.
+Used by `trainer.py` for steps of spot sessions, and by `trainer/drafter_upkeep.py` when it measures candidates. Both must
+end when the last rollout does. An aborted pass leaves only a partly filled gradient buffer, which the next step clears.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 
 
 class PassAbandoned(Exception):
-    """Unwinds a pass that is not to be finished."""
+    """Raised inside a pass to abort it."""
 
 
 @contextmanager
 def interruptible(model: nn.Module, should_abandon: Callable[[], bool] | None) -> Iterator[None]:
-    """Passes of `model` in the body raise PassAbandoned soon after `should_abandon` says yes; without it, never.
+    """Make passes of `model` in the body raise PassAbandoned soon after `should_abandon` returns True. None: never.
 
-    It is asked dozens of times per pass, between kernels, so it must be quick.
+    `should_abandon` is called dozens of times per pass, between kernels, so it must be fast.
     """
     if should_abandon is None:
         yield

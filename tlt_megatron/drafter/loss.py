@@ -1,11 +1,10 @@
-"""What a drafter is trained for: EAGLE, HASS and EAGLE-3 as three settings of one unrolled pass.
+"""Training objectives of the drafter: EAGLE, HASS and EAGLE-3 as three settings of one unrolled pass.
 
-Called by `trainer.py`. The one thing to know: at unroll step k the drafter is fed what the engine would feed it k tokens
-after the last verified one, its own output, while the tokens stay those of the sequence. EAGLE is one step with a feature
-loss, HASS several steps on own features that are treated as data, EAGLE-3 several steps through which gradients flow, on
-the distribution alone.
-Sources: EAGLE (arXiv 2401.15077, section 3.2), HASS (arXiv 2408.15766, section 3.2: harmonized context alignment), EAGLE-3
-(arXiv 2503.01840, section 3.1: training-time test).
+Called by `trainer.py`. At unroll step k > 0 the drafter reads its own output of step k - 1 as features. In the engine it does
+the same, k tokens after the last verified one. The tokens are always those of the sequence.
+- EAGLE (arXiv 2401.15077, section 3.2): one step, with a feature loss.
+- HASS (arXiv 2408.15766, section 3.2, harmonized context alignment): several steps, with own features detached.
+- EAGLE-3 (arXiv 2503.01840, section 3.1, training-time test): several steps with gradients through them, and no feature loss.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class Objective:
     num_steps: int
     feature_weight: float
     decay: float
-    has_detached_steps: bool  # own features are data, not a path for gradients
+    has_detached_steps: bool  # no gradients through the drafter's own features
 
 
 def make_objective(section: DrafterSection) -> Objective:
-    """The objective that `section.algorithm` names."""
+    """Return the objective of `section.algorithm`."""
     default_steps = {"eagle": 1, "hass": 3, "eagle3": 5}[section.algorithm]
     default_weight = 0.0 if section.algorithm == "eagle3" else 10.0  # the papers' 1.0 : 0.1
     weight = section.feature_weight
@@ -48,27 +47,25 @@ def make_objective(section: DrafterSection) -> Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLoss:
-    """A loss as an exact fraction, and sums by unroll step that are fractions over `counts_K`."""
+    """A loss as sum and count, and sums by unroll step to divide by `counts_K`."""
 
-    loss_sum: (
-        Tensor  # scalar, differentiable; all sums here are float32, or float64 for such a model
-    )
-    count: int  # trained rows; what is minimized is loss_sum / count, both summed over ranks
+    loss_sum: Tensor  # scalar, differentiable; all sums are float32 (float64 for a float64 model)
+    count: int  # trained rows; training minimizes loss_sum / count, both summed over ranks
     counts_K: Tensor  # rows that have a prediction at this step
-    agreed_K: Tensor  # of which the most likely token is the target's
-    # Summed overlap of both distributions, sum_v min(p, q): the chance that one drafted token is accepted at
-    # temperature 1 (rejection sampling reaches it, shared noise stays little below).
+    agreed_K: Tensor  # rows whose most likely token is the target's
+    # Summed overlap of both distributions, sum_v min(p, q): the probability that one drafted token is accepted at
+    # temperature 1 with rejection sampling. Verification by shared noise accepts slightly less.
     accepted_K: Tensor
 
 
 def draft_loss(
     model: DraftModel, batch: DraftBatch, objective: Objective, *, head_chunk_tokens: int
 ) -> DraftLoss:
-    """Unroll the drafter over the batch. Logits exist for `head_chunk_tokens` rows at a time."""
+    """Compute the loss of the drafter unrolled over the batch. Logits exist for `head_chunk_tokens` rows at a time."""
     outputs_PD, head_inputs_PD = unroll_draft(model, batch, objective)
     targets_M = batch.loss_mask.nonzero().squeeze(-1)  # rows whose next token is predicted
     steps_K = torch.arange(objective.num_steps, device=targets_M.device)
-    # The prediction of row s at step k was drafted from row s - k, if that is in the sequence.
+    # Row s at step k is predicted by row s - k, if that row is in the same sequence.
     is_drafted_KM = batch.position_ids[targets_M] >= steps_K.unsqueeze(1)
     sources_KM = (targets_M - steps_K.unsqueeze(1)).clamp(min=0)
     wide = _accumulation_dtype(head_inputs_PD[0])
@@ -98,9 +95,9 @@ def draft_loss(
 def unroll_draft(
     model: DraftModel, batch: DraftBatch, objective: Objective
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs [P, D] and head inputs [P, D] of every step; row t at step k predicts the token t + 2 + k.
+    """Return outputs [P, D] and head inputs [P, D] of every step. Row t at step k predicts token t + 2 + k.
 
-    A row whose sequence has ended by then holds numbers that no one reads: rows read their own and earlier ones alone.
+    Rows past the end of their sequence hold unused values: a row attends only to itself and to earlier rows.
     """
     longest = max(batch.lengths)
     model.rotary.reserve(longest + objective.num_steps)
@@ -108,7 +105,7 @@ def unroll_draft(
     hidden_PD = model.fuse(batch.features)
     outputs, head_inputs = [], []
     for step in range(objective.num_steps):
-        # The token fed at step k is the one that step k-1 predicted, of the sequence itself.
+        # Step k reads the sequence's own token at the position that step k-1 predicted.
         token_ids_P = batch.token_ids if step == 0 else batch.labels.roll(1 - step)
         output_PD, head_PD = model(token_ids_P, hidden_PD, batch.position_ids + step, attention)
         outputs.append(output_PD)
@@ -122,10 +119,10 @@ def _accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted soft cross entropy through the frozen head, without ever holding all logits.
+    """Weighted soft cross entropy through the frozen head, in chunks of rows, without all logits in memory.
 
-    The head takes no gradient, so the gradient of the inputs is finished in the forward pass, chunk by chunk, and the
-    target's distribution of a row is computed once for all steps.
+    The head needs no gradient, so the forward pass also computes the gradient of the inputs, chunk by chunk. The target's
+    distribution of a row is computed once for all steps.
     """
 
     @staticmethod

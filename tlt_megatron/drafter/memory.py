@@ -1,4 +1,4 @@
-"""What drafter training takes of a rank's memory, from sizes alone. Called by trainer/memory_ledger.py."""
+"""Memory of drafter training on one rank, computed from sizes only. Called by trainer/memory_ledger.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.memory import MemoryClaim, Phase
 
 _TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments in float32
-_MOVED_BYTES = 12  # weight and moments once more, while a session levels its members or a candidate is published
-_NUM_AUX_LAYERS = 3  # of an EAGLE-3 drafter, and the final states beside them
-_STATE_BYTES = 4  # of a tapped state: float32, whatever the policy computes in
+_MOVED_BYTES = 12  # per parameter: a copy of weight and moments, for a broadcast or a publish
+_NUM_AUX_LAYERS = 3  # tapped layers of an EAGLE-3 drafter; the final states come on top
+_STATE_BYTES = 4  # per element of a tapped state: float32 for any policy dtype
 
 
 def drafter_parameters(sizes: ModelSizes) -> int:
-    """Of the drafter's own: one layer, and the fusion in front of it (three states wide at most)."""
+    """Return the number of the drafter's own parameters: one layer, and the fusion before it (at most three states wide)."""
     return sizes.layer + 3 * sizes.hidden**2
 
 
@@ -28,17 +28,17 @@ def spot_claims(
     taps_in_update: bool,
     is_cuda: bool,
 ) -> list[MemoryClaim]:
-    """Claims of spot training on one rank.
+    """Return the memory claims of spot training on one rank.
 
-    `borrowed_item_bytes` is the width of embedding and head where the engine lives in another process, else 0. `step_tokens`
-    are all tokens of a step on this rank. `taps_in_update`: hidden states are taken in the update's own forward pass, beside
-    its activations. Data and tapped states lie in host memory, so on a GPU they are no claim.
+    `borrowed_item_bytes` is the element size of embedding and head if the engine is another process, else 0. `step_tokens`
+    counts all tokens of a step on this rank. `taps_in_update`: the update's own forward pass collects the hidden states, so
+    they coexist with its activations. Data and tapped states are in host memory, so they are not claimed on a GPU.
     """
     own = drafter_parameters(sizes)
     num_states = 1 + (_NUM_AUX_LAYERS if drafter.algorithm == "eagle3" else 0)
     item = 2 if drafter.dtype == "bfloat16" else 4
     rows = drafter.batch_tokens
-    # Of a row and unroll step: states in and out, fused pair, queries to values, gate, up and their product.
+    # Per row and unroll step: states in and out, fused pair, queries, keys, values, gate, up and their product.
     per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item
     head = 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
     data = f"spot.data_bytes={spot.data_bytes}"

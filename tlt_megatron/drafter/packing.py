@@ -1,7 +1,7 @@
-"""From sequences that the target has seen to packed training batches: no padding, nobody sees a neighbour.
+"""Packs sequences with the target's hidden states into training batches, without padding.
 
-Called by the data buffer and the warm-up tool. The one thing to know is the shift: row t of a sequence pairs the token
-x_{t+1} with the target's h_t, and is trained towards the token x_{t+2} and the target's own next state h_{t+1}.
+Called by the data buffer and the warm-up tool. Rows are shifted: row t of a sequence pairs token x_{t+1} with the target's
+state h_t. Its training targets are token x_{t+2} and the target's next state h_{t+1}.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from tlt_megatron.types import Rollout
 
-_MIN_TOKENS = 3  # fewer make no row
+_MIN_TOKENS = 3  # a shorter sequence has no row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSequence:
-    """A prompt with its response, and what the target computed on them.
+    """A prompt with its response, and the target's hidden states.
 
-    The state at the last token is never used (what follows it is not part of the sequence), so it may be missing.
+    The state at the last token is never used, because no token follows it, so it may be missing.
     """
 
     token_ids: Tensor  # [T] int64
     features: Tensor  # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
-    final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features` is it
+    final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features`
     loss_start: int = 0  # first token whose prediction is trained, usually the response's first
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class DraftSequence:
 
     @staticmethod
     def of_rollout(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
-        """A response with what the engine saw, [T - 1, F]: the final state [.., D] and behind it the taps, if any."""
+        """Build from a rollout and the engine's states [T - 1, F]: the final state (D columns), then the taps, if any."""
         has_taps = features_TF.shape[1] > hidden_size
         return DraftSequence(
             token_ids=torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids)),
@@ -50,7 +50,7 @@ class DraftSequence:
         )
 
     def window(self, start: int, num_rows: int) -> DraftSequence:
-        """The part that fills rows `start` to `start + num_rows` of this sequence. It attends to nothing before itself."""
+        """Return rows `start` to `start + num_rows` as a sequence of its own, which attends to nothing before `start`."""
         states = slice(start, start + num_rows + 1)
         hidden = self.final_hidden
         return DraftSequence(
@@ -62,15 +62,15 @@ class DraftSequence:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the sequence fills in a batch."""
+        """Return the number of rows of the sequence in a batch."""
         return max(0, self.token_ids.numel() - _MIN_TOKENS + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """Rows of several sequences, one after the other. All tensors on one device.
+    """Rows of several sequences, one after the other. All tensors are on one device.
 
-    Tokens [a b c d] with states h_0..h_2 give token_ids [b c], labels [c d], features [h_0 h_1],
+    Example: tokens [a b c d] with states h_0..h_2 give token_ids [b c], labels [c d], features [h_0 h_1],
     target_hidden [h_1 h_2], position_ids [0 1].
     """
 
@@ -84,18 +84,18 @@ class DraftBatch:
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """Return P."""
         return self.token_ids.numel()
 
     def to(self, device: torch.device) -> DraftBatch:
-        """The batch on another device."""
+        """Return the batch on another device."""
         names = ("token_ids", "labels", "position_ids", "features", "target_hidden", "loss_mask")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return DraftBatch(lengths=self.lengths, **moved)
 
 
 def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
-    """One batch of all `sequences`, each with at least one row, in their order."""
+    """Return one batch of all `sequences`, in their order. ValueError for none, or for one without a row."""
     short = [s.token_ids.numel() for s in sequences if s.num_rows < 1]
     if short or not sequences:
         raise ValueError(
@@ -122,9 +122,10 @@ def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
 
 
 def plan_batches(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Which sequences share a batch of at most `max_rows` rows: first fit, longest first. Indices into `lengths`.
+    """Group sequences into batches of at most `max_rows` rows: first fit, longest first. Returns indices into `lengths`.
 
-    A longer sequence stands alone (it cannot be cut: its end attends to its start); one without rows is left out.
+    A longer sequence is a batch of its own: it cannot be cut, because its end attends to its start. A sequence without
+    rows is left out.
     """
     plans: list[list[int]] = []
     room: list[int] = []
@@ -143,6 +144,6 @@ def plan_batches(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
 
 
 def pack_sequences(sequences: Sequence[DraftSequence], max_rows: int) -> list[DraftBatch]:
-    """Batches of at most `max_rows` rows, see `plan_batches`."""
+    """Pack all sequences into batches of at most `max_rows` rows. See `plan_batches`."""
     plans = plan_batches([sequence.num_rows for sequence in sequences], max_rows)
     return [pack_batch([sequences[index] for index in plan]) for plan in plans]

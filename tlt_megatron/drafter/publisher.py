@@ -1,16 +1,15 @@
-"""Which drafter the engines get: a candidate is published where it accepts no less than the best so far, which is kept.
+"""Decides which drafter the engines get: a candidate is published if it accepts no less than the best drafter so far.
 
-Called by the trainer after a session. No ranks, no engine: the same inputs give the same decision, so every rank may decide
-for itself on statistics that were merged over all (`HoldoutResult.merge`). The one thing to know: the target moves under
-every drafter, so a number of an earlier target says nothing. Candidate, published and best are all measured anew, on the
-same held-out batches, by the target of now.
+Called by trainer/drafter_upkeep.py at each phase boundary. The decision is deterministic and local: every rank decides alone,
+from results merged over all ranks (`HoldoutResult.merge`). The target changes in every RL step, so older measurements do not
+apply. Candidate, published and best drafter are all measured again, on the same hold-out batches, with the current target.
 
-The noise of a comparison. All are given the same rows, and what is summed is the expected overlap of distributions, not a
-draw, so what is left is the choice of the slice: the standard error of the difference, by leaving out one batch at a time
-(jackknife). A candidate is refused where it is worse than the best by more than `tolerance` standard errors (default 1): an
-equally good one is then refused in 16 % of cases, and one that is worse by 2 standard errors published in as many (with many
-batches; of a few the standard error itself is a guess). As the
-bar is the best and not the last one published, such slips do not add up.
+Noise of a comparison: all drafters get the same rows, and the measure is the expected overlap of distributions, not a sample.
+Only the choice of the slice adds noise. Its size is the standard error of the difference, by leaving out one batch at a time
+(jackknife). A candidate is refused if it is worse than the best by more than `tolerance` standard errors (default 1). Then an
+equally good candidate is refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. Both hold for
+many batches; with few batches the standard error is only a rough estimate. The bar is the best drafter, not the last
+published one, so these errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 log = logging.getLogger(__name__)
 
 _QUIET_PHASES = (
-    3  # without a sign of collapse, after which a drafter that was given up is tried again
+    3  # phases without a sign of collapse, after which a suspended drafter is tried again
 )
 
 
@@ -45,29 +44,29 @@ class PublishedDrafter:
 
 
 class PublishAction(StrEnum):
-    """What becomes of the engines' drafter."""
+    """The decision on the engines' drafter."""
 
-    PUBLISH = "publish"  # the candidate
-    RESTORE = "restore"  # the best so far, which the published one has fallen behind
-    KEEP = "keep"
+    PUBLISH = "publish"  # publish the candidate
+    RESTORE = "restore"  # publish the best so far again: the published one is worse now
+    KEEP = "keep"  # change nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishDecision:
-    """The engines get `drafter`, unless the action is KEEP: then they have it."""
+    """The result of `consider`. With action KEEP the engines already hold `drafter`; else they must load it."""
 
     action: PublishAction
     drafter: PublishedDrafter
     reason: str
-    is_alarmed: bool  # speculate by n-gram or not at all until this is False again
+    is_alarmed: bool  # while True: speculate by n-gram or not at all
     metrics: dict[str, float]
 
 
 class DrafterPublisher:
-    """Holds the published drafter and the best, decides, and watches for a collapse.
+    """Holds the published and the best drafter, decides on candidates, and watches for a collapse.
 
-    Order of calls: `start`, then `observe_live` after each rollout that used the published drafter, and `consider` at
-    each phase boundary (or during a rollout, with `spot.publish=live`).
+    Call `start` first, then `observe_live` once per phase and `consider` at each phase boundary. With `spot.publish=live`,
+    `adopt` replaces `consider` for a drafter that was offered during a rollout.
     """
 
     def __init__(
@@ -80,38 +79,38 @@ class DrafterPublisher:
         self._holdout = RunningLevel(share=collapse_share, decay=level_decay)
         self._published: PublishedDrafter | None = None
         self._best: PublishedDrafter | None = None
-        self.best_accept_length = math.nan  # of the best, at the last comparison
+        self.best_accept_length = math.nan  # accept length of the best at the last comparison
         self.num_refused = 0
-        self.alarm = ""  # why the published drafter must not be used; empty: it may
+        self.alarm = ""  # why the published drafter must not be used; empty: it may be used
         self._num_quiet = 0  # phases since a collapse was last seen
 
     @property
     def published(self) -> PublishedDrafter:
-        """What the engines have."""
+        """Return the drafter that the engines hold."""
         assert self._published is not None, "start() comes first"
         return self._published
 
     @property
     def best(self) -> PublishedDrafter:
-        """What accepted most at the last comparison."""
+        """Return the drafter that accepted most at the last comparison."""
         assert self._best is not None, "start() comes first"
         return self._best
 
     def start(self, weights: Mapping[str, Tensor], version: int = 0) -> PublishedDrafter:
-        """Take the drafter that the engines begin with."""
+        """Set the drafter that the engines start with."""
         self._published = self._best = _copy(weights, version)
         return self._published
 
     def adopt(self, weights: Mapping[str, Tensor]) -> PublishedDrafter:
-        """What the engines have been given in the middle of a rollout is the published drafter from now on."""
+        """Make `weights`, which the engines received during a rollout, the published drafter."""
         self._published = _copy(weights, self.published.version + 1)
         return self._published
 
     def observe_live(self, accept_length: float | None) -> bool:
-        """The accept length of a rollout with the published drafter; None: it was not used. Returns `is alarmed`.
+        """Add the accept length of a rollout with the published drafter (None: not used). Returns whether an alarm is on.
 
-        Called once per phase. An alarm also ends without a publication, `_QUIET_PHASES` phases after the last collapse that
-        was seen: what the drafter accepts on rollouts is only known by drafting with it.
+        Call it once per phase. An alarm also ends without a publish, `_QUIET_PHASES` phases after the last collapse: only
+        drafting with the drafter shows what it accepts in rollouts.
         """
         level = self._live.value
         self._num_quiet += 1
@@ -129,9 +128,12 @@ class DrafterPublisher:
         *,
         checksum: int | None = None,
     ) -> PublishDecision:
-        """Decide on `candidate` (trainable tensors). `evaluate` measures any weights on one and the same slice, by the
-        target of now; it is called for candidate, published and best, as far as they differ. `checksum` is the
-        candidate's (`checksum_weights`), where it is known already; engines check it when they load."""
+        """Decide on `candidate` (trainable tensors).
+
+        `evaluate` measures given weights, always on the same slice and with the current target. It is called for the
+        candidate, the published and the best drafter, once per distinct checksum. `checksum` is the candidate's
+        (`checksum_weights`), if known; engines check it when they load.
+        """
         published, best = self.published, self.best
         if checksum is None:
             checksum = checksum_weights(candidate)
@@ -181,7 +183,7 @@ class DrafterPublisher:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Of the state, at any time."""
+        """Return the metrics of the current state."""
         return {
             "drafter/alarm": float(bool(self.alarm)),
             "drafter/version": float(self.published.version),
@@ -192,7 +194,7 @@ class DrafterPublisher:
         self, new: HoldoutResult, old: HoldoutResult, best: HoldoutResult, objection: str
     ) -> tuple[PublishAction, str]:
         if not objection and not new.num_rows:
-            # No hold-out is asked for, or the buffer is still empty: training goes on unguarded.
+            # There is no hold-out, or the buffer is still empty: publish without a comparison.
             return PublishAction.PUBLISH, "not compared: the held-out slice is empty"
         if not objection and not self._is_worse(new, best):
             return PublishAction.PUBLISH, f"accepts {new.accept_length:.3f}"
@@ -203,14 +205,14 @@ class DrafterPublisher:
         return PublishAction.KEEP, reason
 
     def _is_worse(self, one: HoldoutResult, other: HoldoutResult) -> bool:
-        """By more than the noise; what is not a number is worse than what is one."""
+        """Return whether `one` is worse than `other` by more than the noise. NaN is always worse."""
         if math.isnan(other.accept_length):
             return math.isnan(one.accept_length)
         difference = one.accept_length - other.accept_length
         return not difference >= -self._tolerance * one.standard_error(other)
 
     def _update_best(self, measured: Mapping[int, HoldoutResult]) -> None:
-        """The published drafter is the best where it measures no less, or where nothing is known of either."""
+        """Make the published drafter the best if it measures no less, or if the best was not measured (NaN)."""
         now = measured[self.published.checksum].accept_length
         kept = measured[self.best.checksum].accept_length
         if now >= kept or math.isnan(kept):
@@ -218,7 +220,7 @@ class DrafterPublisher:
         self.best_accept_length = kept
 
     def _watch(self, accept_length: float, action: PublishAction) -> None:
-        """Alarm where the published drafter has collapsed; the end of it where one that has not was published."""
+        """Raise the alarm if the published drafter has collapsed. End it if a new one was published that has not."""
         is_known = not math.isnan(accept_length)
         level = self._holdout.value
         if is_known and self._holdout.observe(accept_length):
@@ -226,7 +228,7 @@ class DrafterPublisher:
             if not self.alarm:
                 self._raise_alarm("hold-out", accept_length, level)
         elif self.alarm and action != PublishAction.KEEP:
-            # Without a slice it is the next rollout that judges.
+            # Without a slice, the next rollout shows whether it is good.
             log.warning("drafter version %d is good again", self.published.version)
             self.alarm = ""
 
@@ -243,14 +245,14 @@ class DrafterPublisher:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights held, as live tensors: `published.*`, and `best.*` where that is another."""
+        """Return the weights, not copied: `published.*`, and `best.*` if the best is another drafter."""
         state = {f"published.{name}": t for name, t in self.published.weights.items()}
         if self.best.checksum != self.published.checksum:
             state |= {f"best.{name}": t for name, t in self.best.weights.items()}
         return state
 
     def record(self) -> dict[str, object]:
-        """All else, as JSON holds it."""
+        """Return the rest of the state as JSON types."""
         return {
             "published_version": self.published.version,
             "best_version": self.best.version,
@@ -263,7 +265,7 @@ class DrafterPublisher:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], record: Mapping[str, object]) -> None:
-        """Take over what `state_dict` and `record` gave."""
+        """Load the results of `state_dict` and `record`."""
         parts: dict[str, dict[str, Tensor]] = {"published": {}, "best": {}}
         for key, tensor in state.items():
             part, _, name = key.partition(".")
@@ -285,17 +287,17 @@ class DrafterPublisher:
 def _copy(
     weights: Mapping[str, Tensor], version: int, checksum: int | None = None
 ) -> PublishedDrafter:
-    """A copy on the CPU: the trainer goes on writing into its own."""
+    """Copy the weights to the CPU, because the trainer changes its own in place."""
     copies = {name: t.detach().to("cpu", copy=True) for name, t in weights.items()}
     checksum = checksum_weights(copies) if checksum is None else checksum
     return PublishedDrafter(weights=copies, version=version, checksum=checksum)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Read once, without a mask: nan and inf both show in the extremes."""
+    """Return whether all values are finite, without a mask: the extremes show both NaN and infinity."""
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
 def checksum_weights(weights: Mapping[str, Tensor]) -> int:
-    """As `RolloutEngine.load_drafter_weights` wants it."""
+    """Return the checksum that `RolloutEngine.load_drafter_weights` checks."""
     return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS

@@ -1,8 +1,8 @@
-"""Optimizer steps of the drafter on a given group; the group may change between steps, the drafter's life goes on.
+"""Optimizer steps of the drafter on a process group, which may change between steps.
 
-Called by the warm-up tool (one rank) and by spot sessions (whoever is idle). The one thing to know: a step makes exactly one
-collective, a sum over a flat buffer of gradients, loss sums, counts and the caller's flags. So whatever the members must
-agree on (a stop, a newer plan) travels with the gradients, and all of them act on it after the same step.
+Called by the warm-up tool (one rank) and by spot sessions (the idle ranks). A step makes exactly one collective: an
+all-reduce of one flat buffer with gradients, loss sums, counts and the caller's flags. The flags carry what the members must
+agree on (a stop, a newer plan), so all members act on them after the same step.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterStats:
-    """What one step did, over all members; the same on each."""
+    """Result of one step over all members, the same on each."""
 
-    loss: float  # per trained row, all unroll steps weighted; nan without any row
+    loss: float  # per trained row, weighted sum over unroll steps; nan without rows
     num_tokens: int  # trained rows
-    # By unroll step: how often the most likely token is the target's; mean overlap with the target's distribution.
+    # By unroll step: share of rows whose most likely token is the target's; mean overlap with the target's distribution.
     agreement: tuple[float, ...]
     accept_probability: tuple[float, ...]
     flags: tuple[float, ...]  # summed over members
     grad_norm: float  # before clipping
     lr: float
-    is_skipped: bool  # nothing changed: a gradient was not finite, or no one had a trained row
-    num_updates: int  # of the drafter's life
+    is_skipped: bool  # no update: a gradient was not finite, or no member had a trained row
+    num_updates: int  # of the drafter since it was created
 
     @property
     def accept_length(self) -> float:
-        """Tokens per verify pass that a chain as long as the unroll would give, bonus token included."""
+        """Return tokens per verify pass of a chain as long as the unroll, bonus token included."""
         total, alive = 1.0, 1.0
         for probability in self.accept_probability:
             alive *= probability
@@ -53,7 +53,7 @@ class DrafterStats:
 
 
 class DrafterTrainer:
-    """AdamW over the drafter's own parameters. Every member of the group must make the same calls of `step`."""
+    """AdamW over the drafter's own parameters. All members of the group must call `step` equally often."""
 
     def __init__(self, model: DraftModel, section: DrafterSection, group: Group = SINGLE) -> None:
         is_eagle3 = section.algorithm == "eagle3"
@@ -94,13 +94,14 @@ class DrafterTrainer:
         flags: Collection[float] = (),
         should_abandon: Callable[[], bool] | None = None,
     ) -> DrafterStats:
-        """Train on this member's batch, or lend a hand without one. All members give equally many `flags`.
+        """Train on this member's batch; with None it only joins the all-reduce. A collective of the group.
 
-        `flags` are iterated over after the backward pass, so they may be looked up as late as that. `should_abandon` is
-        asked all through the passes: from its first yes on, this member is one without a batch.
+        All members pass the same number of `flags`. `flags` is iterated after the backward pass, so it can compute its
+        values that late. `should_abandon` is called throughout the passes; once it returns True, this member counts as
+        one without a batch.
 
-        The gradient is that of the summed loss of all members over their summed rows, so it does not depend on how
-        the data were dealt out. With `batch` None everywhere only the flags are exchanged.
+        The gradient is that of the loss summed over all members divided by their summed rows. It does not depend on how
+        rows are distributed. If `batch` is None on all members, only the flags are exchanged.
         """
         num_steps = self._objective.num_steps
         num_extra = 2 + 3 * num_steps + len(flags)
@@ -111,10 +112,10 @@ class DrafterTrainer:
             sums = self._backward(None, num_extra)
         sums[2 + 3 * num_steps :] = sums.new_tensor(tuple(flags))
         if self.group.size > 1:
-            # The method, not torch.distributed's function, which wants the group registered in the world.
+            # Call the method: torch.distributed's function requires a group that is registered in the world.
             work = self.group.handle.allreduce([self._flat])  # type: ignore[union-attr]
             work.wait()
-        # One transfer from the device for all that the host must know.
+        # One transfer from the device for all values that the host needs.
         gradients = self._flat[: self._num_weights]
         norm = gradients.norm().unsqueeze(0)
         loss_sum, count, *rest, norm_sum = torch.cat((sums, norm)).tolist()
@@ -147,7 +148,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def evaluate(self, batch: DraftBatch) -> DraftLoss:
-        """Loss and counts on one batch, on this rank alone, changing nothing."""
+        """Return loss and counts on one batch. Runs on this rank only and changes no state."""
         return self._loss(batch)
 
     def _loss(self, batch: DraftBatch) -> DraftLoss:
@@ -161,7 +162,7 @@ class DrafterTrainer:
             )
 
     def _backward(self, batch: DraftBatch | None, num_extra: int) -> Tensor:
-        """Fill the flat buffer with this member's gradients; the view of what follows them, sums filled in."""
+        """Fill the flat buffer with this member's gradients. Returns a view of the rest of it, with the sums filled in."""
         size = self._num_weights + num_extra
         if self._flat.numel() != size:
             self._flat = self._flat.new_zeros(size)
@@ -193,7 +194,7 @@ class DrafterTrainer:
         self.num_updates += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Trainable parameters, moments and counters, as live tensors: nothing of the target's."""
+        """Return trainable parameters, moments and counters, not copied, and nothing of the target."""
         state = {f"model.{name}": p.detach() for name, p in self._parameters.items()}
         for moment in _MOMENTS:
             for name, parameter in self._parameters.items():
@@ -204,7 +205,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave. ValueError names keys that are missing, unknown or misshapen."""
+        """Load the result of `state_dict`. ValueError names keys that are missing, unknown or misshapen."""
         own = self.state_dict()
         wrong = sorted(own.keys() ^ state.keys())
         wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
@@ -220,7 +221,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def broadcast_state(self, source: int = 0) -> None:
-        """Give all members the state of member `source` (a rank within the group), in one collective."""
+        """Broadcast the state of member `source` (a rank within the group) to all members, in one collective."""
         if self.group.size == 1:
             return
         state = self.state_dict()
