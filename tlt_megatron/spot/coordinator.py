@@ -1,8 +1,8 @@
-"""When a session starts, grows or is replaced: rules over the phase's view, run by whichever idle rank can act.
+"""Rules for starting, growing and replacing a session, computed from the phase's view.
 
-Asked by spot_trainer.py (ranks that wait) and session.py (the leader, once per step). There is no coordinating process: the
-leader of the running session plans its growth, and where there is none the first idle rank to speak does; the log
-(rank_state.py) settles who was first. So the loss of any rank leaves somebody to plan.
+Called by spot_trainer.py (ranks that wait) and session.py (the leader, once per step). There is no coordinating process. The
+leader of the running session plans its growth. Without a session, the first rank of any idle replica plans one, and the
+first plan in the log (rank_state.py) counts. So planning continues after the loss of any rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tlt_megatron.spot.rank_state import PhaseView, Plan, RankState, ReplicaLayo
 
 
 class Coordinator:
-    """The rules, for one rank, in one phase. Times are seconds of one monotonic clock."""
+    """The rules for one rank in one phase. Times are seconds of one monotonic clock."""
 
     def __init__(
         self,
@@ -25,15 +25,15 @@ class Coordinator:
         self.replica = layout.replica_of(rank)
         self.is_speaker = layout.replicas[self.replica][0] == rank
         self.min_idle_replicas = min_idle_replicas
-        self.settle_s = settle_s  # several members of a lost session report within so long
+        self.settle_s = settle_s  # members of a lost session report within this time
         self.member_timeout_s = member_timeout_s
         self._seen: tuple[int, bool] = (0, False)  # epoch, and whether a member has left it
         self._since = 0.0
 
     def plan_start(self, view: PhaseView, now: float, num_updates: int) -> Plan | None:
-        """A session of all free replicas, or None. For a rank that waits; `num_updates` are its drafter's."""
+        """Return a plan of all free replicas, or None. For a rank that waits; `num_updates` is its drafter's."""
         free = view.free_replicas()
-        is_allowed = self._may_follow(view, now)  # always asked: it also starts the clock
+        is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
         if view.is_over or view.is_closed or not is_allowed or not self.is_speaker:
             return None
         if self.replica not in free or len(free) < self.min_idle_replicas:
@@ -42,7 +42,7 @@ class Coordinator:
         return Plan(epoch=view.next_epoch, replicas=free, base_updates=base_updates)
 
     def plan_growth(self, view: PhaseView) -> Plan | None:
-        """The running session and all free replicas, or None. For the leader of the newest plan."""
+        """Return the running session's plan with all free replicas added, or None. For the leader of the newest plan."""
         free = view.free_replicas()
         if view.is_over or view.is_closed or view.plan is None or not free:
             return None
@@ -53,7 +53,7 @@ class Coordinator:
         )
 
     def _may_follow(self, view: PhaseView, now: float) -> bool:
-        """Whether the newest session is over, or as good as lost."""
+        """Return whether a new session may start: the newest one is over, or counts as lost."""
         if view.plan is None:
             return True
         members = view.members()
@@ -65,15 +65,17 @@ class Coordinator:
             self._seen, self._since = seen, now
         waited_s = now - self._since
         if len(absent) < len(members):
-            # Members report that the session broke. Who broke it will not; who reports late joins the next one.
+            # Members report that the session broke. The lost member cannot report; late members join the next session.
             return len(absent) == 1 or waited_s >= self.settle_s
-        # Nobody has taken us in: a leader that trains would have, within a step.
+        # No plan has added this rank. A leader that still trains adds it within one step.
         return waited_s >= self.member_timeout_s
 
 
 def check_deadline(view: PhaseView, step: int, now: float, phase_timeout_s: float) -> None:
-    """RuntimeError that names the ranks still in ROLLOUT, `phase_timeout_s` after the first rank finished. `now` is of the
-    view's clock."""
+    """Raise RuntimeError that names the ranks still in ROLLOUT `phase_timeout_s` after the first rank finished.
+
+    `now` is a time of the view's clock.
+    """
     waited_s = now - view.first_finished_at
     late = view.ranks_in(RankState.ROLLOUT)
     if late and waited_s > phase_timeout_s:

@@ -1,11 +1,12 @@
-"""Who does what in a rollout phase: one append-only log in the store, and the one reading of it that all ranks share.
+"""State of all ranks in a rollout phase: an append-only log in the store, and the view that every rank computes from it.
 
-Written and read by spot_trainer.py and session.py. The store puts appends in one order. So ranks that have read equally
-far hold the same view, and of two plans for one epoch the first in the log counts. A busy rank makes a single append, when
-its rollouts are finished.
+Written and read by spot_trainer.py and session.py. The store orders the appends, so ranks that have read the same lines hold
+the same view. The first plan in the log for an epoch counts. A rank appends one line when its rollouts finish, and nothing
+before.
 
-Times are seconds of the reader's monotonic clock. Ranks of one machine share that clock, so their own times are taken over;
-of a rank on another machine counts when its line was first seen. A wall clock that jumps changes nothing.
+Times are seconds of the reader's monotonic clock, so jumps of the wall clock have no effect. Ranks of one machine share that
+clock, and the view uses the times that they report. For a rank on another machine it uses the time when the line was first
+read.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from tlt_megatron.runtime.rank_process import machine_id
 class RankState(StrEnum):
     """What a rank does in this phase."""
 
-    ROLLOUT = "rollout"  # generates; takes part in nothing here
-    IDLE = "idle"  # finished, in no session; in one soon if it is ready
+    ROLLOUT = "rollout"  # generates; takes no part in spot training
+    IDLE = "idle"  # finished, and in no session
     TRAINING = "training"  # listed in the newest plan
-    DONE = "done"  # every rank is finished
+    DONE = "done"  # all ranks have finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLayout:
-    """Global ranks of each rollout replica; a replica goes idle as one. Its first rank speaks for it."""
+    """Global ranks of each rollout replica. All ranks of a replica join a session together; its first rank plans for it."""
 
     replicas: tuple[tuple[int, ...], ...]
 
@@ -42,7 +43,7 @@ class ReplicaLayout:
 
     @staticmethod
     def uniform(world_size: int, replica_size: int = 1) -> ReplicaLayout:
-        """Replicas of `replica_size` neighbours."""
+        """Return replicas of `replica_size` neighbouring ranks. ValueError if it does not divide `world_size`."""
         if replica_size < 1 or world_size % replica_size:
             raise ValueError(f"replica_size={replica_size}: must divide the {world_size} ranks")
         starts = range(0, world_size, replica_size)
@@ -50,29 +51,29 @@ class ReplicaLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the number of ranks."""
         return sum(map(len, self.replicas))
 
     def replica_of(self, rank: int) -> int:
-        """The replica that `rank` belongs to."""
+        """Return the index of the replica of `rank`."""
         return next(i for i, replica in enumerate(self.replicas) if rank in replica)
 
     def ranks_of(self, plan: Plan) -> tuple[int, ...]:
-        """All ranks of the plan's replicas; the first leads the session."""
+        """Return all ranks of the plan's replicas; the first one leads the session."""
         return tuple(rank for replica in plan.replicas for rank in self.replicas[replica])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who trains together, until the next plan."""
+    """The members of a session, valid until the next plan."""
 
-    epoch: int  # 1, 2, ... within a phase; the first plan in the log for an epoch is the plan
-    replicas: tuple[int, ...]  # as they became idle
-    base_updates: int  # of the drafter's life when the phase's first session began
+    epoch: int  # 1, 2, ... within a phase; the first plan in the log for an epoch counts
+    replicas: tuple[int, ...]  # in the order in which they became idle
+    base_updates: int  # the drafter's num_updates when the phase's first session began
 
 
 class SharedLog:
-    """Lines of words under one key of the store. RuntimeError names rank 0 where the store is gone or silent."""
+    """Lines of words under one key of the store. RuntimeError names rank 0 if the store does not answer."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
         self.key = key
@@ -80,7 +81,7 @@ class SharedLog:
         self._num_read = 0
 
     def append(self, *words: object) -> None:
-        """Add a line; one store operation."""
+        """Append a line, with one store operation."""
         line = " ".join(map(str, words)) + "\n"
         try:
             self._store.append(self.key, line)
@@ -88,7 +89,7 @@ class SharedLog:
             raise _store_lost(error) from error
 
     def read(self) -> list[list[str]]:
-        """The lines since the last call; one store operation. Only after an own `append`: the key must exist."""
+        """Return the lines since the last call, with one store operation. The key must exist: call `append` first."""
         try:
             text = self._store.get(self.key)
         except dist.DistError as error:
@@ -98,7 +99,7 @@ class SharedLog:
         return [line.split() for line in lines]
 
     def delete(self) -> None:
-        """Remove the log. Nobody may read it any more."""
+        """Remove the log. No rank may read it afterwards."""
         self._store.delete_key(self.key)
 
 
@@ -110,20 +111,20 @@ def _store_lost(error: dist.DistError) -> RuntimeError:
 
 
 class PhaseView:
-    """What a log says so far, to a reader on `machine`. Pure: equal lines give equal views, times aside."""
+    """The state that a log describes, for a reader on `machine`. Equal lines give equal views, except for times."""
 
     def __init__(self, layout: ReplicaLayout, machine: str = "") -> None:
         self.layout = layout
         self.machine = machine
         self.finished: dict[int, float] = {}  # rank -> time, in the order of the log
-        self.ready: set[int] = set()  # ranks that have nothing else to do
+        self.ready: set[int] = set()  # ranks that can join a session
         self.plan: Plan | None = None  # the newest
-        self.is_closed = False  # the phase has had all the drafter updates that it may
+        self.is_closed = False  # the phase has reached spot.max_updates
         self._listed: dict[int, int] = {}  # rank -> epoch of the newest plan that lists it
-        self._left: dict[int, int] = {}  # rank -> newest epoch that it has reported to be out of
+        self._left: dict[int, int] = {}  # rank -> newest epoch that it reported as left
 
     def apply(self, words: list[str], now: float) -> None:
-        """Take in one line, first seen at `now`."""
+        """Apply one line, first read at `now`."""
         kind, *rest = words
         if kind == "finished":
             finished_at = float(rest[2]) if rest[1] == self.machine else now
@@ -132,7 +133,7 @@ class PhaseView:
             self.ready.add(int(rest[0]))
         elif kind == "plan":
             epoch, base_updates, *replicas = map(int, rest)
-            if epoch == self.next_epoch:  # else another rank was faster
+            if epoch == self.next_epoch:  # else another plan was first
                 self.plan = Plan(epoch=epoch, replicas=tuple(replicas), base_updates=base_updates)
                 self._listed.update(dict.fromkeys(self.layout.ranks_of(self.plan), epoch))
         elif kind == "left":
@@ -143,38 +144,38 @@ class PhaseView:
 
     @property
     def next_epoch(self) -> int:
-        """The number of the plan that would be next."""
+        """Return the epoch of the next plan."""
         return 1 if self.plan is None else self.plan.epoch + 1
 
     @property
     def is_over(self) -> bool:
-        """Whether the last rollout has ended."""
+        """Return whether the rollouts of all ranks have finished."""
         return len(self.finished) == self.layout.world_size
 
     @property
     def ended_at(self) -> float:
-        """When the newest rank finished; the last one, once the phase is over."""
+        """Return the latest finish time so far; once `is_over`, the end of the last rollout."""
         return max(self.finished.values())
 
     @property
     def first_finished_at(self) -> float:
-        """When the first rank finished."""
+        """Return the time when the first rank finished."""
         return min(self.finished.values())
 
     def members(self) -> tuple[int, ...]:
-        """Ranks in the newest plan."""
+        """Return the ranks in the newest plan."""
         return self.layout.ranks_of(self.plan) if self.plan else ()
 
     def listed_in(self, rank: int) -> int:
-        """Epoch of the newest plan that lists `rank`; 0 without one."""
+        """Return the epoch of the newest plan that lists `rank`, or 0."""
         return self._listed.get(rank, 0)
 
     def has_left(self, rank: int) -> bool:
-        """Whether `rank` is known to be out of the newest session that lists it."""
+        """Return whether `rank` has reported that it left the newest session that lists it, or was never listed."""
         return self._left.get(rank, 0) >= self.listed_in(rank)
 
     def free_replicas(self) -> tuple[int, ...]:
-        """Replicas all of whose ranks are finished, ready and in no session, as they became idle."""
+        """Return the replicas whose ranks are all finished, ready and in no session, in the order of becoming idle."""
         order = {rank: place for place, rank in enumerate(self.finished)}
         free = [
             (max(order[rank] for rank in replica), index)
@@ -184,7 +185,7 @@ class PhaseView:
         return tuple(index for _, index in sorted(free))
 
     def state_of(self, rank: int) -> RankState:
-        """ROLLOUT -> IDLE -> TRAINING -> DONE; back to IDLE only where a session was lost."""
+        """Return the state of `rank`: ROLLOUT -> IDLE -> TRAINING -> DONE. It returns to IDLE if a session ends early."""
         if self.is_over:
             return RankState.DONE
         if rank not in self.finished:
@@ -193,12 +194,12 @@ class PhaseView:
         return RankState.TRAINING if is_in else RankState.IDLE
 
     def ranks_in(self, state: RankState) -> list[int]:
-        """All ranks in `state`."""
+        """Return all ranks in `state`."""
         return [rank for rank in range(self.layout.world_size) if self.state_of(rank) == state]
 
 
 class PhaseLog:
-    """The log of one RL step's rollout phase, as one rank writes and reads it."""
+    """One rank's access to the log of one RL step's rollout phase."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class PhaseLog:
         rank: int,
         check_ranks: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_ranks` is called ahead of every `read`: it raises where a rank is lost and the run cannot go on."""
+        """`check_ranks` is called before every `read`. It raises if a rank is lost and the run cannot continue."""
         self._check_ranks = check_ranks
         self.step = step
         self.rank = rank
@@ -217,29 +218,29 @@ class PhaseLog:
         self._log = SharedLog(store, f"{step}/log")
 
     def announce_finished(self) -> float:
-        """This rank's rollouts have ended: all that a busy rank says. Returns when."""
+        """Announce that this rank's rollouts have finished. Returns the time."""
         now = time.monotonic()
         self._log.append("finished", self.rank, self.view.machine, repr(now))
         return now
 
     def announce_ready(self) -> None:
-        """This rank can take part in a session from now on."""
+        """Announce that this rank can join a session from now on."""
         self._log.append("ready", self.rank)
 
     def announce_left(self, epoch: int) -> None:
-        """This rank is out of session `epoch`, which was not ended by a newer plan, and free for another."""
+        """Announce that this rank has left session `epoch`, which no newer plan replaced, and can join another."""
         self._log.append("left", self.rank, epoch)
 
     def propose(self, plan: Plan) -> None:
-        """Put the plan forward; `read` tells whether it is the one."""
+        """Append a plan. The next `read` shows whether it was the first for its epoch."""
         self._log.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
 
     def close(self) -> None:
-        """No more sessions in this phase."""
+        """Announce that no more sessions may run in this phase."""
         self._log.append("closed")
 
     def read(self) -> PhaseView:
-        """The view with all that has been appended until now. `announce_finished` comes first."""
+        """Return the view of all lines so far. Call `announce_finished` first."""
         self._check_ranks()
         lines = self._log.read()
         now = time.monotonic()
@@ -248,11 +249,11 @@ class PhaseLog:
         return self.view
 
     def rendezvous_log(self, epoch: int) -> SharedLog:
-        """Where the members of session `epoch` answer the plan."""
+        """Return the log in which the members of session `epoch` answer the plan."""
         return SharedLog(self._store, f"{self.step}/rendezvous/{epoch}")
 
     def forget(self) -> None:
-        """Remove the phase from the store, by one rank when all have left it."""
+        """Remove the phase from the store. Call it on one rank, after all ranks have left the phase."""
         for epoch in range(1, self.read().next_epoch):
             self.rendezvous_log(epoch).delete()
         self._log.delete()

@@ -1,8 +1,8 @@
-"""One epoch of drafter training by a fixed set of ranks: answer the plan, form a group, level, train, leave together.
+"""One session of drafter training by a fixed set of ranks: answer the plan, form a group, broadcast, train, leave together.
 
-Made by spot_trainer.py on every rank that the newest plan lists. Two rules keep it from deadlocking: a member leaves only
-on flags that were reduced with the gradients, never on what it reads in the store itself; and a group is formed only when every
-member has answered the plan.
+spot_trainer.py creates it on every rank that the newest plan lists. Two rules prevent deadlocks:
+- A member leaves only on flags that were reduced with the gradients, never on what it reads from the store itself.
+- A group is formed only after every member has answered the plan.
 """
 
 from __future__ import annotations
@@ -35,48 +35,48 @@ from tlt_megatron.spot.state_version import StateVersion, version_of
 log = logging.getLogger(__name__)
 
 _NO_GROUP = "-"
-_NO_DATA_WAIT_S = 0.005  # between steps while no member has anything to train on
-_WATCH_SHARE = 10.0  # at least so many times the time of a read pass until the next
+_NO_DATA_WAIT_S = 0.005  # between steps while no member has training data
+_WATCH_SHARE = 10.0  # shortest time between two reads, in multiples of the time of a read
 
 
 class BatchSource(Protocol):
-    """Where a member's training data comes from."""
+    """Source of a member's training batches."""
 
     def next_batch(self) -> DraftBatch | None:
-        """The next batch on the drafter's device, or None while there is none."""
+        """Return the next batch on the drafter's device, or None if there is no data."""
         ...
 
     def put_back(self) -> None:
-        """The last batch was not trained on: as if it had not been taken."""
+        """Undo the last `next_batch`, for a batch that was not trained on."""
         ...
 
 
 class SessionEnd(StrEnum):
-    """How a session ended, for this member; all but `lost` after the same step on all members."""
+    """How a session ended for this member. Except for LOST, all members end after the same step."""
 
     STOPPED = "stopped"  # the last rollout has ended
     REPLACED = "replaced"  # by a newer plan
-    FULL = "full"  # the phase has had spot.max_updates
+    FULL = "full"  # the phase has reached spot.max_updates
     CANCELLED = "cancelled"  # not every member answered the plan, or the phase ended before that
-    LOST = "lost"  # a member is gone or silent
+    LOST = "lost"  # a member exited or does not answer
 
 
 @dataclass(slots=True, kw_only=True)
 class SessionRecord:
-    """What one session did, filled in as it runs."""
+    """Record of one session, filled in while it runs."""
 
     epoch: int
     members: tuple[int, ...]
-    end: SessionEnd | None = None  # None: by an error of this rank's own
-    steps: list[tuple[float, float]]  # monotonic seconds from and to, of those not given up
+    end: SessionEnd | None = None  # None: still running, or ended by an error on this rank
+    steps: list[tuple[float, float]]  # monotonic start and end seconds, without abandoned steps
     stats: list[DrafterStats]  # of each step; the same on all members
 
 
 class GroupPool:
-    """Private groups of this rank, by member set. `max_kept` of them stay for the next session of the same members.
+    """Private process groups of this rank, by member set. Keeps `max_kept` of them for later sessions of the same members.
 
-    NCCL communicators are slow to make, so they are kept; gloo groups cost a millisecond. A group that was left in
-    peace is closed later, when its successor stands or in `trim`: a peer may still be reading the last reduction from it.
+    NCCL communicators are slow to create, so they are kept; a gloo group takes a millisecond. After a normal end a group
+    stays open until later groups replace it or `trim` runs: a peer may still read its last reduction.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class GroupPool:
         self._device = device
         self._timeout_s = timeout_s
         self._max_kept = max_kept
-        self._groups: dict[frozenset[int], tuple[str, Group]] = {}  # in the order of use
+        self._groups: dict[frozenset[int], tuple[str, Group]] = {}  # in order of use
         self._forgettable: list[tuple[str, Group]] = []
 
     def name_of(self, members: Sequence[int]) -> str:
-        """The name of the group that is kept for `members`."""
+        """Return the name of the kept group of `members`, or "-"."""
         name, _ = self._groups.get(frozenset(members), (_NO_GROUP, None))
         return name
 
     def obtain(self, members: Sequence[int], name: str) -> Group:
-        """The group of that name, kept or new. Called by all members."""
+        """Return the group called `name`, kept or new. A collective of all members."""
         key = frozenset(members)
         if self.name_of(members) != name:
             self.drop(members)
@@ -116,13 +116,16 @@ class GroupPool:
         return self._groups[key][1]
 
     def drop(self, members: Sequence[int]) -> None:
-        """Close the group of `members` now: it is broken, and whoever waits in it is set free."""
+        """Close the broken group of `members` now. This releases the members that wait in it."""
         _, group = self._groups.pop(frozenset(members), (_NO_GROUP, SINGLE))
         if isinstance(group.handle, PrivateHandle):
             group.handle.close()
 
     def trim(self) -> None:
-        """Close all but the last `max_kept` groups, clean up in the store. All sessions are over on all ranks."""
+        """Close all but the last `max_kept` groups, and remove the keys of all groups from the store.
+
+        Call it only when all sessions have ended on all ranks.
+        """
         self._close_oldest(self._max_kept)
         for name, group in self._forgettable:
             forget_private_group(self._store, group, name)
@@ -135,22 +138,22 @@ class GroupPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Times in seconds."""
+    """Limits of a session. Times are in seconds."""
 
     max_updates: int  # per phase; 0: no limit
-    member_timeout_s: float  # a member that is silent for so long is lost
+    member_timeout_s: float  # a member that does not answer for this long is lost
     phase_timeout_s: float  # from the first finished rollout to the last
     poll_s: float  # between two reads of the store
-    watch_s: float  # the same while a step computes; 0: whenever it could be given up
+    watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """How the rendezvous ended."""
+    """Result of the rendezvous."""
 
     is_go: bool
     source: int = 0  # the rank that holds the newest drafter
-    is_level: bool = False  # all hold the same already
+    is_level: bool = False  # all members hold the same drafter already
     group_name: str = _NO_GROUP
 
 
@@ -169,8 +172,10 @@ class SpotSession:
         limits: SessionLimits,
         after_update: Callable[[StopWatch], None] | None = None,
     ) -> None:
-        """`after_update` is called by the leader alone, for which the others wait in their next reduction; it may ask
-        whether it should come to an end."""
+        """Only the leader calls `after_update`, while the others wait in their next reduction.
+
+        Its argument says whether the last rollout has ended; then it must return soon.
+        """
         self.plan = plan
         self.after_update = after_update
         self.members = phase_log.view.layout.ranks_of(plan)
@@ -184,11 +189,11 @@ class SpotSession:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this member looks at the store for all of them."""
+        """Return whether this member reads the store for the whole session."""
         return self.phase_log.rank == self.members[0]
 
     def run(self) -> SessionEnd:
-        """Take part until the session ends. An error that is no lost member passes on, and frees the others."""
+        """Take part until the session ends. An error other than MemberLost is raised, after the group was closed."""
         try:
             self.record.end = self._run()
         except MemberLost as error:
@@ -218,7 +223,7 @@ class SpotSession:
         return self._train()
 
     def _rendezvous(self) -> _Verdict:
-        """Say what we hold, and learn whether all members have answered: the first verdict in the log counts."""
+        """Answer the plan with this rank's drafter version, and wait for the verdict: the first one in the log counts."""
         answers: dict[int, tuple[StateVersion, str]] = {}
         answers_log = self.phase_log.rendezvous_log(self.plan.epoch)
         own = version_of(self.trainer)
@@ -240,7 +245,7 @@ class SpotSession:
     def _advance_rendezvous(
         self, answers_log: SharedLog, answers: dict[int, tuple[StateVersion, str]], is_late: bool
     ) -> None:
-        """Put a verdict forward if there is reason to, else wait a moment."""
+        """Append a verdict if one is due, else wait `poll_s`."""
         if len(answers) == len(self.members) and self.is_leader:
             source = max(self.members, key=lambda rank: answers[rank][0].num_updates)
             names = {name for _, name in answers.values()}
@@ -293,7 +298,7 @@ class SpotSession:
                 self.after_update(watch)
             num_done = stats.num_updates - self.plan.base_updates
             if 0 < self.limits.max_updates <= num_done:
-                self.phase_log.close()  # each for itself: whoever goes on from here has closed before
+                self.phase_log.close()  # every member closes before it continues
                 return SessionEnd.FULL
             if is_replaced:
                 return SessionEnd.REPLACED
@@ -301,7 +306,7 @@ class SpotSession:
                 time.sleep(_NO_DATA_WAIT_S)
 
     def _read_flags(self) -> tuple[float, float]:
-        """The leader's flags, once per step: the phase is over; there is a newer plan."""
+        """Return the leader's flags of this step: whether the phase is over, and whether there is a newer plan."""
         view = self.phase_log.read()
         check_deadline(view, self.phase_log.step, time.monotonic(), self.limits.phase_timeout_s)
         plan = None
@@ -314,10 +319,10 @@ class SpotSession:
 
 
 class StopWatch:
-    """Whether the last rollout has ended, asked in the middle of work that is given up if it has.
+    """Returns whether the last rollout has ended. Called during work that is abandoned in that case.
 
-    Every member of a session reads for itself, but leaves only on the flags of the reduction, its own among them: a pass
-    that is given up adds nothing to the gradient, and the step counts for the members that finished theirs.
+    Every member of a session reads the store for itself, but leaves only on the reduced flags, which include its own. An
+    abandoned pass adds nothing to the gradient, and the step counts for the members that finished their passes.
     """
 
     def __init__(self, phase_log: PhaseLog, watch_s: float) -> None:
@@ -325,14 +330,14 @@ class StopWatch:
         self._phase_log = phase_log
         self._watch_s = watch_s
         self._next_at = 0.0
-        self._read_s = math.inf  # what a read takes
+        self._read_s = math.inf  # time of a read
 
     def __call__(self) -> bool:
         asked = time.monotonic()
         if asked >= self._next_at and not self.is_over:
             self.is_over = self._phase_log.read().is_over
             now = time.monotonic()
-            # A slow store must not become what training waits for; one slow read must not delay the next for long.
+            # Training must not wait for a slow store. One slow read must not delay the next for long.
             self._read_s = min(now - asked, 2.0 * self._read_s)
             if self._watch_s:
                 self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._read_s)
@@ -340,9 +345,9 @@ class StopWatch:
 
 
 class _LateFlags(Collection[float]):
-    """Flags that are looked up when `DrafterTrainer.step` reads them: after the backward pass, just before the reduction.
+    """Flags that are computed when `DrafterTrainer.step` reads them: after the backward pass, just before the reduction.
 
-    So what comes while a step computes ends the session with that step, not with the next one.
+    So an event during a step ends the session with that step, not with the next one.
     """
 
     def __init__(self, look: Callable[[], tuple[float, float]]) -> None:

@@ -1,8 +1,8 @@
-"""What a rank does between the end of its own rollouts and the end of the last: train the drafter with whoever is idle.
+"""Trains the drafter on idle ranks, from the end of a rank's own rollouts to the end of the last rank's.
 
-Called by the trainer in every RL step: `run_until_preempted` by each rank when its rollouts are finished, `sync_newest` by
-all ranks together at the phase boundary. Until the last rank has finished there is no collective of the world, and a rank
-that still generates is never waited for nor asked anything.
+The RL trainer calls it in every RL step: `run_until_preempted` on each rank when its rollouts finish, and `sync_newest` on
+all ranks together at the phase boundary. Before the last rank finishes there is no collective of all ranks, and no rank waits
+for a rank that still generates.
 """
 
 from __future__ import annotations
@@ -36,80 +36,80 @@ from tlt_megatron.spot.state_version import UNKNOWN, StateVersion, gather_versio
 log = logging.getLogger(__name__)
 
 _MAX_BROKEN_SESSIONS = (
-    5  # of a rank in one phase; then it stays idle: the network, not a rank, is at fault
+    5  # of a rank in one phase; then it stays idle, since the network is probably at fault
 )
 _SETTLE_S = 0.25
 _KEPT_NCCL_GROUPS = 4
 
 
 class SpanRecorder(Protocol):
-    """Of the trace; runtime/timeline.py's Timeline."""
+    """Records spans of the trace; implemented by runtime/timeline.py's Timeline."""
 
     def span(self, name: str, /, **args: object) -> AbstractContextManager[None]:
-        """The time that the body takes."""
+        """Record the time of the body as a span."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotReport:
-    """One rollout phase of one rank. A rank on another machine counts as finished when this one has seen it."""
+    """One rollout phase of one rank. A rank on another machine counts as finished when this rank reads it in the log."""
 
     step: int
-    idle_s: float  # from the end of this rank's rollouts to the end of the last
-    used_s: float  # of these, inside training steps that were not given up
+    idle_s: float  # from the end of this rank's rollouts to the end of the last rank's
+    used_s: float  # the part of idle_s inside training steps that were not abandoned
     stall_s: float  # from the end of the last rollouts until this rank was free
-    preempt_ms: float  # the same where the rank was in a session at that time; else 0
-    sessions: tuple[SessionRecord, ...]  # that this rank was called to, broken ones included
+    preempt_ms: float  # stall_s in ms if the rank was in a session at that time; else 0
+    sessions: tuple[SessionRecord, ...]  # whose plans list this rank, broken sessions included
 
     @property
     def num_epochs(self) -> int:
-        """Sessions that this rank trained in."""
+        """Return the number of sessions that this rank trained in."""
         return sum(bool(session.stats) for session in self.sessions)
 
     @property
     def num_broken(self) -> int:
-        """Sessions that lost a member or never began."""
+        """Return the number of sessions that lost a member or never began."""
         return sum(_is_broken(session) for session in self.sessions)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of the last session that this rank trained in."""
+        """Return the ranks of the last session that this rank trained in."""
         return next((s.members for s in reversed(self.sessions) if s.stats), ())
 
     @property
     def updates(self) -> tuple[DrafterStats, ...]:
-        """Of the drafter, in this rank's sessions. Losses and acceptance are those before the update."""
+        """Return the drafter updates of this rank's sessions. Losses and acceptance are from before each update."""
         return tuple(s for session in self.sessions for s in session.stats if not s.is_skipped)
 
     @property
     def num_updates(self) -> int:
-        """Of the drafter, in this rank's sessions."""
+        """Return the number of drafter updates in this rank's sessions."""
         return len(self.updates)
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """By update."""
+        """Return the loss of each update."""
         return tuple(stats.loss for stats in self.updates)
 
     @property
     def accept_lengths(self) -> tuple[float, ...]:
-        """By update."""
+        """Return the accept length of each update."""
         return tuple(stats.accept_length for stats in self.updates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestDrafter:
-    """What all ranks hold after `sync_newest`; the same on each but for `seconds`."""
+    """The drafter of all ranks after `sync_newest`; the same on each, except for `seconds`."""
 
     source: int  # the rank that had it
     num_updates: int
     checksum: int
-    num_receivers: int  # ranks that it was sent to; 0 where all were known to hold the same
-    seconds: float  # that this rank spent
+    num_receivers: int  # ranks that it was sent to; 0 if all were known to hold the same
+    seconds: float  # that this rank spent in `sync_newest`
 
 
 class SpotTrainer:
-    """Sessions of this rank, for the whole run. All ranks make one, with the same layout, section and limits."""
+    """Runs the sessions of this rank for the whole run. All ranks create one, with the same layout, section and limits."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class SpotTrainer:
         on_idle: Callable[[StopWatch], None] | None = None,
         after_update: Callable[[StopWatch], None] | None = None,
     ) -> None:
-        """`store` is a part of the job's (runtime/job_store.py); `rank` is this one's in the world. `check_ranks` raises
-        where a rank is lost and the run cannot go on; it is called whenever the log is read.
+        """`store` is a part of the job store (runtime/job_store.py); `rank` is the global rank.
 
-        `on_idle` is called once in a phase by each rank that is not the last to finish, before it trains.
-        `after_update` is called by the leader of a session after each update of the drafter. Both are given something to
-        ask whether the last rollout has ended; then they must not go on.
+        `check_ranks` is called before every read of the log. It raises if a rank is lost and the run cannot continue.
+        `on_idle` is called once per phase, before training, on each rank that is not the last to finish. `after_update` is
+        called by the leader of a session after each drafter update. Both get a StopWatch: when it returns True, the last
+        rollout has ended and they must return.
         """
         self.trainer = trainer
         self.source = source
@@ -147,9 +147,9 @@ class SpotTrainer:
             max_updates=section.max_updates,
             member_timeout_s=section.member_timeout_s,
             phase_timeout_s=phase_timeout_s,
-            # The store answers some ten thousand times a second, and all idle ranks ask it.
+            # The store answers about ten thousand requests per second, and all idle ranks poll it.
             poll_s=max(0.002, 0.0001 * layout.world_size),
-            watch_s=max(0.002, 0.001 * layout.world_size),  # a tenth of that, for the whole session
+            watch_s=max(0.002, 0.001 * layout.world_size),  # a tenth of the rate, all session
         )
         self._store = store
         self._device = device
@@ -160,7 +160,7 @@ class SpotTrainer:
             timeout_s=section.member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if device.type == "cuda" else 0,
         )
-        self._level: StateVersion | None = None  # what all ranks hold; None after a session
+        self._level: StateVersion | None = None  # version on all ranks; None after a session
         self._left_phases: list[PhaseLog] = []  # phases that are still in the store
         if section.min_idle_replicas >= len(layout.replicas):
             log.warning(
@@ -170,10 +170,10 @@ class SpotTrainer:
             )
 
     def run_until_preempted(self, step: int) -> SpotReport:
-        """Announce that this rank's rollouts of RL step `step` are finished; train until those of all ranks are.
+        """Announce that this rank's rollouts of RL step `step` are finished, and train until those of all ranks are.
 
-        RuntimeError names the ranks that do not finish within `phase_timeout_s` of the first, or rank 0 if the store
-        that it hosts is gone. Other ranks that vanish end sessions only.
+        RuntimeError names the ranks that do not finish within `phase_timeout_s` after the first, or rank 0 if its store does
+        not answer. The loss of another rank only ends its session.
         """
         phase_log = PhaseLog(self._store, self.layout, step, self.rank, self._check_ranks)
         finished_at = phase_log.announce_finished()
@@ -214,10 +214,10 @@ class SpotTrainer:
             return self._report(phase_log, finished_at, records)
 
     def sync_newest(self, world: Group) -> NewestDrafter:
-        """Give every rank the drafter with the most updates, optimizer included. A collective of all ranks.
+        """Give every rank the drafter with the most updates, optimizer state included. A collective of all ranks.
 
-        Call it after every phase: the next one starts from it, and the store is cleaned up here. The trainer's state must
-        change in sessions alone from the first call on. RuntimeError names ranks that hold something else in the end.
+        Call it after every phase: the next phase starts from this drafter, and this call also cleans up the store. After the
+        first call, only sessions may change the trainer's state. RuntimeError names ranks that end with another drafter.
         """
         started = time.perf_counter()
         count = self.trainer.num_updates
@@ -226,7 +226,7 @@ class SpotTrainer:
         source = max(range(world.size), key=lambda rank: (held[rank].num_updates, -rank))
         is_level = own.checksum != UNKNOWN and all(version == own for version in held)
         if not is_level:
-            # Sent first and summed up then, by all at once: who sends would be waited for otherwise.
+            # Broadcast first, then compute the checksum on all ranks at once, so that no rank waits for the sender's.
             self.trainer.group = world
             try:
                 self.trainer.broadcast_state(source)
@@ -251,7 +251,7 @@ class SpotTrainer:
     def _await_plan(
         self, phase_log: PhaseLog, coordinator: Coordinator, records: list[SessionRecord]
     ) -> Plan | None:
-        """Wait, and plan where it is our turn, until a new plan lists this rank; None when the phase is over."""
+        """Wait until a new plan lists this rank, and propose one if the rules allow. Returns None when the phase is over."""
         newest_epoch = records[-1].epoch if records else 0
         num_broken = sum(_is_broken(record) for record in records)
         started = time.monotonic()
@@ -266,7 +266,7 @@ class SpotTrainer:
                 if is_mine and not view.is_closed:
                     return plan
                 if not view.has_left(self.rank) and num_broken < _MAX_BROKEN_SESSIONS:
-                    # The session that listed us went on without us, or is no more.
+                    # The session that listed this rank goes on without it, or has ended.
                     phase_log.announce_left(listed)
                     continue
                 now = time.monotonic()
@@ -274,7 +274,7 @@ class SpotTrainer:
                 if proposal is not None:
                     phase_log.propose(proposal)
                     continue
-                # This may add a hundredth of the time waited, and spares the store, whose host may be generating.
+                # Waits at most 1 % longer, and polls less often: the rank that hosts the store may still generate.
                 pause_s = max(self.limits.poll_s, 0.01 * (now - started))
                 time.sleep(min(pause_s, 5 * self.limits.poll_s))
 
@@ -295,7 +295,7 @@ class SpotTrainer:
         )
 
     def _clean_up(self, world: Group) -> None:
-        """Remove past phases from the store. Every rank is in a world collective after them, so nobody reads them."""
+        """Remove past phases from the store. All ranks have left them for a world collective, so no rank reads them."""
         self._groups.trim()
         if world.is_first:
             for phase_log in self._left_phases:

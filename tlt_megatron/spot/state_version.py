@@ -1,7 +1,8 @@
-"""Which drafter a rank holds, in two numbers. Compared by session.py and spot_trainer.py before and after state is sent.
+"""Identifies the drafter that a rank holds by two numbers: updates and checksum.
 
-The one thing to know: it is taken at the phase boundary, where all ranks wait, so the state is joined to one row of words and
-those are summed in pieces that stay in the cache. It is no part of any file: drafters that leave the trainer have the checksum of models/hf_io.py.
+session.py and spot_trainer.py compare them before and after a broadcast. All ranks wait for the checksum at the phase
+boundary, so it works on one flat tensor, in blocks that fit into the cache. It is not stored in files: exported drafters have
+the checksum of models/hf_io.py.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.runtime.process_groups import Group
 
-UNKNOWN = -1  # in place of a checksum that was not computed
+UNKNOWN = -1  # a checksum that was not computed
 _MODULUS = 1 << 63
-_ROW = 1 << 15  # 8-byte words that are summed up together
+_ROW = 1 << 15  # 8-byte words per row sum
 _ROWS_AT_ONCE = {"cpu": 1}
-_DEVICE_ROWS_AT_ONCE = 512  # elsewhere a launch costs more than its memory
+_DEVICE_ROWS_AT_ONCE = 512  # other devices: fewer kernel launches matter more than memory
 _LOW_HALF = (1 << 32) - 1
 _MIX = 0x4F1BBCDCBFA53E0B
 _BASE = 1_000_003
@@ -27,14 +28,14 @@ _BASE = 1_000_003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """Which drafter a rank holds: weights and optimizer."""
+    """Identifies the drafter of a rank: weights and optimizer state."""
 
     num_updates: int
     checksum: int
 
 
 def version_of(trainer: DrafterTrainer) -> StateVersion:
-    """Equal on two ranks exactly if their drafters are (63 bits)."""
+    """Return the version of the trainer's state. Only equal states give equal versions, except for 63-bit collisions."""
     tensors = trainer.state_dict().values()
     total = _checksum([t for t in tensors if t.is_floating_point()])
     for counter in (t for t in tensors if not t.is_floating_point()):
@@ -43,7 +44,7 @@ def version_of(trainer: DrafterTrainer) -> StateVersion:
 
 
 def gather_versions(own: StateVersion, group: Group, device: torch.device) -> list[StateVersion]:
-    """Of every member, in group order, on every member: one small collective."""
+    """Return the versions of all members in group order, on every member. One small collective."""
     if group.size == 1:
         return [own]
     mine = torch.tensor([own.num_updates, own.checksum], device=device)
@@ -54,9 +55,11 @@ def gather_versions(own: StateVersion, group: Group, device: torch.device) -> li
 
 
 def _checksum(tensors: list[Tensor]) -> int:
-    """Of the exact bits, in order: 8-byte words times odd numbers that follow from the place in the row, their high halves
-    mixed into the low ones, summed modulo 2^64 by row; rows as digits. A change of one word always shows, others but for
-    chance."""
+    """Return a checksum of the exact bits, in order.
+
+    Multiplies each 8-byte word by an odd factor of its place in the row, and XORs its high half into the low half. The row
+    sums modulo 2^64 are the digits of the result. A change of one word always shows; other changes show except by chance.
+    """
     first = tensors[0]
     row_numel = 8 * _ROW // first.element_size()
     padding = first.new_zeros(-sum(t.numel() for t in tensors) % row_numel)
