@@ -1,1 +1,1 @@
-"""The RL loop and what it is made of; build.py is the only place where packages are put together."""
+"""The RL loop and its parts. build.py is the only module that assembles all packages."""

@@ -1,4 +1,4 @@
-"""The composition root: RunConfig -> a ready RLTrainer. The only place that knows every package."""
+"""Builds a ready RLTrainer from a RunConfig. This is the only module that imports every package."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ from tlt_megatron.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-EVAL_SEED_OFFSET = 0x5EED  # held-out noise is never training noise
+EVAL_SEED_OFFSET = 0x5EED  # evaluation never samples with the noise of training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A built run and the parts that the launcher finishes it with."""
+    """A built run, with the parts that the launcher needs to finish it."""
 
     trainer: RLTrainer
     model: McorePolicyModel
     dtype: torch.dtype
-    # Around what ranks do together: a collective that fails raises RanksLost, which names the ranks.
+    # Context for work of all ranks: a failed collective raises RanksLost, which names the lost ranks.
     explaining: Callable[[], AbstractContextManager[None]]
 
 
@@ -78,12 +78,12 @@ def build_run(
     device: Device,
     stop: StopRequest | None = None,
 ) -> Iterator[Run]:
-    """Build everything, restore if asked to, and close it all again on the way out. A collective of all ranks.
+    """Build the run, restore a checkpoint if the settings ask for it, and close everything on exit. A collective of all ranks.
 
-    Cheap checks come first: reward function and prompts are refused before any model is built.
+    Cheap checks come first: a bad reward function or prompt raises before any model is built.
     """
     settings = config.run
-    stop = stop or StopRequest()  # one that nobody makes
+    stop = stop or StopRequest()  # without a caller's: one that is never requested
     store = open_job_store(world, settings.heartbeat_timeout_s or settings.group_timeout_s)
     stop.share(store.connect("stop"))
     with running_heartbeat(store, world, settings.heartbeat_timeout_s) as heartbeat:
@@ -190,7 +190,7 @@ def _build(
                     run_dir / "rollouts", tokenizer.decode, resume_step=first_step
                 )
         stop.begin_training()
-        barrier(world)  # no rank trains while another would say that there is nothing to save
+        barrier(world)  # no rank trains while a signal would still end another without a save
         yield trainer, model, getattr(torch, config.model.dtype)
 
 
@@ -215,7 +215,7 @@ def _open_progress(config: RunConfig, world: Group) -> Progress:
 
 
 def _open_metrics(config: RunConfig, run_dir: Path, first_step: int | None) -> MetricsWriter:
-    """`first_step`: of a resumed run; later rows that a crash left behind are cut."""
+    """`first_step` is the next step of a resumed run, else None. Rows from that step on, left by a crash, are cut."""
     return MetricsWriter(
         run_dir,
         tensorboard=config.logging.tensorboard,
@@ -258,7 +258,7 @@ def _build_policy_trainer(
 def build_engine(
     config: RunConfig, device: Device, *, run_dir: Path, world: Group
 ) -> RolloutEngine:
-    """The rollout engine of this rank. A collective of all ranks."""
+    """Build the rollout engine of this rank. A collective of all ranks."""
     if config.rollout.engine == "sglang":
         from tlt_megatron.trainer.build_sglang import build_sglang_engine
 
@@ -312,7 +312,7 @@ def _build_evaluator(
 
 
 def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
-    """What to go on from, every file of it verified; None for a fresh start. ValueError where nothing intact is there."""
+    """Return the verified checkpoint to resume from; None for a fresh start. ValueError if no checkpoint is intact."""
     path = resume_path(run_dir, config.checkpoint.resume)
     saved = None if path is None else find_saved_run(path, world)
     if path is not None and saved is None and world.is_first:
@@ -321,7 +321,7 @@ def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun 
 
 
 def _compare(saved: SavedRun | None, about: Mapping[str, object], world: Group) -> Resumed:
-    """Refuse a checkpoint of another model or seed; say which learned parts go on."""
+    """Raise ValueError for a checkpoint of another model or seed. Returns which learned parts resume."""
     if saved is None:
         return Resumed(has_selector=False, has_drafter=False)
     check_identity(saved, about)

@@ -1,4 +1,4 @@
-"""What speculates, and what keeps its drafter fresh, from the settings. Called by build.py once the engine holds a policy."""
+"""Builds speculation and the drafter's training from the settings. Called by build.py once the engine holds a policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
-    """The layers whose states an EAGLE-3 drafter reads; () for others, or without a drafter."""
+    """Return the layers whose states an EAGLE-3 drafter reads; () for other drafters, or without one."""
     if not config.speculation.enabled or not config.speculation.is_learned:
         return ()
     if config.speculation.drafter:
@@ -64,10 +64,10 @@ def attach_drafter(
     store: JobStore,
     check_ranks: Callable[[], None],
 ) -> DrafterUpkeep | None:
-    """Make the engine speculate, if the settings say so; the upkeep of its drafter, if they want spot training.
+    """Enable speculation if configured. Returns the DrafterUpkeep with spot training, else None. A collective of all ranks.
 
-    The engine must hold the policy: drafter and policy are compared. ValueError for a drafter of another policy, or
-    strategies that do not exist. RanksLost from `check_ranks` ends what idle ranks do. A collective of all ranks.
+    The engine must hold the policy, because drafter and policy are compared. ValueError for a drafter of another policy, or
+    for unknown strategies. If `check_ranks` raises RanksLost, idle ranks stop their work.
     """
     is_embedded = isinstance(engine, EmbeddedEngine)
     if not config.speculation.enabled or not (is_embedded or config.speculation.is_learned):
@@ -82,7 +82,7 @@ def attach_drafter(
         engine.set_speculation(make_speculation(config, draft))
     if not config.spot.enabled:
         return None
-    # Trained apart from the one that drafts: what is not good enough never reaches the engine.
+    # A second copy for training: the engine gets only weights that the publisher accepts.
     model = _make_drafter(config, target, embedding_VD, lm_head_VD)
     trainer = DrafterTrainer(model, config.drafter)
     if config.speculation.drafter:
@@ -125,7 +125,7 @@ def attach_drafter(
 def _make_drafter(
     config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
 ) -> DraftModel:
-    """The one at `speculation.drafter`, or one with random weights, the same on every rank."""
+    """Load the drafter at `speculation.drafter`, or make one with random weights, the same on every rank."""
     if config.speculation.drafter:
         return load_drafter(
             config.speculation.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
@@ -140,7 +140,7 @@ def _make_drafter(
 
 
 def make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
-    """What `config.speculation` asks for; `draft` is the learned drafter, if there is one."""
+    """Build the speculation of `config.speculation`. `draft` is the learned drafter, or None."""
     section = config.speculation
     strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
     selectors: dict[str, Callable[[], StrategySelector]] = {

@@ -1,4 +1,4 @@
-"""The SGLang engine of a run, from the settings. Called by build.py; imported only where `rollout.engine` is sglang."""
+"""Builds the SGLang engine of a run. build.py imports it only if `rollout.engine` is sglang."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ _Made = TypeVar("_Made")
 def build_sglang_engine(
     config: RunConfig, device: Device, *, run_dir: Path, world: Group
 ) -> SglangEngine | FollowerEngine:
-    """One engine for every `tp_size` neighbouring ranks, on the first of them. A collective of all ranks: all have an engine
-    afterwards, or all raise. An engine's start leaves the environment as it was, so ranks that agree before it agree after."""
+    """Start one engine for every `tp_size` neighbouring ranks, on the first of them; the others get a FollowerEngine.
+
+    A collective of all ranks: afterwards all have an engine, or all raise. Starting an engine does not change the
+    environment, so the check of communication variables stays valid.
+    """
     _together(check_version, world)
     check_communication(world)
     speculation = _with_drafter(config, run_dir, world)
@@ -56,8 +59,10 @@ def build_sglang_engine(
 
 
 def check_communication(world: Group) -> None:
-    """RuntimeError if ranks differ in a variable that the peers of a NCCL communicator must agree on. Before the first one:
-    NCCL reads them once."""
+    """Raise RuntimeError if ranks differ in a variable that must be equal within a NCCL communicator.
+
+    Call it before the first communicator: NCCL reads the variables once. A collective of all ranks.
+    """
     settings = gather_objects(communication_settings(), world)
     for rank, found in enumerate(settings):
         for name, value in found.items():
@@ -69,7 +74,7 @@ def check_communication(world: Group) -> None:
 
 
 def _replica_group(config: RunConfig, world: Group) -> Group:
-    """The ranks whose GPUs this rank's engine uses: neighbours. A collective of all ranks, as all join in forming all groups."""
+    """Return the neighbouring ranks whose GPUs this rank's engine uses. A collective of all ranks: it forms all groups."""
     size = config.ranks_per_engine
     if world.size % size:
         raise ValueError(f"sglang.engine_args: tp_size={size} must divide the {world.size} ranks")
@@ -94,7 +99,7 @@ def _follow(
 
 
 def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> SpeculationSection:
-    """SGLang starts from a folder: where the settings name none, that of a drafter with random weights."""
+    """Return the settings with a drafter folder, which SGLang needs. By default, rank 0 writes one with random weights."""
     speculation = config.speculation
     if speculation.drafter or not (speculation.enabled and speculation.is_learned):
         return speculation
@@ -106,7 +111,7 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
 
 
 def _save_random_drafter(config: RunConfig, folder: Path) -> None:
-    """The same as `drafter.seed` gives every rank."""
+    """Save the same random drafter that `drafter.seed` gives every rank."""
     reader = HfReader(config.model.path)
     embedding = reader["model.embed_tokens.weight"]
     is_tied = "lm_head.weight" not in reader
@@ -125,7 +130,7 @@ def _save_random_drafter(config: RunConfig, folder: Path) -> None:
 
 
 def _together(make: Callable[[], _Made], world: Group) -> _Made:
-    """What `make` gives on every rank; one error on all of them if it fails on any."""
+    """Return the result of `make` on each rank. If it fails on any rank, all ranks raise one error."""
     made, error = None, None
     try:
         made = make()

@@ -1,8 +1,8 @@
-"""Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ + latest_checkpointed_iteration.txt.
+"""Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ and latest_checkpointed_iteration.txt.
 
-Each is written beside, fsynced, sealed with a manifest, renamed, and then the pointer moves: a crash at any instant leaves
-the last good one loadable. Inside: policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, and what
-the drafter adds. A load verifies every file and takes the newest intact checkpoint, by the order of writing.
+A checkpoint holds policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, and the drafter's folders. It is
+written to a .tmp folder, fsynced, given its manifest and renamed; then the pointer moves. So a crash at any time leaves the
+last good checkpoint loadable. A load verifies every file and takes the newest intact checkpoint, by the order of writing.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class SavedRun:
     """An intact checkpoint: every file is as it was written."""
 
     folder: Path
-    state: dict[str, object]  # what was given to `save`
+    state: dict[str, object]  # the content of trainer_state.json
 
     @property
     def step(self) -> int:
-        """RL steps done."""
+        """Return the number of RL steps done."""
         return int(self.state["step"])
 
 
 def find_saved_run(path: Path, world: Group) -> SavedRun | None:
-    """What `find_intact` finds, with the state that was saved. A collective of all ranks."""
+    """Return the checkpoint of `find_intact` with its saved state. A collective of all ranks."""
     folder = find_intact(path, world)
     if folder is None:
         return None
@@ -71,10 +71,10 @@ def find_saved_run(path: Path, world: Group) -> SavedRun | None:
 
 
 def find_intact(path: Path, world: Group) -> Path | None:
-    """The newest intact checkpoint under `path`, or `path` itself if it is one. A collective of all ranks.
+    """Return the newest intact checkpoint under `path`, or `path` itself if it is one. A collective of all ranks.
 
-    None where there is no checkpoint. Warns of newer ones that are broken, and of a wrong pointer. ValueError names the
-    broken file of each where none is intact, and a pointer without a checkpoint.
+    Returns None if there is no checkpoint. Warns of newer broken checkpoints and of a wrong pointer. If none is intact,
+    ValueError names the broken file of each; the same for a pointer without a checkpoint.
     """
     found, problems = _on_first(lambda: _candidates(path), world)
     for folder, manifest in found:
@@ -90,7 +90,7 @@ def find_intact(path: Path, world: Group) -> Path | None:
 
 
 def _candidates(path: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """What may be loaded, the newest first, and what is known to be wrong. On rank 0."""
+    """Return the checkpoints with a good manifest, the newest first, and the problems found. Runs on rank 0."""
     if is_checkpoint(path):
         return [(path, read_manifest(path))], []
     listing = list_checkpoints(path)
@@ -105,7 +105,7 @@ def _read_state(folder: Path) -> dict[str, object]:
 
 
 def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
-    """What is wrong with the files, on all ranks; each reads its share."""
+    """Return the first problem with the files, the same on all ranks, or None. Each rank reads its share."""
     problem = None
     for name in deal_files(manifest.files, world.size)[world.rank]:
         try:
@@ -117,7 +117,7 @@ def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
 
 
 def _on_first(function: Callable[[], T], world: Group) -> T:
-    """What `function` gives on rank 0, on every rank; its ValueError and OSError too, as ValueError."""
+    """Call `function` on rank 0 and return its result on every rank. Its ValueError or OSError becomes ValueError on all."""
     value, error = None, None
     if world.is_first:
         try:
@@ -131,7 +131,7 @@ def _on_first(function: Callable[[], T], world: Group) -> T:
 
 
 class CheckpointManager:
-    """Saves and restores. Every method is a collective of all ranks; rank 0 alone renames and deletes."""
+    """Saves and restores. Every method is a collective of all ranks; only rank 0 renames and deletes."""
 
     def __init__(
         self,
@@ -142,16 +142,16 @@ class CheckpointManager:
         world: Group,
         about: Mapping[str, object] | None = None,
     ) -> None:
-        """`about` the run is added to the state of every checkpoint (`identity.py`). `keep=0` keeps all."""
+        """`about` describes the run (`identity.py`) and is added to the state of every checkpoint. `keep=0` keeps all."""
         self.root = root
         self.model = model
         self.keep = keep
         self.world = world
         self._about = dict(about or {})
-        self._current: int | None = None  # the step that this run has saved or restored last
+        self._current: int | None = None  # the step that this run saved or restored last
 
     def folder(self, step: int) -> Path:
-        """Where this run saves the checkpoint of `step`."""
+        """Return the folder of the checkpoint of `step`."""
         return self.root / f"iter_{step:07d}"
 
     def save(
@@ -160,9 +160,11 @@ class CheckpointManager:
         state: Mapping[str, object],
         save_part: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`, unless it stands already; `state` is rank 0's, JSON-able. `save_part` is called
-        by every rank to write what is its own into the given folder. RuntimeError names the rank that could not write;
-        earlier checkpoints stay."""
+        """Write the checkpoint of `step`, unless this run has just saved or restored it. Returns its folder.
+
+        `state` is JSON-able; rank 0's is written. Every rank calls `save_part` to write its own files into the given folder.
+        RuntimeError names the rank that could not write; earlier checkpoints stay intact.
+        """
         final = self.folder(step)
         if self._current == step:
             return final
@@ -170,7 +172,7 @@ class CheckpointManager:
         text = json.dumps({**self._about, "step": step, **state})
         self._together(lambda: self._prepare(temporary), final)
         try:
-            self.model.save(temporary / "policy")  # with collectives of its own: none may be left
+            self.model.save(temporary / "policy")  # makes collectives: no rank may leave early
         except (OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and _TORCH_WRITER not in str(error):
                 raise  # a collective, say
@@ -183,14 +185,14 @@ class CheckpointManager:
         return final
 
     def restore(self, saved: SavedRun) -> None:
-        """Give the model the weights and the optimizer's state of `saved`."""
+        """Load the weights and the optimizer state of `saved` into the model."""
         self.model.load(saved.folder / "policy")
         if saved.folder == self.folder(saved.step):
             self._current = saved.step
         log.info("restored %s", saved.folder)
 
     def _together(self, work: Callable[[], T], final: Path) -> list[T]:
-        """What `work` returns on every rank. Where it fails on one, all raise the same error, and none waits for it."""
+        """Return the results of `work` on all ranks. If it fails on any rank, all ranks raise the same RuntimeError."""
         result, failure = None, None
         try:
             result = work()
@@ -224,7 +226,7 @@ class CheckpointManager:
             (temporary / STATE_FILE).write_text(text, encoding="utf-8")
 
     def _hash_own(self, folder: Path) -> dict[str, FileRecord]:
-        """Flush and hash the files that this rank wrote, while they are in its memory."""
+        """Fsync and hash the files that this rank wrote, while they are still in its page cache."""
         own = {}
         for name in list_files(folder):
             if writer_of(name, self.world.size) == self.world.rank:
@@ -235,7 +237,7 @@ class CheckpointManager:
     def _commit(
         self, temporary: Path, final: Path, step: int, files: Mapping[str, FileRecord]
     ) -> None:
-        """From the manifest on, `temporary` is a checkpoint, whatever its name is."""
+        """Write the manifest, rename and move the pointer. With a manifest, `temporary` counts as a checkpoint."""
         if not self.world.is_first:
             return
         newest = max((m.order for _, m in list_checkpoints(self.root).found), default=0)
@@ -248,7 +250,7 @@ class CheckpointManager:
         self._drop_old()
 
     def _drop_old(self) -> None:
-        """Delete all but the newest by the order of writing. The pointer's target stays in any case."""
+        """Delete all but the newest checkpoints, by the order of writing. The pointer's target always stays."""
         orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root).found}
         folders = sorted(checkpoint_folders(self.root), key=lambda folder: orders.get(folder, 0))
         complete = [folder for folder in folders if folder.suffix != ".tmp"]
@@ -258,7 +260,7 @@ class CheckpointManager:
             kept.add(self.folder(step))
         for folder in folders:
             if folder not in kept:
-                # Renamed first: what is deleted half-way must not be taken for a broken checkpoint.
+                # Rename first: a partly deleted folder must not count as a broken checkpoint.
                 hidden = folder.with_suffix(".tmp")
                 if hidden != folder:
                     shutil.rmtree(hidden, ignore_errors=True)

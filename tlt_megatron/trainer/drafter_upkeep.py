@@ -1,8 +1,8 @@
-"""The drafter's side of an RL step: gather data while responses finish, train while idle, publish at the phase boundary.
+"""The drafter's part of an RL step: collect data as responses finish, train while idle, publish at the phase boundary.
 
-Called by the loop and the rollout worker; a run without spot training has none. The one thing to know: a rank comes to
-`run_until_preempted` when its own rollouts are done and leaves when everyone's are, so what the RL step pays for the drafter
-is the time from there to the end of `publish`, and that is measured as stall.
+Called by the loop and the rollout worker if the run has spot training. A rank enters `run_until_preempted` when its rollouts
+finish, and leaves when the last rank's rollouts finish. The RL step pays only for the time from then to the end of `publish`,
+which is measured as stall.
 """
 
 from __future__ import annotations
@@ -42,20 +42,16 @@ from tlt_megatron.types import Rollout
 
 log = logging.getLogger(__name__)
 
-_HOLDOUT_BATCH_TOKENS = 128  # small batches: from them the noise of a comparison is known
-_HOLDOUT_ROWS = (
-    512  # of a rank: enough to tell drafters apart, little enough to cost no step anything
-)
-_TELLING_SHARE = 0.05  # of a rollout's tokens: with less, there were but a few looks at the drafter
-_LIVE_EVERY = (
-    16  # updates between two looks at whether to offer a drafter in the middle of a rollout
-)
-_UNREAD = -1  # in place of an offer's number: this rank cannot read the newest
-_FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # of a checkpoint
+_HOLDOUT_BATCH_TOKENS = 128  # small: the standard error is estimated from many batches
+_HOLDOUT_ROWS = 512  # per rank: enough to compare drafters, and fast enough not to delay a step
+_TELLING_SHARE = 0.05  # least share of tokens from the drafter for a reliable accept length
+_LIVE_EVERY = 16  # updates between two checks whether to offer a drafter during a rollout
+_UNREAD = -1  # instead of an offer's number: this rank cannot read the newest offer
+_FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
 
 
 class BufferSource:
-    """Batches of a DataBuffer on the drafter's device; satisfies `spot.session.BatchSource`."""
+    """Batches of a DataBuffer on the drafter's device. Implements `spot.session.BatchSource`."""
 
     def __init__(self, buffer: DataBuffer, batch_tokens: int, device: torch.device) -> None:
         self._buffer = buffer
@@ -63,18 +59,18 @@ class BufferSource:
         self._device = device
 
     def next_batch(self) -> DraftBatch | None:
-        """The next one, or None while there is no data."""
+        """Return the next batch, or None if there is no data."""
         batch = self._buffer.next_batch(self._batch_tokens)
         return None if batch is None else batch.to(self._device)
 
     def put_back(self) -> None:
-        """The last batch comes again."""
+        """Undo the last `next_batch`."""
         self._buffer.put_back()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotShare:
-    """What one rank's report adds to the metrics of a step."""
+    """The part of one rank's SpotReport that enters the metrics of a step."""
 
     idle_s: float
     used_s: float
@@ -89,14 +85,14 @@ class SpotShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Findings:
-    """What an idle rank found out of the candidate, for the decision that all make later."""
+    """Hold-out results that an idle rank measured, for the decision that all ranks make later."""
 
-    results: dict[str, HoldoutResult]  # by contender
+    results: dict[str, HoldoutResult]  # by key of `_contenders`
     checksum: int  # of the candidate
 
 
 class DrafterUpkeep:
-    """Data, sessions, publication and checkpoints of the drafter of this run, on this rank."""
+    """Manages the run's drafter on this rank: its data, sessions, publishing and checkpoints."""
 
     def __init__(
         self,
@@ -113,8 +109,10 @@ class DrafterUpkeep:
         device: torch.device,
         live: LiveChannel | None = None,
     ) -> None:
-        """`checkpointer` is rank 0's. `publisher` starts from the weights that `trainer` and engine hold. With `live`,
-        drafters also reach engines that are still decoding."""
+        """Only rank 0 gets a `checkpointer`. `publisher` starts from the weights that `trainer` and engine hold.
+
+        With `live`, drafters also reach engines that are still decoding.
+        """
         self.trainer = trainer
         self.buffer = buffer
         self.spot = spot
@@ -127,29 +125,29 @@ class DrafterUpkeep:
         self._tap_layers = tap_layers
         self._tap_bytes = tap_bytes
         self._num_considered = trainer.num_updates
-        # The drafter as it stood at the last phase boundary: the same on every rank.
+        # The drafter at the last phase boundary: the same on every rank.
         self._candidate: Mapping[str, Tensor] = publisher.start(trainer.model.state_dict()).weights
         self._findings: _Findings | None = None
         spot.on_idle = self._measure_idle
         self._live = live
         self._live_weights: dict[str, Tensor] | None = None  # newest offer of this step
-        self._live_held = 0  # number of the offer that the engine has been given in this step
+        self._live_held = 0  # number of the offer that the engine received in this step
         if live is not None:
             spot.after_update = self._offer_live
 
     # ---- data
 
     def start_step(self, step: int) -> None:
-        """RL step `step` begins: what was this step's data is now the last one's."""
+        """Begin RL step `step`: the data so far now belongs to earlier steps."""
         self.buffer.start_step(step)
 
     def add_features(self, rollout: Rollout, features: Tensor) -> None:
-        """A response has ended; `features` [T - 1, F] are its states as the engine saw them."""
+        """Add a finished response. `features` [T - 1, F] are the engine's hidden states."""
         sequence = DraftSequence.of_rollout(rollout, features, self._hidden_size)
         self.buffer.add(sequence, self.buffer.step)
 
     def make_tap(self) -> HiddenStateTap:
-        """For the policy's first forward pass of a step: the whole batch, dealt out over all ranks, the longest first."""
+        """Make the tap for the policy's first forward pass of a step. It shares the batch among all ranks, longest first."""
 
         def add(tapped: TappedSequence) -> None:
             sequence = DraftSequence(
@@ -167,11 +165,11 @@ class DrafterUpkeep:
     # ---- the idle time of a step, and its end
 
     def run_until_preempted(self, step: int) -> SpotShare:
-        """This rank's rollouts are done: train until the last rank's are."""
+        """Train the drafter from the end of this rank's rollouts until the end of the last rank's."""
         return _share_of(self.spot.run_until_preempted(step))
 
     def _offer_live(self, watch: StopWatch) -> None:
-        """The session's leader: offer what has been trained by now, if it accepts more than what was offered last."""
+        """Offer the current drafter if it accepts more than the last offer, or the published one. Runs on the leader."""
         assert self._live is not None
         if self.trainer.num_updates % _LIVE_EVERY:
             return
@@ -181,14 +179,14 @@ class DrafterUpkeep:
         try:
             new, old = (self._measure(w, batches, watch) for w in (candidate, known))
         except PassAbandoned:
-            return  # nobody decodes any more
+            return  # no rank decodes any more
         if new.accept_length > old.accept_length:
             weights = self._own_weights()
             if self._live.offer(weights):
                 self._live_weights = weights
 
     def take_live(self) -> None:
-        """Between two passes of a rank that still decodes: draft with what has been offered, if anything has."""
+        """Load the newest offer into the engine, if there is one. Called between two decode passes."""
         self._load_live(self._live.poll() if self._live is not None else None)
 
     def _load_live(self, offer: LiveOffer | None) -> None:
@@ -201,8 +199,10 @@ class DrafterUpkeep:
             )
 
     def _settle_live(self) -> bool:
-        """All ranks take the newest offer of the step as published; False without any. Where a rank cannot read it, none
-        takes it, and all go back to what was published. A collective of all ranks."""
+        """Make the newest offer of the step the published drafter on all ranks. A collective of all ranks.
+
+        Returns False without an offer. Also False if a rank cannot read it: then all ranks return to the published drafter.
+        """
         if self._live is None:
             return False
         self._load_live(self._live.take())
@@ -229,17 +229,17 @@ class DrafterUpkeep:
         return [batch.to(self.device) for batch in batches]
 
     def publish(self, metrics: dict[str, float]) -> None:
-        """All ranks level with the newest drafter; the engines get the one before it, if it accepts no less than theirs.
+        """Give all ranks the newest drafter, and publish the candidate of the last step if the publisher accepts it.
 
-        The newest is judged in the idle time of the next step and published at its end: a step behind, but nobody waits.
-        Reads how the rollouts went from the step's `metrics` and adds its own. A collective of all ranks, while the
-        engines hold the policy of the rollouts.
+        The newest drafter becomes the next candidate. Idle ranks measure it in the next step, so no rank waits for that.
+        Reads the live accept length from the step's `metrics` and adds its own. A collective of all ranks, while the engines
+        hold the policy of the rollouts.
         """
         started = time.perf_counter()
         is_telling = metrics.get("drafter/live_token_share", 0.0) >= _TELLING_SHARE
         self.publisher.observe_live(metrics["drafter/live_accept_length"] if is_telling else None)
         self.spot.sync_newest(self.world)
-        was_offered = self._settle_live()  # then that comparison stands
+        was_offered = self._settle_live()  # then there is no second comparison
         metrics |= self.publisher.metrics()
         findings = [part for part in gather_objects(self._findings, self.world) if part]
         if findings and not was_offered:
@@ -262,7 +262,7 @@ class DrafterUpkeep:
         metrics["bubble/stall_s"] += time.perf_counter() - started
 
     def _contenders(self) -> dict[str, Mapping[str, Tensor]]:
-        """Whom the publisher will ask about."""
+        """Return the weights that the publisher will compare."""
         return {
             "candidate": self._candidate,
             "published": self.publisher.published.weights,
@@ -270,9 +270,9 @@ class DrafterUpkeep:
         }
 
     def _measure_idle(self, watch: StopWatch) -> None:
-        """Before this rank trains: what the candidate of the last step accepts, so that the decision costs no step a wait.
+        """Measure the candidate of the last step before this rank trains, so that `publish` does not wait for it.
 
-        A rank whose idle time is too short for that finds nothing; if all are, the next candidate is judged instead.
+        A rank with too little idle time has no result. If no rank has one, the next candidate is measured instead.
         """
         if self.publisher.published.weights is self._candidate:
             return
@@ -291,12 +291,12 @@ class DrafterUpkeep:
     def _measure(
         self, weights: Mapping[str, Tensor], batches: Sequence[DraftBatch], watch: StopWatch
     ) -> HoldoutResult:
-        """What `weights` accept on the held-out `batches`. Raises PassAbandoned once the last rollout has ended."""
+        """Measure `weights` on the hold-out `batches`. Raises PassAbandoned once the last rollout has ended."""
         with interruptible(self.trainer.model, watch):
             return measure_holdout(self.trainer, weights, batches)
 
     def _merge(self, weights: Mapping[str, Tensor], findings: Sequence[_Findings]) -> HoldoutResult:
-        """What all ranks that were idle measured of `weights`."""
+        """Merge the results for `weights` of all ranks that measured."""
         name = next(name for name, w in self._contenders().items() if w is weights)
         return HoldoutResult.merge(part.results[name] for part in findings)
 
@@ -321,8 +321,10 @@ class DrafterUpkeep:
         return {"publisher": self.publisher.record(), "num_considered": self._num_considered}
 
     def save_into(self, folder: Path) -> None:
-        """This rank's part of an RL checkpoint: rank 0 the drafter, every rank its data. A part that cannot be written is
-        logged and left out: a resume starts it anew."""
+        """Write this rank's part of an RL checkpoint: its data, and on rank 0 the drafter.
+
+        A part that cannot be written is logged and left out; a resumed run starts it anew.
+        """
         data = self.buffer.state_dict()
         path = folder / _DATA_FOLDER / f"rank_{self.world.rank:05d}.safetensors"
         path.parent.mkdir(exist_ok=True)
@@ -333,7 +335,7 @@ class DrafterUpkeep:
             path.unlink(missing_ok=True)
         if self.checkpointer is not None:
             with logging_failed_saves():
-                self.checkpointer.wait()  # for earlier saves, so that their failure is not this one's
+                self.checkpointer.wait()  # reports failures of earlier saves separately
             with logging_failed_saves():
                 self.checkpointer.snapshot_into(
                     folder / _FOLDER,
@@ -344,8 +346,10 @@ class DrafterUpkeep:
                 self.checkpointer.wait()
 
     def load_from(self, folder: Path) -> None:
-        """Go on where `save_into` stood, or start anew, with a warning, where the folder holds no drafter or another one.
-        The data are only taken up by as many ranks as wrote them."""
+        """Restore what `save_into` wrote. Without a fitting drafter in the folder, start anew with a warning.
+
+        The data is restored only if the number of ranks is the same as when it was written.
+        """
         try:
             saved = load_checkpoint(folder / _FOLDER)
             self.trainer.load_state_dict(saved.state)
@@ -366,12 +370,12 @@ class DrafterUpkeep:
         self.engine.suspend_drafter(bool(self.publisher.alarm))
 
     def export(self, folder: Path) -> None:
-        """Write the drafter that the engines have, as SGLang and vLLM load it. Ends the training of this rank's copy."""
+        """Write the published drafter as SGLang and vLLM load it. Overwrites this rank's training weights."""
         self.trainer.model.load_state_dict(self.publisher.published.weights)
         save_drafter(folder, self.trainer.model)
 
     def close(self) -> None:
-        """Finish the checkpoints that are still being written."""
+        """Wait for the checkpoints that are still being written."""
         if self.checkpointer is not None:
             with logging_failed_saves():
                 self.checkpointer.close()
@@ -392,7 +396,7 @@ def _share_of(report: SpotReport) -> SpotShare:
 
 
 def spot_metrics(shares: list[SpotShare]) -> dict[str, float]:
-    """Over all ranks. An update counts once, although every member of its session made it."""
+    """Combine the shares of all ranks. An update counts once, although every member of its session made it."""
     most = max(shares, key=lambda share: share.num_updates)
     metrics = {
         "bubble/idle_s": sum(share.idle_s for share in shares),

@@ -1,4 +1,4 @@
-"""Held-out evaluation with the rollout engine: no gradients, noise of its own, the same prompts every time."""
+"""Evaluation on hold-out prompts with the rollout engine: no gradients, its own seed, the same prompts every time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_megatron.types import Prompt, SamplingParams
 
 
 class Evaluator:
-    """Mean reward (accuracy for 0/1 rewards) and solved-at-least-once over fixed prompts."""
+    """Measures mean reward (accuracy for 0/1 rewards) and pass@k over fixed prompts."""
 
     def __init__(
         self, worker: RolloutWorker, prompts: Sequence[Prompt], params: SamplingParams
@@ -19,7 +19,7 @@ class Evaluator:
         self.params = params
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
-        """eval/* metrics of the policy that the engines hold. A collective of all ranks; {} without prompts."""
+        """Return the eval/* metrics of the policy that the engines hold; {} without prompts. A collective of all ranks."""
         if not self.prompts:
             return {}
         groups = self.worker.collect(self.prompts, self.params, policy_version).groups

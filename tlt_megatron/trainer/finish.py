@@ -1,4 +1,4 @@
-"""What a run leaves behind: HF export, summary.json, the table of its steps, one trace of all ranks."""
+"""Writes the results of a run: HF export, summary.json, the table of its steps, one trace of all ranks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TABLE_COLUMNS = (
 
 
 def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
-    """Write everything and print where it is. A collective of all ranks, after the last step.
+    """Write all results and print the run folder. A collective of all ranks, after the last step.
 
-    A run that was stopped leaves its summary alone: what takes time is for the run that goes on from it.
+    A run that was stopped on request writes only its summary. The resumed run does the rest.
     """
     trainer = run.trainer
     if trainer.is_stopped:
@@ -78,7 +78,7 @@ def _finish_stopped(trainer: RLTrainer, config: RunConfig, run_dir: Path) -> Non
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
-    """The metrics by step; what an evaluation wrote is merged into the row of its step."""
+    """Return the metrics by step. The rows of an evaluation are merged into the row of its step."""
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -87,6 +87,6 @@ def _rows(path: Path) -> list[dict[str, float]]:
 
 
 def _drain(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Take part in the collectives of an export whose result only rank 0 writes."""
+    """Iterate over an export, to take part in its collectives. Only rank 0 writes the result."""
     for _ in tensors:
         pass

@@ -1,7 +1,7 @@
-"""What speculation gained, measured and not estimated: the last steps' rollouts once more, with it and without it.
+"""Measures the speedup of speculation: generates the last steps' rollouts again, with speculation and without.
 
-Called after the last step where `speculation.measure_gain` is set. The one thing to know: noise is keyed by request and
-position, so both ways draw the same tokens, and the ratio compares the same work.
+Called after the last step if `speculation.measure_gain` is set. Sampling noise depends only on request and position, so both
+ways draw the same tokens, and the ratio compares the same work.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ class SpeculationGain:
     rollout_s_on: float
     rollout_s_off: float
     num_tokens: int
-    num_differing: (
-        int  # responses that are not the same both ways: of rounding, where not in float64
-    )
+    num_differing: int  # responses that differ between both ways: by rounding, unless in float64
 
     @property
     def rollout_speedup(self) -> float:
-        """How many times faster."""
+        """Return the speedup factor of the rollouts."""
         return self.rollout_s_off / self.rollout_s_on
 
     def step_speedup(self, step_s: float, gen_s: float) -> float:
-        """Of a whole step that takes `step_s`, `gen_s` of which are rollouts."""
+        """Return the speedup factor of a whole step that takes `step_s` seconds, `gen_s` of them in rollouts."""
         return (step_s - gen_s + gen_s * self.rollout_speedup) / step_s
 
 
@@ -51,8 +49,10 @@ def measure_gain(
     replicas: Group,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationGain | None:
-    """Over the prompts of several steps: one is dominated by its longest response. None where the engine cannot decode
-    without, or where any rank was told to stop. A collective of all replicas."""
+    """Time the prompts of several steps; a single step is dominated by its longest response. A collective of all replicas.
+
+    Returns None if the engine cannot decode without speculation, or if any rank was told to stop.
+    """
     seconds: dict[bool, list[float]] = {True: [], False: []}
     tokens: dict[bool, list[list[int]]] = {}
     for _ in range(_ROUNDS):

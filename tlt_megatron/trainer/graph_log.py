@@ -1,4 +1,4 @@
-"""What the rollout engine will capture into graphs, as lines for the log before anything is captured. Called by build.py."""
+"""Formats the rollout engine's plan of CUDA graph captures as log lines. build.py logs them before any capture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _COLUMNS = "{:8}{:>5}  {:<42}{:>9}{:>12}  {}"
 
 
 def graph_lines(plan: GraphPlan, *, is_used: bool) -> list[str]:
-    """A table of the captures; one line where there are none. Bytes are the plan's estimates."""
+    """Return a table of the captures, or one line if graphs are not used. Bytes are the plan's estimates."""
     sizes = [plan.bytes_pool(), plan.bytes_single(), plan.bytes_naive()]
     pool, single, naive = map(mebibytes, sizes)
     if not is_used:
@@ -32,5 +32,5 @@ def _line(row: PlanRow) -> str:
 
 
 def mebibytes(num_bytes: int) -> str:
-    """Example: "1,234 MiB"."""
+    """Format bytes as MiB, e.g. "1,234 MiB"."""
     return f"{num_bytes / 2**20:,.0f} MiB"

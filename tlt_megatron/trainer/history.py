@@ -1,4 +1,4 @@
-"""What a run remembers of itself for summary.json, over resumes too. Filled by the loop, written at the end."""
+"""Statistics of a run for summary.json, kept across resumes. The loop fills them, and finish.py writes them at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SERIES = (
 
 
 class RunHistory:
-    """What summary.json says of the whole run, resumed parts included."""
+    """Statistics of the whole run, including the parts before a resume."""
 
     def __init__(self) -> None:
         self.step_seconds: list[float] = []
@@ -36,11 +36,11 @@ class RunHistory:
 
     @property
     def last_eval_step(self) -> int:
-        """-1 before the first."""
+        """Return the step of the last evaluation, or -1."""
         return self.evals[-1][0] if self.evals else -1
 
     def add_step(self, metrics: dict[str, float]) -> None:
-        """Count one RL step."""
+        """Add the metrics of one RL step."""
         self.step_seconds.append(metrics["timing_s/step"])
         self.generated_tokens += metrics["perf/rollout_tokens_per_s"] * metrics["timing_s/gen"]
         self.generation_seconds += metrics["timing_s/gen"]
@@ -49,20 +49,20 @@ class RunHistory:
                 values.append(metrics[name])
 
     def add_memory(self, peak_bytes: Mapping[str, int]) -> None:
-        """Note the peak memory of phases; the largest of the run stays."""
+        """Add peak memory by phase. Keeps the largest value of the run."""
         for phase, peak in peak_bytes.items():
             self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
 
     def add_memory_plan(self, num_bytes: int) -> None:
-        """Note the peak that the memory ledger predicts for a rank."""
+        """Set the peak that the memory ledger predicts for a rank."""
         self.planned_bytes = num_bytes
 
     def add_eval(self, step: int, accuracy: float) -> None:
-        """Note one evaluation."""
+        """Add the result of one evaluation."""
         self.evals.append((step, accuracy))
 
     def summary(self) -> dict[str, float | int | None]:
-        """The machine-readable result of the run."""
+        """Return the content of summary.json."""
         return {
             "eval_accuracy_first": self.evals[0][1] if self.evals else None,
             "eval_accuracy_last": self.evals[-1][1] if self.evals else None,
@@ -79,7 +79,7 @@ class RunHistory:
         } | self._drafting_summary()
 
     def _drafting_summary(self) -> dict[str, float]:
-        """Of runs that speculate: accept length over the first and the last steps, and what became of the idle time."""
+        """Return the part on speculation: accept length of the first step and the last five, idle seconds and their use."""
         lengths, idle = self.series["rollout/spec_accept_length"], self.series["bubble/idle_s"]
         summary = {}
         if lengths:
@@ -91,7 +91,7 @@ class RunHistory:
         return summary | self.gain
 
     def add_gain(self, gain: SpeculationGain) -> None:
-        """Note what speculation was measured to gain at the end."""
+        """Set the speedup of speculation that was measured at the end."""
         gen_s = statistics.median(self.series["timing_s/gen"])
         step_s = statistics.median(self.step_seconds)
         self.gain = {
@@ -105,7 +105,7 @@ class RunHistory:
         path.write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
 
     def state_dict(self) -> dict[str, object]:
-        """For the checkpoint."""
+        """Return the state for the checkpoint."""
         return {
             "step_seconds": self.step_seconds,
             "generated_tokens": self.generated_tokens,
@@ -116,7 +116,7 @@ class RunHistory:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """From the checkpoint."""
+        """Load the state from the checkpoint."""
         self.step_seconds = list(state["step_seconds"])
         self.generated_tokens = state["generated_tokens"]
         self.generation_seconds = state["generation_seconds"]

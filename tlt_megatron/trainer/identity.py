@@ -1,8 +1,8 @@
-"""What a checkpoint says of its run: what a resumed run must have in common with it, and which settings it had.
+"""Identity and settings of a run, stored in every checkpoint and compared at a resume.
 
-`build.py` puts both into every checkpoint and compares them at a resume, before any model is built. A different model or
-seed is refused, as it would train a wrong policy. Other settings may change; where a learned part does not fit them (the
-strategy selector, the drafter), that part starts anew.
+`build.py` compares them before any model is built. A different model or seed is an error, because the run would train a
+wrong policy. Other settings may change. If a learned part (the strategy selector, the drafter) does not fit the new settings,
+that part starts anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_DRAFTER = (
     "drafter.aux_layer_ids",
     "spot.enabled",
 )
-# Sections and settings that change no result: where a run is, what it writes, how long it goes on.
+# Sections and settings that do not affect results: location, output and length of a run.
 _FREE = (
     "run.",
     "checkpoint.",
@@ -50,7 +50,7 @@ _FREE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Which learned parts go on where the checkpoint stood; the others start anew."""
+    """Which learned parts resume from the checkpoint. The others start anew."""
 
     has_selector: bool
     has_drafter: bool
@@ -59,9 +59,9 @@ class Resumed:
 def describe_run(
     config: RunConfig, model: ModelConfig, stop_token_ids: Sequence[int], num_ranks: int
 ) -> dict[str, object]:
-    """What goes into the state of every checkpoint, as JSON holds it."""
+    """Return the identity and settings for the state of every checkpoint, as JSON types."""
     function = dataclasses.asdict(model)
-    del function["max_position_embeddings"]  # a bound: it changes no number
+    del function["max_position_embeddings"]  # only a bound: it does not affect results
     identity = {
         "config.json": function,
         "stop_token_ids": list(stop_token_ids),
@@ -78,7 +78,7 @@ def describe_run(
 
 
 def check_identity(saved: SavedRun, about: Mapping[str, object]) -> None:
-    """ValueError names every value of the model or seed that differs, the saved and the present one."""
+    """Raise ValueError if model or seeds differ. It names every differing value, saved and current."""
     before, now = (_part(values, _IDENTITY) for values in (saved.state, about))
     changes = _changes(before, now)
     if changes:
@@ -89,8 +89,10 @@ def check_identity(saved: SavedRun, about: Mapping[str, object]) -> None:
 
 
 def compare_settings(saved: SavedRun, about: Mapping[str, object], *, is_warning: bool) -> Resumed:
-    """What goes on. One warning names the settings that changed and the parts that start anew because of them; one rank
-    gives it."""
+    """Return which learned parts resume.
+
+    With `is_warning` (set it on one rank), one warning names the changed settings and the parts that start anew.
+    """
     before, now = (_part(values, _SETTINGS) for values in (saved.state, about))
     changes = {
         name: change for name, change in _changes(before, now).items() if not name.startswith(_FREE)
@@ -133,7 +135,7 @@ def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object
 def _changes(
     before: Mapping[str, object], now: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
-    """By name, what differs; a name that only one of them has counts as None in the other."""
+    """Return the differing values by name. A name that only one side has counts as None in the other."""
     names = sorted(before.keys() | now.keys())
     return {n: (before.get(n), now.get(n)) for n in names if before.get(n) != now.get(n)}
 

@@ -1,8 +1,8 @@
-"""Drafters on their way to engines that are still decoding: `spot.publish=live`.
+"""Sends drafters to engines that are still decoding: `spot.publish=live`.
 
-The leader of a session offers, ranks with unfinished rollouts take. Rollouts do not depend on the drafter, so the ranks need
-not agree: one that takes a drafter later only decodes slower. Weights go through a file under the run folder, which all
-hosts share. The store holds the number of the newest offer and its checksum, which a busy rank reads a few times per second.
+The leader of a session offers a drafter, and ranks with unfinished rollouts load it. Responses do not depend on the drafter,
+so ranks may load it at different times; a late rank only decodes slower. The weights go through a file under the run folder,
+which all hosts share. The store holds number and checksum of the newest offer; a decoding rank reads it a few times per second.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _NEWEST = "newest"  # key: "<number> <checksum>"
 _NONE = "0 0"
 _POLL_S = 0.25
 _PATIENCE_S = 10.0  # a shared file system may show a new file some seconds late
-_KEPT_OFFERS = 2  # a rank that has just read the number must still find the file
+_KEPT_OFFERS = 2  # a rank that has just read the number must still find its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOffer:
-    """A drafter as it was offered."""
+    """An offered drafter."""
 
-    number: int  # over the whole run
+    number: int  # counts all offers of the run, from 1
     checksum: int
     weights: dict[str, Tensor]
 
 
 class LiveChannel:
-    """One way, from the leader to all. Every rank has one."""
+    """One-way channel from the leader to all ranks. Every rank creates one."""
 
     def __init__(self, store: dist.Store, folder: Path) -> None:
-        """`store` is a part of the job's, for this alone."""
+        """`store` is a part of the job store that only this channel uses."""
         self._store = store
         self._folder = folder
         self._settled = 0  # number of the newest offer that was taken or skipped
         self._polled_at = -_POLL_S
-        self._missed: tuple[int, float] = (0, 0.0)  # an offer without its file, and since when
+        self._missed: tuple[int, float] = (0, 0.0)  # an offer that cannot be read, and since when
         store.compare_set(_NEWEST, "", _NONE)
 
     def offer(self, weights: Mapping[str, Tensor]) -> bool:
-        """Put a drafter up. One rank at a time. False, and a log line, where the file cannot be written: no run fails for it."""
+        """Offer a drafter. Only one rank at a time may call it. Returns False, and logs why, if the file cannot be written."""
         number = self._newest()[0] + 1
         path = self._path(number)
         copies = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -69,7 +69,7 @@ class LiveChannel:
         return True
 
     def poll(self) -> LiveOffer | None:
-        """The newest offer, if there is one since the last time; asks the store a few times per second at most."""
+        """Return the result of `take`, at most once per `_POLL_S` seconds; None in between."""
         now = time.monotonic()
         if now - self._polled_at < _POLL_S:
             return None
@@ -77,8 +77,10 @@ class LiveChannel:
         return self.take()
 
     def take(self) -> LiveOffer | None:
-        """The newest offer, if there is one since the last time. Never waits: a file that cannot be read yet is tried again
-        at the next call, and skipped with a log line when it has been unreadable for `_PATIENCE_S`."""
+        """Return the newest offer if it was not taken before, else None. Never waits.
+
+        If the file cannot be read yet, the next call tries again. After `_PATIENCE_S` the offer is skipped with a warning.
+        """
         number, checksum = self._newest()
         if number == self._settled:
             return None
@@ -94,11 +96,11 @@ class LiveChannel:
         return None
 
     def has_unread(self) -> bool:
-        """Whether there is an offer that was neither taken nor skipped."""
+        """Return whether the newest offer was neither taken nor skipped."""
         return self._newest()[0] != self._settled
 
     def skip(self, why: str) -> None:
-        """Give up the newest offer, if it was not taken."""
+        """Skip the newest offer, if it was not taken."""
         number, _ = self._newest()
         if number != self._settled:
             self._skip(number, why)
@@ -108,7 +110,7 @@ class LiveChannel:
         log.warning("live drafter %d is skipped: %s", number, why)
 
     def _read(self, number: int, checksum: int) -> tuple[dict[str, Tensor] | None, str]:
-        """The weights, or why they cannot be had."""
+        """Return the weights and "", or None and the reason."""
         path = self._path(number)
         try:
             weights = load_file(path)

@@ -1,4 +1,4 @@
-"""The RL loop. One step reads as the paper's figure; every box is a file of its own."""
+"""The RL loop. `train_step` follows the paper's figure, and each box of the figure is one file."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tlt_megatron.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_GAIN_STEPS = 4  # whose prompts are drawn once more to measure what speculation gained
+_GAIN_STEPS = 4  # latest steps whose prompts measure the speedup of speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """When to do what, in RL steps."""
+    """Lengths and intervals, in RL steps."""
 
     num_steps: int
     num_prompts: int  # per step
-    eval_interval: int  # 0: first and last only
-    checkpoint_interval: int  # 0: last only
+    eval_interval: int  # 0: only before the first step and after the last
+    checkpoint_interval: int  # 0: only after the last step
 
 
 class RLTrainer:
@@ -74,27 +74,27 @@ class RLTrainer:
         self.checkpoints = checkpoints
         self.phases = phases
         self.progress = phases.progress
-        self.upkeep: DrafterUpkeep | None = None  # with spot training
-        self.metrics: MetricsWriter | None = None  # rank 0 alone is given one
-        self.rollout_log: RolloutLog | None = None  # the same
+        self.upkeep: DrafterUpkeep | None = None  # manages the drafter; only with spot training
+        self.metrics: MetricsWriter | None = None  # only on rank 0
+        self.rollout_log: RolloutLog | None = None  # only on rank 0
         self.stop = stop
         self.world = world
         self.step = 0  # RL steps done; also the version of the policy
         self.last_prompts: deque[list[Prompt]] = deque(maxlen=_GAIN_STEPS)  # of the latest steps
         self.history = RunHistory()
-        self.is_stopped = False  # on request: what is left of the run is for a resumed one
+        self.is_stopped = False  # stopped on request; a resumed run does the rest
 
     def train(self) -> None:
-        """From the current step to the last, or to a stop request; ends with a checkpoint either way.
+        """Run from the current step to the last, or to a stop request, and save a checkpoint. Call `start` first.
 
-        A stop drops rollouts under way: the policy has not changed since the step began, so what is saved is the state of
-        its beginning. An update is finished first. `start` comes first.
+        A stop drops unfinished rollouts: the policy has not changed in that step, so the checkpoint is the state at its
+        beginning. A running update is finished first.
         """
         self.is_stopped = not self._run_steps()
         self.save_checkpoint()
 
     def _run_steps(self) -> bool:
-        """Whether it came to the end."""
+        """Return True after the last step, False after a stop request."""
         try:
             self._evaluate_if_due()
             while self.step < self.settings.num_steps:
@@ -102,7 +102,7 @@ class RLTrainer:
                 if agree_any(self.stop.is_requested, self.world):
                     return False
                 self._evaluate_if_due()
-                # checkpoints of steps without an update would drive the last good one out
+                # checkpoints of steps without an update would replace the last good one
                 if (
                     self._is_due(self.settings.checkpoint_interval)
                     and self.policy_trainer.is_last_update_good
@@ -114,7 +114,7 @@ class RLTrainer:
         return True
 
     def _evaluate_if_due(self) -> None:
-        """Before the first step, after the last and at the interval, if this step has not been evaluated before a resume."""
+        """Evaluate before the first step, after the last and at the interval, unless done for this step before a resume."""
         is_end = self.step in (0, self.settings.num_steps)
         if self.history.last_eval_step != self.step and (
             is_end or self._is_due(self.settings.eval_interval)
@@ -122,7 +122,7 @@ class RLTrainer:
             self.evaluate()
 
     def train_step(self) -> None:
-        """prompts -> rollouts -> rewards -> experiences -> update -> weights."""
+        """Run one RL step: prompts -> rollouts -> rewards -> experiences -> update -> weights."""
         started = time.perf_counter()
         before = self.sampler.state_dict(), rng_state()
         prompts = self.sampler.next_batch(self.settings.num_prompts)
@@ -155,12 +155,12 @@ class RLTrainer:
         self._report(collected.metrics | inference.metrics | update, started)
 
     def push_policy(self) -> None:
-        """Give every engine the policy of this step."""
+        """Load the policy of this step into every engine."""
         with self.phases("SYNC", "update_weights", version=self.step):
             self.weight_sync.push_policy(self.step)
 
     def evaluate(self) -> None:
-        """Held-out accuracy of the current policy, written beside the metrics of the step."""
+        """Measure the hold-out accuracy of the current policy, and write it to the metrics of the step."""
         with self.phases("EVAL", "testing"):
             result = self.evaluator.evaluate(self.step)
         self.phases.take_timings()
@@ -172,7 +172,7 @@ class RLTrainer:
             )
 
     def save_checkpoint(self) -> None:
-        """Everything a resumed run needs to be the straight run."""
+        """Save everything that a resumed run needs to equal an uninterrupted one."""
         with self.phases("CHECKPOINT", "save_checkpoint"):
             state = {
                 "step": self.step,
@@ -194,8 +194,10 @@ class RLTrainer:
         resumed: Resumed,
         attach_drafter: Callable[[], DrafterUpkeep | None],
     ) -> None:
-        """Go on where `saved` stood, if given, with the learned parts that `resumed` names, and give the engines policy and
-        drafter. `attach_drafter` is called once the engine holds weights."""
+        """Restore `saved`, if given, with the learned parts that `resumed` names, and load policy and drafter into the engines.
+
+        `attach_drafter` is called once the engine holds weights.
+        """
         state = saved.state if saved is not None else {}
         if saved is not None:
             self.checkpoints.restore(saved)
@@ -215,7 +217,7 @@ class RLTrainer:
                 log.warning("the strategy selector starts anew: its state does not fit: %r", error)
 
     def measure_gain(self) -> None:
-        """Time the latest steps' prompts with speculation and without, for the summary."""
+        """Time the latest steps' prompts with and without speculation, for the summary."""
         if self.last_prompts:
             gain = measure_gain(
                 self.engine,
@@ -244,7 +246,7 @@ class RLTrainer:
         self.phases.timeline.flush()
 
     def _note_memory(self) -> dict[str, float]:
-        """Peaks of the phases since the last call, of the rank that took most, for metrics and summary."""
+        """Record the peak memory of each phase since the last call, the maximum over ranks. Returns it as metrics."""
         ranks = gather_objects(self.phases.take_peaks(), self.world)
         peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
         self.history.add_memory(peaks)

@@ -1,7 +1,7 @@
-"""manifest.json of a checkpoint: size and SHA-256 of every file, and the place of the checkpoint in the order of writing.
+"""manifest.json of a checkpoint: size and SHA-256 of every file, and the checkpoint's number in the order of writing.
 
-`checkpoint.py` writes it last and verifies it before a load. The hashes find what a disk or a copy broke. They do not
-protect against a person who can write to the folder: that person can write a new manifest, too.
+`checkpoint.py` writes it last and verifies it before a load. The hashes detect files damaged by a disk or a copy. They do not
+protect against a person with write access to the folder, who can also write a new manifest.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FILE_OF_RANK = re.compile(r"(?:policy/__|drafter_data/rank_)0*(\d+)[._]")
 
 
 class BrokenCheckpoint(ValueError):
-    """A checkpoint, or one of its files, is not what was written. The message names it."""
+    """A checkpoint or one of its files is missing or damaged. The message names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     num_bytes: int
     sha256: str  # hexadecimal
@@ -37,42 +37,42 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint folder holds."""
+    """Content of a checkpoint folder."""
 
     step: int
-    order: int  # of writing, from 1: the highest in a folder of checkpoints is the newest
-    files: Mapping[str, FileRecord]  # by path within the folder, with /
+    order: int  # number in the order of writing, from 1: the highest is the newest checkpoint
+    files: Mapping[str, FileRecord]  # by path relative to the folder, with /
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read the whole file."""
+    """Read the file and return its size and hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(num_bytes=os.fstat(file.fileno()).st_size, sha256=digest)
 
 
 def list_files(folder: Path) -> list[str]:
-    """Every file in `folder` but the manifest, as paths within it."""
+    """Return the relative paths of all files in `folder` except the manifest."""
     names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     return sorted(name for name in names if name != MANIFEST)
 
 
 def writer_of(name: str, num_ranks: int) -> int:
-    """The rank that wrote the file, for which it is still in memory; 0 for those that rank 0 writes for all."""
+    """Return the rank that wrote the file, whose page cache still holds it. Rank 0 writes the files without a rank."""
     match = _FILE_OF_RANK.match(name)
     rank = int(match[1]) if match else 0
     return rank if rank < num_ranks else 0
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it with a hash of itself, durably."""
+    """Write manifest.json with a hash of its own content, and fsync it."""
     content = dataclasses.asdict(manifest)
     content["sha256"] = _hash_content(content)
     replace_text(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """BrokenCheckpoint where it is missing or damaged."""
+    """Read manifest.json. BrokenCheckpoint if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_file(folder: Path, name: str, record: FileRecord) -> None:
-    """BrokenCheckpoint where the file is not as it was written."""
+    """Raise BrokenCheckpoint if the file differs from its record."""
     path = folder / name
     try:
         size = path.stat().st_size
@@ -109,7 +109,7 @@ def verify_file(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def deal_files(files: Mapping[str, FileRecord], num_ranks: int) -> list[list[str]]:
-    """The files that each rank verifies: the largest first, each to the rank with the fewest bytes so far."""
+    """Return the files that each rank verifies: the largest first, each to the rank with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for name in sorted(files, key=lambda name: (-files[name].num_bytes, name)):
@@ -121,15 +121,15 @@ def deal_files(files: Mapping[str, FileRecord], num_ranks: int) -> list[list[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints of a folder, by their manifests alone."""
+    """The checkpoints of a folder, judged only by their manifests."""
 
     found: tuple[tuple[Path, Manifest], ...]  # the newest first
-    broken: tuple[str, ...]  # what is wrong with the others
-    pointer: str  # what is wrong with the pointer file; empty: nothing
+    broken: tuple[str, ...]  # the problem of each other checkpoint
+    pointer: str  # the problem with the pointer file; empty: none
 
 
 def list_checkpoints(root: Path) -> Listing:
-    """Read every manifest under `root`. An unfinished write (`.tmp` without manifest) is no checkpoint."""
+    """Read every manifest under `root`. An unfinished write (`.tmp` without manifest) does not count as a checkpoint."""
     found: list[tuple[Path, Manifest]] = []
     broken: list[str] = []
     for folder in checkpoint_folders(root):
@@ -144,25 +144,25 @@ def list_checkpoints(root: Path) -> Listing:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """iter_0000001, iter_0000002.tmp, ... under `root`, by name."""
+    """Return the folders iter_0000001, iter_0000002.tmp, ... under `root`, by name."""
     if not root.is_dir():
         return []
     return sorted(p for p in root.iterdir() if _FOLDER_NAME.fullmatch(p.name) and p.is_dir())
 
 
 def is_checkpoint_root(path: Path) -> bool:
-    """Whether `path` holds checkpoints, broken ones too, or is one itself."""
+    """Return whether `path` holds checkpoints, even broken ones, or is a checkpoint itself."""
     folders = [folder for folder in checkpoint_folders(path) if folder.suffix != ".tmp"]
     return bool(folders) or (path / POINTER).exists() or is_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is one checkpoint, not a folder of them."""
+    """Return whether `path` is one checkpoint, not a folder of checkpoints."""
     return _FOLDER_NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def read_pointer(root: Path) -> int | None:
-    """The step in the pointer file, None without the file. ValueError where it holds something else."""
+    """Return the step in the pointer file, or None without the file. ValueError if it holds something else."""
     pointer = root / POINTER
     try:
         text = pointer.read_text(encoding="utf-8").strip()

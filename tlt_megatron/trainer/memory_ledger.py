@@ -1,5 +1,7 @@
-"""The memory ledger of a run: the claims of every component, from the settings. Called by the launcher before anything is
-allocated; the loop reports the measured peaks beside it."""
+"""The memory ledger of a run: the memory claims of every component, computed from the settings.
+
+Called by the launcher before anything is allocated. The loop reports the measured peaks.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, MemoryLedger, P
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 
-# Measured on x86-64: libraries that are loaded after the check (Megatron-core, transformers, gloo), and on CUDA the context.
+# Measured on x86-64: libraries that load after the check (Megatron-core, transformers, gloo), and on CUDA the context.
 _LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 1 << 30}
-# An awake engine is what a phase has; asleep it keeps its weights on a CPU, and gives back all but nothing on a GPU.
+# Phases with an awake engine. A sleeping engine keeps its weights on a CPU, and frees almost everything on a GPU.
 _AWAKE = frozenset({Phase.ROLLOUT, Phase.SPOT, Phase.WEIGHT_SYNC, Phase.CHECKPOINT})
 
 
 def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLedger:
-    """The ledger of the fullest rank. Reads the model's config.json; allocates nothing."""
+    """Return the ledger of the rank with the highest use. Reads the model's config.json; allocates nothing."""
     model = load_model_config(config.model.path)
     sizes = ModelSizes.of(model)
     num_replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
@@ -50,7 +52,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
         *_engine_claims(config, model, sizes, device),
     ]
     if config.spot.enabled:
-        # A data-parallel rank's answers are dealt out over its tensor-parallel ranks.
+        # The responses of a data-parallel rank are distributed over its tensor-parallel ranks.
         sharers = world_size // config.parallel.pipeline
         claims += spot_claims(
             sizes,
@@ -128,7 +130,7 @@ def _engine_claims(
 
 
 def _sglang_claims(config: RunConfig, sizes: ModelSizes) -> list[MemoryClaim]:
-    """Of the engine's own process, which shares the rank's device."""
+    """Return the claims of the SGLang process, which shares the rank's device."""
     rollout, item, ranks = config.rollout, _item_bytes(config), config.ranks_per_engine
     kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (
         config.data.max_prompt_tokens + rollout.max_new_tokens

@@ -1,4 +1,4 @@
-"""One call for each phase of a step: a span in the trace, seconds and peak memory in the metrics, a word on the display."""
+"""Records each phase of a step: a span in the trace, seconds and peak memory in the metrics, the name on the display."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_megatron.runtime.memory import Phase
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 
-# The column of the memory ledger that a phase belongs to; evaluations are made of others.
+# The phase of the memory ledger for each phase here. EVAL is not listed: it consists of other phases.
 _LEDGER_PHASES = {
     "ROLLOUT": Phase.ROLLOUT,
     "WAIT": Phase.SPOT,
@@ -24,7 +24,7 @@ _LEDGER_PHASES = {
 
 
 class Phases:
-    """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and to this rank's lane of the trace."""
+    """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and adds a span to this rank's trace."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Phases:
         device: Device,
         on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`on_phase` is called with the name of each phase as it begins."""
+        """`on_phase` is called with the name of each phase when it begins."""
         self.timeline = timeline
         self.progress = progress
-        self.current = ""  # the phase of this rank; after an error the one that it happened in
+        self.current = ""  # the phase of this rank; after an error, the phase that failed
         self._device = device
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -55,7 +55,7 @@ class Phases:
         try:
             with self.timeline.span(name, **args):
                 yield
-        finally:  # a phase that was stopped has its peak too
+        finally:  # an interrupted phase also has a peak
             if ledger_phase:
                 peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))
                 self._peak_bytes[ledger_phase] = peak
@@ -63,11 +63,11 @@ class Phases:
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 
     def take_timings(self) -> dict[str, float]:
-        """timing_s/* since the last call, of this rank."""
+        """Return this rank's timing_s/* since the last call."""
         seconds, self._seconds = self._seconds, {}
         return {f"timing_s/{name}": value for name, value in seconds.items()}
 
     def take_peaks(self) -> dict[Phase, int]:
-        """Peak memory in bytes of each phase since the last call, of this rank: resident memory on a CPU, reserved on a GPU."""
+        """Return this rank's peak bytes by phase since the last call: resident memory on a CPU, reserved memory on a GPU."""
         peaks, self._peak_bytes = self._peak_bytes, {}
         return peaks

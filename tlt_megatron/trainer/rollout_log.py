@@ -1,4 +1,4 @@
-"""Every response of every step as JSON lines: to read, and to prove that two runs did the same work."""
+"""Writes every response of every step as JSON lines, to read and to compare runs. Called by the loop on rank 0."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _file_name(step: int) -> str:
 
 
 class RolloutLog:
-    """<run.dir>/rollouts/step_0000001.jsonl, one line for each response, in the order of the draws.
+    """Writes <run.dir>/rollouts/step_0000001.jsonl, one line per response, in the order of the draws.
 
-    `resume_step` is the first step that will be written again, None for a fresh run: what a killed run wrote from there on
-    is deleted, and the folder of an earlier run in the same place is set aside.
+    `resume_step` is the first step to write again, None for a fresh run. Files of a killed run from that step on are deleted.
+    A fresh run renames the folder of an earlier run.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RolloutLog:
                 file.unlink()
 
     def write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Write (or, after a resume, rewrite) the file of `step`."""
+        """Write the file of `step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
             for scored in groups:

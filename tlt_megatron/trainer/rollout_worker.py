@@ -1,4 +1,4 @@
-"""Prompts -> scored rollouts. Each rank answers its share; the whole batch is exchanged when the last is done."""
+"""Prompts -> scored rollouts. Each rank generates its share; all ranks exchange the whole batch when the last one finishes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, Sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The batch of one rollout phase, the same on every rank, in the order of the prompts."""
+    """The scored batch of one rollout phase in the order of the prompts, the same on every rank."""
 
     groups: tuple[ScoredGroup, ...]
     metrics: dict[str, float]
 
 
 class RolloutWorker:
-    """Drives this rank's engine and reward workers. `replicas` are the ranks with an engine of their own."""
+    """Runs this rank's engine and reward workers. `replicas` is the group of all ranks with an engine."""
 
     def __init__(
         self,
@@ -47,8 +47,10 @@ class RolloutWorker:
         ranks_per_engine: int = 1,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`speculation_log` is rank 0's. Where an engine spans several ranks, the first of them answers for all.
-        `should_stop` is asked about once for each pass, by each rank alone."""
+        """Only rank 0 gets a `speculation_log`. If an engine spans several ranks, the first of them gets all its prompts.
+
+        Each rank calls `should_stop` on its own, about once per pass.
+        """
         self.engine = engine
         self.rewards = rewards
         self.decode = decode
@@ -67,12 +69,12 @@ class RolloutWorker:
         upkeep: DrafterUpkeep | None = None,
         step: int = 0,
     ) -> Collected:
-        """Generate, score as responses finish, exchange. A collective of all replicas.
+        """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
 
-        With `upkeep`, a rank that is done trains the drafter until all are. `step` is the RL step that this is for, 0 for
-        an evaluation, which leaves no record of its passes.
-        All ranks raise GenerationStopped if any was told to stop before its responses were generated and scored: that
-        rank ends its phase as if it had finished, so that sessions end by their own rules.
+        With `upkeep`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; with
+        0, for an evaluation, the passes are not logged.
+        All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
+        rank ends its phase as if it had finished, so that spot sessions end normally.
         """
         try:
             share = self._generate_share(prompts, params, policy_version, upkeep, step)
@@ -118,7 +120,7 @@ class RolloutWorker:
         upkeep: DrafterUpkeep | None,
         step: int,
     ) -> _Share:
-        """This rank's part of the batch, scored. GenerationStopped if it was told to stop first."""
+        """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
         by_draw = {prompt.draw_index: prompt for prompt in prompts}
 
         def score(rollout: Rollout) -> None:
@@ -166,7 +168,7 @@ class RolloutWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one replica brings to the exchange."""
+    """The part of the batch that one replica contributes."""
 
     groups: list[ScoredGroup]
     rewards: RewardStats
@@ -175,8 +177,10 @@ class _Share:
 
 
 def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
-    """Over the passes that drafted: tokens out per request and pass, and how often a depth was accepted; and which share of all
-    tokens came from the learned drafter's passes."""
+    """Return metrics of the passes that drafted: tokens out per request and pass, and acceptance at each draft depth.
+
+    With a learned drafter also its accept length, and the share of all tokens from its passes.
+    """
     drafting = [total for total in totals if total.accepted_by_depth]
     num_rows = sum(total.passes * total.batch_size for total in drafting)
     if not num_rows:
@@ -189,14 +193,14 @@ def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
         metrics["drafter/live_accept_length"] = num_tokens / num_learned
         metrics["drafter/live_token_share"] = num_tokens / sum(total.committed for total in totals)
     for depth in range(max(len(total.accepted_by_depth) for total in drafting)):
-        # Shallower strategies never accept so deep, and count among those that do not.
+        # Strategies of a smaller draft depth count as not accepted at this depth.
         accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)
         metrics[f"rollout/spec_accepted_at/{depth + 1}"] = accepted / num_rows
     return metrics
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards and lengths of a batch under the field's names."""
+    """Return the metrics of rewards and lengths of a batch."""
     rollouts = [r for g in groups for r in g.group.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The folder of a run: it belongs to one run at a time, and a fresh run does not start in a used one.
+"""Locks the folder of a run for one run at a time, and refuses a fresh run in a used folder.
 
 Called by the launcher on rank 0, before torch is imported.
 """
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
 CHECKPOINTS = "checkpoints"
-_MARKS = (CHECKPOINTS, "metrics.jsonl", "config.yaml")  # what only a run that has begun leaves
+_MARKS = (CHECKPOINTS, "metrics.jsonl", "config.yaml")  # only a run that has started leaves these
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
 class RunFolder:
-    """The run folder at `path`, locked for this process until `close`; ValueError where another run has it.
+    """The run folder at `path`, locked for this process until `close`. ValueError if another run holds the lock.
 
-    The lock is a POSIX record lock: the kernel drops it when the process ends, however it ends, and forked or started
-    children do not inherit it. On NFS and Lustre it works across hosts where the mount has locks.
+    The lock is a POSIX record lock: the kernel releases it when the process ends, even by a crash. Child processes do not
+    inherit it. On NFS and Lustre it works across hosts if the mount supports locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,11 +60,11 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Let another run have it."""
+        """Release the lock."""
         self._file.close()
 
     def set_aside(self) -> Path:
-        """Rename the folder to <name>.<time> and release it. Returns the new path."""
+        """Rename the folder to <name>.<time> and release the lock. Returns the new path."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         target, number = self.path.with_name(f"{self.path.name}.{stamp}"), 1
         while target.exists():
@@ -92,10 +92,10 @@ class RunFolder:
 
 
 def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:
-    """Lock the folder for a run with these settings (`checkpoint.resume`, `run.on_used_dir`); made where it is missing.
+    """Lock the folder for a run with these settings (`checkpoint.resume`, `run.on_used_dir`). Creates a missing folder.
 
-    ValueError where another run has it, where it holds an earlier run that is neither resumed nor set aside, and where
-    there is nothing to resume in the path that `resume` names.
+    ValueError in three cases: another run holds the lock; the folder holds an earlier run that is neither resumed nor set
+    aside; or the path in `resume` holds no checkpoint.
     """
     resume_root = resume_path(path, resume)
     if resume not in ("auto", "never") and not is_checkpoint_root(resume_root):
@@ -118,7 +118,7 @@ def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:
 
 
 def resume_path(run_dir: Path, resume: str) -> Path | None:
-    """Where checkpoints are looked for; None for a fresh start."""
+    """Return the path to search for checkpoints; None for a fresh start."""
     if resume == "never":
         return None
     return run_dir / CHECKPOINTS if resume == "auto" else Path(resume)

@@ -1,8 +1,8 @@
-"""What the engine decided, pass by pass, as something to look at: spans of the trace and rows of speculation.jsonl.
+"""Records the engine's strategy decisions as spans of the trace and rows of speculation.jsonl.
 
-The loop calls it after every rollout phase with what `engine.take_passes()` gave: each rank adds spans to its own
-timeline and sums its passes up; rank 0 writes the sums of all ranks. One thing to know: a response takes hundreds of
-passes, so neither spans nor rows are per pass. A span is a run of equal decisions, a row is a step's total of one.
+The rollout worker calls it after every rollout phase with the result of `engine.take_passes()`. Each rank adds spans to its
+own timeline and sums its passes; rank 0 writes the sums of all ranks. A response takes hundreds of passes, so passes are
+grouped: a span is a run of passes with the same strategy and batch size, and a row is their total over a step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OFF = "off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTotals:
-    """All passes of one rank, in one step, with one strategy at one batch size; a line of speculation.jsonl.
+    """Totals of all passes of one rank in one step with one strategy and batch size; a line of speculation.jsonl.
 
-    Example: `committed / (passes * batch_size)` is the accept length, `accepted_by_depth[0] / (passes * batch_size)`
-    the share of requests, counted once for each pass, that accepted at least one drafted token.
+    Example: `committed / (passes * batch_size)` is the accept length. `accepted_by_depth[0] / (passes * batch_size)` is
+    the share of requests, counted once per pass, that accepted at least one drafted token.
     """
 
     step: int
@@ -38,13 +38,13 @@ class PassTotals:
     seconds: float
     committed: int  # tokens
     accepted_by_depth: tuple[int, ...]  # [d - 1]: accepted >= d drafted tokens, summed over passes
-    reasons: dict[str, int]  # passes by the selector's word for them
+    reasons: dict[str, int]  # number of passes by the selector's reason
 
 
 def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
     """Add a span for each run of passes with the same strategy and batch size: `VERIFY(6_4_16)` or `DECODE`.
 
-    Called within the phase whose span encloses them, or after it, on the same thread.
+    Call it inside the phase whose span encloses them, or after it, on the same thread.
     """
     runs = [list(run) for _, run in groupby(passes, key=lambda p: (p.strategy, p.batch_size))]
     for run, following in zip_longest(runs, runs[1:]):
@@ -64,7 +64,7 @@ def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
 
 
 def sum_passes(passes: Iterable[PassRecord], *, step: int, rank: int) -> list[PassTotals]:
-    """The totals of one rank's rollout phase, by strategy and batch size, largest batch first."""
+    """Return the totals of one rank's rollout phase by strategy and batch size, the largest batch first."""
     sums: dict[tuple[int, str], list[PassRecord]] = {}
     for record in passes:
         sums.setdefault((-record.batch_size, record.strategy), []).append(record)
@@ -85,10 +85,10 @@ def sum_passes(passes: Iterable[PassRecord], *, step: int, rank: int) -> list[Pa
 
 
 class SpeculationLog:
-    """<run.dir>/speculation.jsonl, on rank 0 alone.
+    """Writes <run.dir>/speculation.jsonl, on rank 0 only.
 
-    `resume_step` is the first step that will be written again, None for a fresh run: as for metrics.jsonl, no step is
-    there twice, and the file of an earlier run in the same folder is set aside.
+    `resume_step` is the first step to write again, None for a fresh run. As in metrics.jsonl, rows from that step on are cut,
+    and a fresh run renames the file of an earlier run.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
@@ -101,12 +101,12 @@ class SpeculationLog:
                 cut_rows(self.path, resume_step)
 
     def write(self, totals: Iterable[PassTotals]) -> None:
-        """Append one line each."""
+        """Append one line per row."""
         lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in totals]
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
 
 def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Element-wise sum; a missing depth counts as nothing accepted."""
+    """Return the element-wise sum. A missing depth counts as 0."""
     return tuple(sum(depth) for depth in zip_longest(*counts, fillvalue=0))

@@ -1,4 +1,4 @@
-"""Moves weights from the trainer to the engine of the same rank, with a version and a checksum."""
+"""Copies weights from the trainer to the engine of the same rank, with a version and a checksum. Called by the loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tlt_megatron.runtime.process_groups import Group
 
 
 class ChecksummedTensors:
-    """Named tensors on their way to an engine: cast to its dtype, summed up as they pass.
+    """Iterates over named tensors for an engine, casts them to its dtype, and updates a checksum.
 
-    `checksum` is of everything that has passed, so it is whole once the iteration has ended.
+    `checksum` covers the tensors so far, so it is complete after the iteration.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -36,16 +36,16 @@ class ChecksummedTensors:
             yield name, tensor
 
     def checksum(self) -> int:
-        """Of all tensors that have passed."""
+        """Return the checksum of all tensors so far."""
         return self._total % CHECKSUM_MODULUS
 
     def nonfinite(self) -> str:
-        """The first tensor that has passed with NaN or infinity in it, "" for none."""
+        """Return the name of the first tensor with NaN or infinity so far, or ""."""
         return self._nonfinite
 
 
 class WeightSync:
-    """Pushes the policy. Memory in flight is bounded by one layer: shards are gathered, handed over, dropped."""
+    """Pushes the policy to the engines. Gathers, loads and frees one layer at a time, so extra memory is at most one layer."""
 
     def __init__(
         self, model: PolicyModel, engine: RolloutEngine, *, dtype: torch.dtype, world: Group
@@ -56,10 +56,10 @@ class WeightSync:
         self.world = world
 
     def push_policy(self, version: int) -> int:
-        """Give every engine the current policy as `version`; returns the checksum. A collective of all ranks.
+        """Load the current policy into every engine as `version`, and return its checksum. A collective of all ranks.
 
-        RuntimeError names the ranks whose engine would hold something else; UnhealthyTrainingError the weights that
-        are not finite. Both come on every rank, so the policy of a finished step is checked before it is saved.
+        RuntimeError names the ranks whose engine received other weights; UnhealthyTrainingError names the weights that are
+        not finite. Every rank raises them, so the policy of a finished step is checked before it is saved.
         """
         stream = ChecksummedTensors(self.model.export_hf_weights(), self.dtype)
         self.engine.load_weights(stream, version=version, checksum=stream.checksum)
