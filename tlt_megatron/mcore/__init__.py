@@ -1,1 +1,1 @@
-"""Megatron-core behind the interfaces of this project; `megatron` is imported nowhere else."""
+"""Megatron-core behind the interfaces of this project. No other package imports `megatron`."""

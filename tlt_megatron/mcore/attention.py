@@ -1,7 +1,7 @@
-"""Causal core attention on torch's scaled_dot_product_attention, for Megatron's local layer spec, CPU and CUDA.
+"""Causal core attention for Megatron's local layer spec, on torch's scaled_dot_product_attention, for CPU and CUDA.
 
-Megatron's own local module builds the whole score matrix and refuses packed sequences. Here a packed micro-batch runs
-one SDPA call per sequence, so no token ever meets another sequence and no padding is computed.
+Megatron's own local module builds the whole score matrix and rejects packed sequences. This one runs one SDPA call per sequence
+of a packed micro-batch, so sequences do not see each other and no padding is computed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class SdpaCoreAttention(torch.nn.Module):
-    """Drop-in `core_attention` of a Megatron spec; has no parameters.
+    """Drop-in `core_attention` of a Megatron spec, without parameters.
 
-    ValueError for what it cannot do: context parallelism, sliding windows, softmax offsets, masks other than causal.
+    ValueError for what is not supported: context parallelism, sliding windows, softmax offsets, masks other than causal.
     """
 
     def __init__(
@@ -60,7 +60,10 @@ class SdpaCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Packed: [P, N|K, H] each -> [P, N*H]. Plain: [T, B, N|K, H] each -> [T, B, N*H]. N, K: this rank's heads."""
+        """Return the attention output. Packed: [P, N|K, H] each -> [P, N*H]. Plain: [T, B, N|K, H] each -> [T, B, N*H].
+
+        N and K count this rank's heads.
+        """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
                 "attention_mask and attention_bias must be None: attention is causal, sequences are kept apart by packing"
@@ -102,10 +105,9 @@ class SdpaCoreAttention(torch.nn.Module):
 
 
 class _FloatBackward(torch.autograd.Function):
-    """Packed causal attention on the CPU: torch's own kernels, forward in bfloat16 and backward in float32.
+    """Packed causal attention on the CPU with torch's own kernels: forward in bfloat16, backward in float32.
 
-    In bfloat16 the backward kernel has a fixed cost per call, which is most of its time for sequences of a hundred tokens,
-    and it rounds more.
+    The bfloat16 backward kernel rounds more. It also has a fixed cost per call, which dominates at about a hundred tokens.
     """
 
     @staticmethod
@@ -154,12 +156,12 @@ class _FloatBackward(torch.autograd.Function):
 
 
 def _for_queries(x_PKH: Tensor, num_heads: int) -> Tensor:
-    """Each key or value head once for every query head that reads it: [P, N, H]."""
+    """Repeat each key or value head for every query head that reads it. Returns [P, N, H]."""
     if x_PKH.size(1) == num_heads:
         return x_PKH
     return x_PKH.repeat_interleave(num_heads // x_PKH.size(1), dim=1)
 
 
 def _segments(packed: Sequence[Tensor], lengths: list[int]) -> Iterator[tuple[Tensor, ...]]:
-    """Each sequence of the packed tensors [P, N, H], as [1, N, T, H]."""
+    """Yield each sequence of the packed tensors [P, N, H] as [1, N, T, H]."""
     return zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in packed), strict=True)

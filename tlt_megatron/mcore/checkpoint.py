@@ -1,11 +1,11 @@
 """Policy checkpoints in Megatron's torch_dist format: save at one tensor x pipeline x data layout, load at another.
 
-Called by policy_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index), `common.pt` (plain
-values) and `metadata.json`. Writing is synchronous and in this process: Megatron's own writer forks workers, which
-costs seconds, and hangs where psutil is missing.
+Called by policy_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index), `common.pt` (plain values)
+and `metadata.json`. Writing is synchronous and in this process. Megatron's own writer forks workers, which takes seconds and
+hangs if psutil is missing.
 
-Nothing that is in a checkpoint runs when it is loaded: see checkpoint_reader.py. The extra state of Transformer Engine's
-layers (FP8 scales) is saved, as Megatron does, but not loaded: it is a pickle.
+Loading never runs code from a checkpoint: see checkpoint_reader.py. The extra state of Transformer Engine's layers (FP8 scales)
+is saved, as Megatron does. It is not loaded, because it is a pickle.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def save_checkpoint(
 ) -> None:
     """Write weights, optimizer, schedule and random states to `path`, a new or empty folder that all ranks see.
 
-    A collective of all ranks; when it returns on one, everything is on disk (fsynced). ValueError where the folder
-    holds something, RuntimeError where a weight is not finite, OSError where a rank cannot write.
+    A collective of all ranks. When it returns on any rank, all files are on disk (fsynced). ValueError if the folder is not
+    empty, RuntimeError if a weight is not finite, OSError if a rank cannot write.
     """
     from megatron.core import dist_checkpointing
 
@@ -48,7 +48,7 @@ def save_checkpoint(
     barrier(groups.world)
     if any(path.iterdir()):
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
-    barrier(groups.world)  # nobody writes before everybody has looked
+    barrier(groups.world)  # no rank writes before all ranks have checked the folder
     state = _sharded_state(model, optimizer, groups, is_loading=False)
     state["rng"] = _sharded_rng_states(groups)
     try:
@@ -64,11 +64,11 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups
 ) -> None:
-    """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout, on all ranks.
+    """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout. All ranks must call it.
 
-    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored.
-    Random states are restored at an equal layout and kept otherwise. ValueError where the checkpoint was written
-    with another model dtype, shape or kind of optimizer, is none, or holds more than plain values and tensors.
+    Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored. Random states
+    are restored if the layout is the same, and kept otherwise. ValueError if `path` holds no checkpoint, if the model's dtype,
+    its shapes or the kind of optimizer differ, or if it holds more than plain values and tensors.
     """
     from megatron.core import dist_checkpointing
 
@@ -106,7 +106,7 @@ def load_checkpoint(
 def _sharded_state(
     model: GPTModel, optimizer: PolicyOptimizer, groups: ProcessGroups, *, is_loading: bool
 ) -> dict[str, Any]:
-    """All but the random states, as Megatron's sharded tensors: data to save, or a template to load into."""
+    """Return everything except the random states as Megatron sharded tensors: data to save, or a template to load into."""
     from megatron.core import parallel_state
 
     metadata = {
@@ -131,7 +131,7 @@ def _sharded_state(
 
 
 def _require_finite(model: nn.Module, groups: ProcessGroups) -> None:
-    """Not-a-number weights must not replace good ones."""
+    """Raise RuntimeError on all ranks if a weight is not finite, so that it cannot replace a good checkpoint."""
     own = next(
         (n for n, p in model.named_parameters() if not torch.isfinite(p.detach()).all()), None
     )
@@ -143,14 +143,14 @@ def _require_finite(model: nn.Module, groups: ProcessGroups) -> None:
 
 
 def _first_failure(error: CheckpointException) -> str:
-    """Its own text holds the stack of every rank."""
+    """Return the first line of the first failed rank's error. The exception's own text holds the stack of every rank."""
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).splitlines()
     return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"
 
 
 def _identity(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, str | bool]:
-    """What a checkpoint cannot be converted across."""
+    """Return the settings that must be equal when a checkpoint is loaded."""
     return {
         "model.dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "mcore.use_distributed_optimizer": optimizer.megatron.config.use_distributed_optimizer,
@@ -158,7 +158,7 @@ def _identity(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, str | b
 
 
 def _synchronous_strategy() -> SaveShardedStrategy:
-    """Megatron's torch_dist format through torch's own synchronous writer, one file per rank, no worker processes."""
+    """Return a strategy that writes torch_dist with torch's synchronous writer: one file per rank, no worker processes."""
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
     from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
     from torch.distributed.checkpoint import FileSystemWriter
@@ -181,7 +181,7 @@ def _synchronous_strategy() -> SaveShardedStrategy:
 
 
 def _sharded_rng_states(groups: ProcessGroups) -> dict[str, Any]:
-    """Every random state of this rank as row `rank` of a [world, bytes] tensor."""
+    """Return every random state of this rank as row `rank` of a [world, bytes] tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     row = (0, groups.world.rank, groups.world.size)

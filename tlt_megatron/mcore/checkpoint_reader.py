@@ -1,8 +1,8 @@
 """Reads a torch_dist checkpoint without running anything that is in it. Used by checkpoint.py.
 
-Three of its files are pickles, which can call any function when they are loaded. `.metadata` is read by an unpickler that
-knows the classes which torch.distributed.checkpoint writes, and no other. `common.pt` and the tensors go through torch.load
-with weights_only. Entries of bytes (the extra state of Transformer Engine's layers) are refused: no load needs one.
+Three kinds of its files are pickles, which can call any function when they are loaded. Our unpickler reads `.metadata` and
+accepts only the classes that torch.distributed.checkpoint writes. `common.pt` and the tensors are read by torch.load with
+weights_only. Byte entries (the extra state of Transformer Engine's layers) are rejected: no load needs one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         LoadShardedStrategy,
     )
 
-# What torch 2.11 to 2.14 pickle into `.metadata`. Python 3.13 alone names pathlib's classes pathlib._local.
+# The classes that torch 2.11 to 2.14 pickle into `.metadata`. Only Python 3.13 names pathlib's classes pathlib._local.
 _ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -50,7 +50,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The index in the folder `path`. ValueError where it is damaged, or names what is not allowed."""
+    """Return the index in the folder `path`. ValueError if it is damaged or names a class that is not allowed."""
     file = path / ".metadata"
     try:
         with file.open("rb") as stream:
@@ -74,7 +74,7 @@ class MetadataReader(FileSystemReader):
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """The plain values in `common.pt`. ValueError where it holds more than that, or is damaged."""
+    """Return the plain values in `common.pt`. ValueError if it is damaged or holds anything else."""
     file = path / "common.pt"
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -83,7 +83,7 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """For `megatron.core.dist_checkpointing.load`: its own ones unpickle without a limit."""
+    """Return safe strategies for `megatron.core.dist_checkpointing.load`, whose own strategies unpickle any class."""
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
     from torch.distributed.checkpoint import load as load_shards

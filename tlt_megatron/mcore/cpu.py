@@ -1,8 +1,8 @@
-"""Lets megatron.core run on a host without CUDA, over gloo. Called by everything here before it imports megatron.
+"""Lets megatron.core run on a host without CUDA, over gloo. Modules of this package call it before they import megatron.
 
-Megatron names CUDA literally in some hundred places. An import hook rewrites those literals in the sources of
-`megatron.core.*` as they are imported, so nothing is patched at run time and nothing costs time per call. The rewrites
-are the table below; a test pins how often each matches in the supported version, so that another version is noticed.
+Megatron names CUDA literally in about a hundred places. An import hook rewrites those literals in the sources of
+`megatron.core.*` at import. There is no patching at run time and no cost per call. `REWRITES` lists the rewrites. A test checks
+how often each one matches in the supported version, so a change of version is noticed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 
 import torch
 
-# (pattern, replacement), applied in this order. Replacements hold no quotes of their own: some stand in f-strings.
+# (pattern, replacement), applied in this order. A replacement has no quotes of its own, because some are inside f-strings.
 REWRITES: tuple[tuple[str, str], ...] = (
     (r"f(['\"])cuda:\{torch\.cuda\.current_device\(\)\}\1", r"\1cpu\1"),
     (r"torch\.cuda\.current_device\(\)", "torch.get_default_device()"),
@@ -34,9 +34,9 @@ _RNG_MODULE = "megatron.core.tensor_parallel.random"
 
 
 def install() -> None:
-    """Make later imports of megatron.core run on the CPU; nothing where CUDA is available. Idempotent.
+    """Make later imports of megatron.core run on the CPU. Does nothing if CUDA is available. Idempotent.
 
-    RuntimeError where megatron.core was imported before.
+    RuntimeError if megatron.core is already imported.
     """
     if torch.cuda.is_available() or any(isinstance(f, _Finder) for f in sys.meta_path):
         return
@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def rewrite(source: str) -> tuple[str, tuple[int, ...]]:
-    """`source` with every rewrite applied, and how often each matched, in the order of `REWRITES`."""
+    """Apply every rewrite to `source`; return the result and the match counts, in the order of `REWRITES`."""
     counts = []
     for pattern, replacement in _COMPILED:
         source, count = pattern.subn(replacement, source)
@@ -71,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source; neither reads nor writes bytecode files."""
+    """Compiles the rewritten source. It neither reads nor writes bytecode files."""
 
     def get_code(self, fullname: str) -> CodeType:
         source, _ = rewrite(self.get_source(fullname))
@@ -84,10 +84,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _use_cpu_generator(random: ModuleType) -> None:
-    """Point Megatron's random states at the CPU's default generator, which stands in for the GPU's."""
+    """Make Megatron's random states use the CPU's default generator in place of the GPU's."""
 
     class CpuRngStatesTracker(random.CudaRNGStatesTracker):
-        """Named random states; `fork` swaps one in for the length of a block."""
+        """Named random states. `fork` uses one of them inside a block and then restores the previous state."""
 
         def add(self, name: str, seed: int) -> None:
             if name in self.states_ or seed in self.seeds_:

@@ -1,8 +1,8 @@
-"""Megatron shards -> full Hugging Face tensors, on every rank: the source of weight sync and of HF checkpoints.
+"""Gathers Megatron shards into full Hugging Face tensors on every rank, for weight sync and HF checkpoints.
 
-One layer at a time: the stage that owns it packs the rank's shards into one flat buffer, sends it down the pipeline
-group (each rank receives 1/tp of a layer), and the tensor-parallel group gathers the parts. Two collectives a layer,
-memory bounded by a layer or the embedding, whichever is larger.
+It exports one layer at a time. The owning stage packs the rank's shards into one flat buffer and broadcasts it to the pipeline
+group, so each rank receives 1/tp of a layer. The tensor-parallel group then gathers the parts. This takes two collectives per
+layer. Memory is bounded by one layer or the embedding, whichever is larger.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def iter_hf_weights(
     model: GPTModel, config: ModelConfig, groups: ProcessGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the policy under its Hugging Face name, in the order of the layers, on the model's device.
+    """Yield every tensor of the policy under its Hugging Face name, in layer order, on the model's device.
 
-    A collective at every step: all ranks must run it to its end. The tensors are copies, in the model's dtype. A tied
+    Every step is a collective: all ranks must run the iterator to its end. The tensors are copies in the model's dtype. A tied
     output layer is not exported.
     """
     parameters = dict(model.named_parameters())
@@ -60,7 +60,7 @@ def iter_hf_weights(
 def _blocks(
     model: GPTModel, config: ModelConfig, groups: ProcessGroups
 ) -> Iterator[tuple[int, list[Row]]]:
-    """(owning pipeline stage, its rows) of what is exported together, in order; the same on every rank."""
+    """Yield (owning pipeline stage, its rows) for each unit of export, in the same order on every rank."""
     yield 0, [EMBEDDING_ROW]
     for stage, layers in enumerate(gather_objects(stage_layers(model), groups.pp)):
         for local_index, layer in enumerate(layers):
@@ -72,7 +72,7 @@ def _blocks(
 
 
 def _pack(rows: list[Row], parameters: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The rows' parameters, one after the other, in a buffer of its own."""
+    """Copy the rows' parameters into one new flat buffer."""
     parts = []
     for row in rows:
         parameter = find_parameter(row, parameters)
@@ -83,8 +83,10 @@ def _pack(rows: list[Row], parameters: dict[str, Tensor], dtype: torch.dtype) ->
 
 
 def _share(flat: Tensor, stage: int, groups: ProcessGroups) -> list[Tensor]:
-    """`flat` of every tensor-parallel rank of `stage`, in order, on every rank. Buffers are contiguous: gloo reads
-    others wrongly without an error."""
+    """Return `flat` of every tensor-parallel rank of `stage`, in order, on every rank.
+
+    Buffers must be contiguous: gloo reads others wrongly without an error.
+    """
     if groups.pp.size > 1:
         dist.broadcast(flat, src=groups.pp.global_ranks[stage], group=groups.pp.handle)
     if groups.tp.size == 1:

@@ -1,10 +1,9 @@
-"""Takes the hidden states of a forward pass of the policy, which computes them anyway, for training the drafter.
+"""Records hidden states from a forward pass of the policy, for drafter training.
 
-Made by the drafter's upkeep, handed to `PolicyModel.infer_logprobs` or, where the update needs no such pass before it, to
-`forward_backward`; used by `policy_model.py`. What to know: which sequences are tapped and which rank gets each is arithmetic
-on their lengths, the same on all tensor- and pipeline-parallel peers; every peer ends up with its own part, so that each of
-them can train on other data. States that a stage computed for another travel after the pass, from stage to stage, one
-sequence at a time.
+trainer/drafter_upkeep.py makes it and passes it to `PolicyModel.infer_logprobs`. If the update needs no such pass, it goes to
+`forward_backward`. Used by `policy_model.py`. Sequence lengths alone decide which sequences are tapped and which rank gets
+each, so all tensor- and pipeline-parallel peers agree without a message. Every peer gets its own part, so each can train on
+other data. After the pass, stages send each other the states they computed, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -25,45 +24,45 @@ from tlt_megatron.types import MicroBatch
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-FINAL = -1  # in the place of a layer number: after the final norm
-_MIN_TOKENS = 3  # a drafter learns nothing from fewer
+FINAL = -1  # used as a layer number: the states after the final norm
+_MIN_TOKENS = 3  # fewer tokens hold nothing to train on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TappedSequence:
-    """A prompt with its response, and the policy's states h_t at every token x_t but the last."""
+    """A prompt with its response, and the policy's state h_t at every token x_t except the last."""
 
     token_ids: Tensor  # [T] int64, CPU
     prompt_length: int
     features: (
         Tensor  # [T-1, D] after the final norm, or [T-1, nD] after n layers; on the policy's device
     )
-    final_hidden: Tensor | None  # [T-1, D] after the final norm; None where that is `features`
+    final_hidden: Tensor | None  # [T-1, D] after the final norm; None if `features` holds it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapPlace:
-    """Where a tapped sequence stands, and which peer gets it."""
+    """The place of a tapped sequence in the batch, and the peer that gets it."""
 
     micro_batch: int
-    start: int  # of its tokens in the micro-batch
+    start: int  # of its tokens in the micro-batch; `end` is exclusive
     end: int
     tp_rank: int
     pp_rank: int
 
     @property
     def num_states(self) -> int:
-        """All tokens but the last."""
+        """Return the number of states: one per token except the last."""
         return self.end - self.start - 1
 
 
 def plan_tap(
     lengths: Sequence[Sequence[int]], *, tp_size: int, pp_size: int, max_tokens: int
 ) -> tuple[list[TapPlace], int]:
-    """The sequences to tap, longest first, and how many are left out for want of room.
+    """Return the sequences to tap, longest first, and how many do not fit.
 
-    `lengths` are those in each micro-batch; `max_tokens` is the most that the stages of one tensor-parallel rank may
-    hold together. The longest go first: short responses reach a drafter from the rollout itself.
+    `lengths` holds the sequence lengths of each micro-batch. `max_tokens` is the most that all stages of one tensor-parallel
+    rank may hold together. The longest go first: a drafter already gets short responses from the rollout itself.
     """
     found = []
     for micro_batch, parts in enumerate(lengths):
@@ -93,13 +92,13 @@ def plan_tap(
 
 
 class HiddenStateTap:
-    """Gives `on_sequence` the hidden states of the longest sequences of a pass, as many as fit into `max_bytes`.
+    """Passes the hidden states of the longest sequences of a pass to `on_sequence`, as many as fit into `max_bytes`.
 
-    `aux_layer_ids` () taps what EAGLE and HASS learn from, the states after the final norm; layer numbers tap the
-    residual stream after those layers (EAGLE-3), and the final states beside them. `max_bytes` bounds the states, in
-    `dtype`, that a rank holds for itself and its pipeline-parallel peers: on the device, to the end of the pass. In
-    `forward_backward` that is beside the activations; `config/memory.py` counts it there. Example:
-    `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`; `model.infer_logprobs(batches, 1.0, tap=tap)`.
+    With `aux_layer_ids` () it taps the states after the final norm, for EAGLE and HASS. With layer numbers it taps the residual
+    stream after those layers (EAGLE-3) and the final states. `max_bytes` bounds the states, in `dtype`, that a rank holds for
+    itself and its pipeline-parallel peers. They stay on the device until the pass ends; in `forward_backward` they add to the
+    activations.
+        Example: `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`; `model.infer_logprobs(batches, 1.0, tap=tap)`.
     """
 
     def __init__(
@@ -117,7 +116,10 @@ class HiddenStateTap:
         self._num_tapped = self._num_left_out = 0
 
     def stats(self) -> dict[str, float]:
-        """Sequences given to this rank, and (on the first rank of each model replica) left out, in the tap's life."""
+        """Return totals over the tap's life: sequences given to this rank, and sequences left out.
+
+        Only the first rank of each model replica counts the sequences left out.
+        """
         return {
             "tap/num_sequences": float(self._num_tapped),
             "tap/num_left_out": float(self._num_left_out),
@@ -127,10 +129,10 @@ class HiddenStateTap:
     def record(
         self, stage: GPTModel, micro_batches: Sequence[MicroBatch], groups: ProcessGroups
     ) -> Iterator[None]:
-        """Within: run `micro_batches` forward, once, in order. At the end `on_sequence` is called for this rank's part.
+        """Record while the body runs `micro_batches` forward, once and in order.
 
-        Every tensor- and pipeline-parallel peer must enter, and leave without an exception or with. ValueError for a
-        layer that the model has not.
+        At the end, call `on_sequence` for this rank's part. Every tensor- and pipeline-parallel peer must enter. They must all
+        leave normally, or all with an exception. ValueError for a layer that the model does not have.
         """
         holders = _find_holders(stage, self._sources, groups.pp)
         state_bytes = len(self._sources) * stage.config.hidden_size * self._dtype.itemsize
@@ -158,12 +160,12 @@ class HiddenStateTap:
 
 
 class _Recording:
-    """The states that this stage computes in one pass, [T-1, n, D] for each sequence of this tensor-parallel rank."""
+    """The states that this stage computes in one pass: [T-1, n, D] for each sequence of this tensor-parallel rank."""
 
     def __init__(
         self,
         places: Sequence[TapPlace],
-        sources: Sequence[int],  # those of this stage
+        sources: Sequence[int],  # of this stage
         dtype: torch.dtype,
         num_micro_batches: int,
         tp: Group,
@@ -179,7 +181,7 @@ class _Recording:
         self._hidden_size = 0
 
     def attach(self, stage: GPTModel) -> list[torch.utils.hooks.RemovableHandle]:
-        """Forward hooks on the modules whose outputs are wanted."""
+        """Register forward hooks on the modules whose outputs are wanted, and return their handles."""
         self._device = next(stage.parameters()).device
         self._hidden_size = stage.config.hidden_size
         modules = _tap_points(stage)
@@ -194,13 +196,13 @@ class _Recording:
 
         def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if _is_in_backward():
-                return  # a recomputed layer: these states were seen
+                return  # a recomputed layer: its states are recorded already
             places = next(order)
             if not places:
                 return
             hidden_T1D = output[0] if isinstance(output, tuple) else output
             hidden_TD = hidden_T1D.detach()[:, 0]
-            if is_sharded:  # by all peers, whoever gets the sequences
+            if is_sharded:  # every peer takes part, also if another one gets the sequences
                 hidden_TD = _gather_rows(hidden_TD, self._tp)
             for place in places:
                 if place.tp_rank == self._tp.rank:
@@ -210,14 +212,14 @@ class _Recording:
         return hook
 
     def _block(self, place: TapPlace) -> Tensor:
-        """[T-1, n, D], made at its first use."""
+        """Return the buffer [T-1, n, D] of `place`, created at its first use."""
         if place not in self._held:
             shape = (place.num_states, len(self._sources), self._hidden_size)
             self._held[place] = torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._held[place]
 
     def exchange(self, place: TapPlace, holders: Sequence[int], pp: Group) -> list[Tensor] | None:
-        """[T-1, n, D] of each stage that has some, in order of layers, on the stage that `place` belongs to.
+        """Return each stage's block [T-1, n, D], in layer order, on the stage that gets `place`; None on the others.
 
         Every pipeline-parallel peer must call this for the same places in the same order.
         """
@@ -238,7 +240,7 @@ class _Recording:
 
 
 def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
-    """The modules of this stage by the number, over all stages, of the layer whose output they give."""
+    """Return the modules of this stage, keyed by the number, over all stages, of the layer whose output they give."""
     modules = {layer.layer_number - 1: layer for layer in stage.decoder.layers}
     if stage.decoder.final_layernorm is not None:
         modules[FINAL] = stage.decoder.final_layernorm
@@ -246,12 +248,12 @@ def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
 
 
 def _is_in_backward() -> bool:
-    """Whether autograd called us, as activation recompute does."""
+    """Return whether autograd is calling, as it does for activation recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[int, int]:
-    """The pipeline stage that has each source. ValueError on all stages for one that none has."""
+    """Return the pipeline stage that has each source. ValueError on all stages if no stage has a source."""
     by_stage = gather_objects(sorted(_tap_points(stage)), pp)
     holders = {
         source: rank
@@ -267,7 +269,7 @@ def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[in
 
 
 def _gather_rows(shard_TD: Tensor, tp: Group) -> Tensor:
-    """All rows of a sequence that is cut over the tensor-parallel ranks."""
+    """Gather all rows of a sequence that is split over the tensor-parallel ranks."""
     rows = shard_TD.new_empty(tp.size * shard_TD.shape[0], shard_TD.shape[1])
     dist.all_gather_into_tensor(rows, shard_TD.contiguous(), group=tp.handle)
     return rows

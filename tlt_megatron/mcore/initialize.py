@@ -1,7 +1,7 @@
-"""Cuts the world into Megatron's tensor-, pipeline- and data-parallel groups and hands them out as values.
+"""Splits the world into Megatron's tensor-, pipeline- and data-parallel groups and returns them as values.
 
-Called once, by the composition root, after torch.distributed is up. Megatron keeps its groups as module state too; that
-is its own affair, nothing outside `mcore` reads it.
+The composition root calls it once, after torch.distributed is up. Megatron also keeps its groups as module state, which nothing
+outside `mcore` reads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tlt_megatron.runtime.process_groups import Group, ProcessGroups, group_of
 
 
 def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int) -> ProcessGroups:
-    """Form the groups and seed Megatron's random states; every rank of the world must call it.
+    """Form the groups and seed Megatron's random states. Every rank of the world must call it.
 
-    The groups wait as long as the world does. ValueError where the layout does not divide the
-    world, RuntimeError where groups exist already.
+    The groups get the timeout of the world. ValueError if the layout does not divide the world, RuntimeError if groups exist
+    already.
     """
     ranks = parallel.tensor * parallel.pipeline
     if world.size % ranks:
@@ -52,7 +52,7 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups, so that others can be formed. They are freed with the world."""
+    """Forget the groups so that others can be formed. They are freed with the world."""
     cpu.install()
     from megatron.core import parallel_state
 
@@ -60,7 +60,7 @@ def destroy_model_parallel() -> None:
 
 
 def _ignore_import_warnings() -> None:
-    """Megatron says once per module and rank that Apex is absent, which nothing here needs."""
+    """Hide the warning, repeated per module and rank, that Apex is absent. Nothing here needs Apex."""
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
 
 

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy of labels from logits whose vocabulary is cut over the tensor-parallel ranks.
+"""Log-probabilities and entropy of labels from logits whose vocabulary is split over the tensor-parallel ranks.
 
-Called by the pipeline schedule on the last stage, forward-only and in training. No full-vocabulary tensor is ever
-built: the ranks exchange one maximum and a few sums per token. The only large tensors are the logits and, in the
-backward pass, their gradient; everything in float32 happens in blocks of rows.
+The pipeline schedule calls it on the last stage, forward-only and in training. It never builds a full-vocabulary tensor: the
+ranks exchange one maximum and a few sums per token. The only large tensors are the logits and, in the backward pass, their
+gradient. Float32 work is done in blocks of rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import TokenLogprobs
 
-_BLOCK_ELEMENTS = 1 << 24  # of logits in float32 at once: 64 MiB
+_BLOCK_ELEMENTS = 1 << 24  # float32 logits held at once: 64 MiB
 
 
 def vocab_parallel_logprobs(
     logits_PV: Tensor, labels_P: Tensor, temperature: float, tp: Group
 ) -> TokenLogprobs:
-    """What the policy says of `labels_P`, given this rank's shard of the vocabulary dim of the logits.
+    """Return log-probs and entropy of `labels_P`, given this rank's shard of the vocabulary dim of the logits.
 
-    Every member of `tp` must call it and gets the same result, differentiable in the logits. Labels are ids of the
-    whole vocabulary; where a label means nothing (the end of a sequence), any valid id will do.
+    Every member of `tp` must call it. All get the same result, differentiable in the logits. Labels are ids of the whole
+    vocabulary. If a label is unused (the end of a sequence), any valid id will do.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be > 0 for log-probabilities")

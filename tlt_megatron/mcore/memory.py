@@ -1,4 +1,4 @@
-"""What the Megatron policy takes of a rank's memory, from sizes alone. Called by trainer/memory_ledger.py."""
+"""Memory that the Megatron policy takes on a rank, computed from sizes. Called by trainer/memory_ledger.py."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, Phase
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _GRAD_BYTES = 4  # Megatron sums gradients in float32
-# Adam: two moments, and a float32 copy of weights that are not float32.
+# Adam: two moments, plus a float32 copy of the weights unless they are float32.
 _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
-# Elements that one layer saves for its backward pass, per token. On CUDA: 17 D, of which tensor parallelism does not cut 5
-# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2, in 16 bits). On a CPU
-# nothing is fused: 7.25 D, 5 F and 5.5 of the query width were counted with torch's saved-tensor hooks.
+# Elements that one layer saves for its backward pass, per token. On CUDA: 17 D; tensor parallelism does not split 5 of the 17
+# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2, in 16 bits). CPU
+# kernels are not fused: 7.25 D, 5 F and 5.5 of the query width, counted with torch's saved-tensor hooks.
 _FUSED_UNCUT, _FUSED_CUT = 5.0, 12.0  # of D
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
-# The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) of what one micro-batch takes.
+# The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) times the memory of one micro-batch.
 _HEAP_FACTOR = 1.3
 # Host bytes per parameter on the first data-parallel rank while it writes a checkpoint, measured: master weights and two
-# moments gathered in float32, and half as much again in the writer's buffers.
+# moments gathered in float32, plus half as much again in the writer's buffers.
 _CHECKPOINT_BYTES = 18
 
 
@@ -34,8 +34,11 @@ def policy_claims(
     longest: int,
     is_cuda: bool,
 ) -> list[MemoryClaim]:
-    """Claims of the fullest rank. `batch_tokens` is what a data-parallel rank trains on in one update at most, `longest` its
-    longest sequence, both in tokens."""
+    """Return the claims of the fullest rank.
+
+    `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest` is the length of its longest
+    sequence in tokens.
+    """
     own = _parameters_of_a_rank(sizes, parallel)
     item = _ITEM_BYTES[model.dtype]
     num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
@@ -90,7 +93,10 @@ def _parameters_of_a_rank(sizes: ModelSizes, parallel: ParallelSection) -> int:
 def _activation_bytes(
     sizes: ModelSizes, item: int, parallel: ParallelSection, mcore: McoreSection, is_cuda: bool
 ) -> int:
-    """Of one token. The first of p stages holds the activations of p micro-batches of L / p layers each."""
+    """Return the activation bytes of one token.
+
+    The first of p stages holds the activations of p micro-batches, each of L / p layers.
+    """
     if is_cuda:
         uncut, cut = _FUSED_UNCUT * sizes.hidden, _FUSED_CUT * sizes.hidden
     else:

@@ -1,8 +1,8 @@
-"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel, and the TransformerConfig it stands on.
+"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel, with its TransformerConfig.
 
-Called by `policy_model.py` once the groups exist. Weights are random until `weight_map.load_hf_weights` fills them.
-With CUDA, Transformer Engine and bfloat16 the layers are Transformer Engine's; otherwise Megatron's local ones with our
-attention and norm. Both have the same parameters under names that `weight_map` knows.
+Called by `policy_model.py` once the groups exist. Weights are random until `weight_map.load_hf_weights` fills them. With CUDA,
+Transformer Engine and bfloat16, the layers are Transformer Engine's. Otherwise they are Megatron's local layers with our
+attention and norm. Both have the same parameters, under names that `weight_map` knows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers will be Transformer Engine's: it is installed, there is a GPU for it, and it has an attention for packed
-    sequences of this dtype, which in float32 it has not."""
+    """Return whether the layers will be Transformer Engine's.
+
+    This needs the package, a GPU and bfloat16: Transformer Engine has no float32 attention for packed sequences.
+    """
     is_installed = importlib.util.find_spec("transformer_engine") is not None
     return torch.cuda.is_available() and is_installed and dtype == torch.bfloat16
 
@@ -40,10 +42,10 @@ def build_model(
     dtype: torch.dtype,
     device: Device,
 ) -> GPTModel:
-    """The layers of this rank's pipeline stage, with embedding on the first and output layer on the last.
+    """Build the layers of this rank's pipeline stage, with the embedding on the first and the output layer on the last.
 
-    Needs `initialize_model_parallel`; every rank must call it. The output is this rank's shard of the vocabulary,
-    [B, T, V / tp]. ValueError for a setting or a model that Megatron cannot represent.
+    Needs `initialize_model_parallel`. Every rank must call it. The output is this rank's shard of the vocabulary, [B, T, V /
+    tp]. ValueError for a setting or a model that Megatron cannot represent.
     """
     transformer = transformer_config(
         config, parallel=parallel, section=section, dtype=dtype, device=device
@@ -75,9 +77,9 @@ def transformer_config(
     dtype: torch.dtype,
     device: Device,
 ) -> TransformerConfig:
-    """Megatron's configuration of `config`, with `section.transformer` laid over ours word for word.
+    """Return Megatron's configuration of `config`. Fields of `section.transformer` replace ours, unchanged.
 
-    ValueError for a field that would change the model, or that another setting owns.
+    ValueError for a field that would change the model or that another setting controls.
     """
     if device.is_cuda != torch.cuda.is_available():
         raise ValueError(
@@ -132,7 +134,7 @@ def _layout_fields(parallel: ParallelSection, dtype: torch.dtype) -> dict[str, A
         "perform_initialization": True,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, dense models too
+        "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, also for dense models
         "deallocate_pipeline_outputs": True,
     }
 
@@ -162,7 +164,7 @@ def _kernel_fields(device: Device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
-    """GPTModel's rotary arguments for `rope`. ValueError for a llama3 scaling that Megatron cannot express."""
+    """Return GPTModel's rotary arguments for `rope`. ValueError for a llama3 scaling that Megatron cannot express."""
     arguments: dict[str, Any] = {"rotary_base": rope.theta}
     if rope.kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope.factor
@@ -175,7 +177,7 @@ def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this stage and the norm behind the last one."""
+    """Return the spec of this stage's layers and of the norm behind the last one."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the constructor that a Megatron spec calls.
 
-    Under sequence parallelism a rank sees only its part of the sequence, so the weight carries Megatron's mark for
-    "sum my gradient over the tensor-parallel ranks". Query and key norms see whole sequences but only their rank's
-    heads; Megatron knows those by their names and sums them too.
+    Under sequence parallelism a rank sees only its part of the sequence. The weight then carries Megatron's mark for "sum my
+    gradient over the tensor-parallel ranks". Query and key norms see whole sequences but only their rank's heads. Megatron
+    recognizes those by name and sums their gradients too.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Gradient reduction, clipping, Adam and the learning-rate schedule of the policy, all Megatron's.
+"""Gradient reduction, clipping, Adam and the learning-rate schedule of the policy, all by Megatron.
 
-Used by policy_model.py. The gradient is the derivative of an exact fraction (types.LossResult): Megatron sums it over
-micro-batches and data-parallel ranks and divides once by the summed count ("per-token loss"). A step with a
-non-finite gradient norm changes nothing, on any rank.
+Used by policy_model.py. The gradient is the derivative of an exact fraction (types.LossResult). Megatron sums it over
+micro-batches and data-parallel ranks and divides once by the summed count ("per-token loss"). If the gradient norm is not
+finite, the optimizer step changes nothing on any rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDataParallel:
-    """Megatron's DistributedDataParallel around this rank's stage, set up for a loss that is a fraction.
+    """Wrap this rank's stage in Megatron's DistributedDataParallel, set up for a loss that is a fraction.
 
-    Gradients are kept and reduced in float32, after the last backward pass. A collective of all ranks.
+    Gradients are kept in float32 and reduced after the last backward pass. A collective of all ranks.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -44,7 +44,7 @@ def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDa
             # No overlap: a data-parallel rank without micro-batches has no backward pass to start the reduction.
             overlap_grad_reduce=False,
             use_distributed_optimizer=section.use_distributed_optimizer,
-            check_for_nan_in_grad=False,  # PolicyOptimizer.step looks at the norm instead of raising
+            check_for_nan_in_grad=False,  # PolicyOptimizer.step checks the norm instead
             average_in_collective=False,
         ),
         module=model,
@@ -52,7 +52,7 @@ def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDa
 
 
 class PolicyOptimizer:
-    """Adam over the parameters of `model`, its schedule, and the decision to skip.
+    """Adam over the parameters of `model`, its schedule, and the skipping of updates that are not finite.
 
     `megatron` and `scheduler` are the Megatron objects, for checkpoint.py.
     """
@@ -90,7 +90,7 @@ class PolicyOptimizer:
     def step(self) -> OptimizerStats:
         """Clip, step, advance the schedule, zero the gradients. A collective of all ranks.
 
-        A non-finite norm leaves weights, optimizer and schedule as they are; every rank sees the same norm.
+        If the norm is not finite, weights, optimizer and schedule stay unchanged. Every rank sees the same norm.
         """
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
@@ -123,12 +123,12 @@ def _make_scheduler(
     warmup_steps = section.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
-        # Update k (from 0) of the warmup gets lr * (k + 1) / (warmup_steps + 1): none is spent on a rate of zero.
+        # Update k (from 0) of the warmup gets lr * (k + 1) / (warmup_steps + 1), so that no update has a rate of zero.
         init_lr=section.lr / (warmup_steps + 1),
         max_lr=section.lr,
         min_lr=section.min_lr,
         lr_warmup_steps=warmup_steps,
-        # Where the rate is constant Megatron only asks that this exceeds the warmup.
+        # For a constant rate, Megatron only requires that this exceeds the warmup.
         lr_decay_steps=section.decay_steps if section.decay != "constant" else warmup_steps + 1,
         lr_decay_style=section.decay,
         start_wd=section.weight_decay,

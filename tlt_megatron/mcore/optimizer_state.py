@@ -1,12 +1,12 @@
-"""The optimizer's state in a form that does not depend on the layout, for checkpoint.py.
+"""Converts the optimizer's state to a form that does not depend on the layout. Used by checkpoint.py.
 
-Megatron's distributed optimizer keeps flat shards of flat buckets. Here they become tensors in the shape of the
-model's parameters ("fully_reshardable", keys `optimizer.state.<param|exp_avg|exp_avg_sq>.<parameter>`), as Megatron
-itself writes them, with these differences, each of which a test pins:
-- it drops the padding between buckets and then cuts as if it were there, so that with tied embeddings over pipeline
-  stages the saved state can be shifted; here every bucket is gathered and cut by itself;
-- torch's AdamW, its fall-back without Transformer Engine, keeps a step per parameter: state is made before it is
-  described, the step is kept out of Megatron's copy loop, and no two parameters share a step tensor after a load.
+Megatron's distributed optimizer keeps flat shards of flat buckets. Here they become tensors with the shapes of the model's
+parameters ("fully_reshardable", keys `optimizer.state.<param|exp_avg|exp_avg_sq>.<parameter>`). Megatron writes the same form,
+with two differences, each covered by a test:
+- Megatron drops the padding between buckets, then cuts as if it were there. With tied embeddings over pipeline stages, this can
+  shift the saved state. Here every bucket is gathered and cut by itself.
+- torch's AdamW, the fallback without Transformer Engine, keeps a step per parameter. State is created before it is described,
+  the step stays out of Megatron's copy loop, and no two parameters share a step tensor after a load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sharded_optimizer_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    """The state as Megatron's sharded tensors: data to save (on the first data-parallel rank), or a template.
+    """Return the state as Megatron sharded tensors: data to save (on the first data-parallel rank), or a template to load into.
 
     A collective of the data-parallel group. `model_state` is the model's sharded_state_dict.
     """
@@ -51,7 +51,7 @@ def sharded_optimizer_state(
 
 
 def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
-    """Take over tensors and step from `loaded`; learning rate, betas, weight decay, ... stay as they are."""
+    """Load tensors and step from `loaded`. Learning rate, betas, weight decay, ... stay as they are."""
     part = _only_part(optimizer)
     groups = part.optimizer.param_groups
     settings = [
@@ -70,7 +70,7 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
         part.load_parameter_state_from_fully_reshardable(param_state)
     if _has_step_per_parameter(part):
         for parameter, step in steps.items():
-            # Megatron saves no step of zero, and hands out one tensor for all.
+            # Megatron does not save a step of zero, and shares one tensor among all parameters.
             step = torch.tensor(0.0) if step is None else torch.as_tensor(step)
             part.optimizer.state[parameter]["step"] = step.clone()
 
@@ -90,7 +90,7 @@ def _has_step_per_parameter(part: MegatronOptimizer) -> bool:
 
 
 def _materialize(part: MegatronOptimizer) -> None:
-    """Give every parameter the state that its first step would start from, where it has none yet."""
+    """Create the initial optimizer state of every parameter that has none yet."""
     part.init_state_fn(part.optimizer, part.config)
     if _has_step_per_parameter(part):
         for parameter in _parameters(part):
@@ -100,9 +100,9 @@ def _materialize(part: MegatronOptimizer) -> None:
 def _sharded_tensors(
     part: DistributedOptimizer, model_state: dict[str, Any], *, is_loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """For each parameter, in the order that Megatron's load counts them, its three float32 tensors.
+    """Return the three float32 tensors of each parameter, in the order in which Megatron's load counts parameters.
 
-    Empty on all but the first data-parallel rank when saving.
+    When saving, the result is empty on all data-parallel ranks except the first.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -131,7 +131,7 @@ def _sharded_tensors(
 
 
 def _gather_values(part: DistributedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
-    """Flat float32 values of every parameter of this stage, on the CPU of the first data-parallel rank."""
+    """Gather flat float32 values of every parameter of this stage on the CPU of the first data-parallel rank."""
     group = part.data_parallel_group
     values: dict[Tensor, dict[str, Tensor]] = {}
     for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
@@ -141,7 +141,7 @@ def _gather_values(part: DistributedOptimizer) -> dict[Tensor, dict[str, Tensor]
             for key in _STATE_KEYS:
                 shard = torch.zeros(
                     (end - start) // group.size()
-                )  # over gloo: no GPU holds a stage
+                )  # over gloo, so that no GPU has to hold a whole stage
                 for parameter, spans in shard_ranges.items():
                     state = part._get_main_param_and_optimizer_states(parameter)
                     local = spans["gbuf_local"]
@@ -154,7 +154,7 @@ def _gather_values(part: DistributedOptimizer) -> dict[Tensor, dict[str, Tensor]
 
 
 def _gather_first(shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """The shards of all members (CPU tensors), one after the other, on the first; None elsewhere."""
+    """Concatenate the shards of all members (CPU tensors) on the first member; return None elsewhere."""
     if group.size() == 1:
         return shard
     is_first = group.rank() == 0

@@ -1,7 +1,7 @@
 """The policy on Megatron-core: satisfies policy.interfaces.PolicyModel. Built by trainer/build.py, one per rank.
 
-It owns this rank's pipeline stage (in float32, or in bfloat16 with float32 master weights), its optimizer and, where
-asked for, a host copy of the initial weights as the reference policy. Every method is a collective of all ranks.
+It owns this rank's pipeline stage (in float32, or in bfloat16 with float32 master weights) and its optimizer. If asked, it also
+keeps a host copy of the initial weights as the reference policy. Every method is a collective of all ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class McorePolicyModel:
     """A trainable policy over this rank's shard, with the weights of the Hugging Face folder `model_path`.
 
-    `initialize_model_parallel` must have made `groups` with the same `parallel`. `keep_reference` holds the initial
-    weights of this rank's shard in host memory.
+    `groups` must come from `initialize_model_parallel` with the same `parallel`. `keep_reference` keeps the initial weights of
+    this rank's shard in host memory.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class McorePolicyModel:
         reference: bool = False,
         tap: HiddenStateTap | None = None,
     ) -> list[TokenLogprobs]:
-        """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
+        """Run forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
 
-        `tap` is given the hidden states of the pass. ValueError for `reference` without `keep_reference`, or with a tap.
+        `tap` receives the hidden states of the pass. ValueError for `reference` without `keep_reference` or with a tap.
         """
         if not reference:
             with self._tapping(tap, micro_batches):
@@ -109,12 +109,12 @@ class McorePolicyModel:
         *,
         tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
-        """Accumulate gradients of all micro-batches; returns the metric sums of this data-parallel rank's
-        micro-batches, on every pipeline stage, with zeros for metrics that only other data-parallel ranks have.
-        `tap` is given the hidden states of the forward passes.
+        """Accumulate the gradients of all micro-batches and return this data-parallel rank's metric sums on every pipeline
+        stage.
 
-        Must be followed by `optimizer_step`: RuntimeError for a second call before it, as gradients of all ranks
-        are summed and divided by the count here.
+        Metrics that only other data-parallel ranks have are zero. `tap` receives the hidden states of the forward passes. Call
+        `optimizer_step` next: a second call before it raises RuntimeError, because the gradients of all ranks are already
+        summed and divided by the count.
         """
         if self._has_gradients:
             raise RuntimeError("forward_backward was called twice without optimizer_step")
@@ -125,23 +125,25 @@ class McorePolicyModel:
             )
 
     def optimizer_step(self) -> OptimizerStats:
-        """Clip, step the optimizer and the learning-rate schedule, zero the gradients; nothing but the latter where
-        the gradient is not finite."""
+        """Clip, step the optimizer and the learning-rate schedule, zero the gradients.
+
+        If the gradient is not finite, only zero the gradients.
+        """
         if not self._has_gradients:
             raise RuntimeError("optimizer_step was called without forward_backward before it")
         self._has_gradients = False
         return self._optimizer.step()
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
+        """Yield full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
         return iter_hf_weights(self._stage, self._config, self._groups)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule into the empty folder `path` (torch_dist, resharding on load)."""
+        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist, resharding on load)."""
         save_checkpoint(path, self._stage, self._optimizer, self._groups)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote, at this or another TP x PP x DP. The reference stays the initial weights."""
+        """Restore what `save` wrote, at this or another TP x PP x DP. The reference keeps the initial weights."""
         load_checkpoint(path, self._stage, self._optimizer, self._groups)
         self._has_gradients = False
 
@@ -154,7 +156,7 @@ class McorePolicyModel:
 
     @torch.no_grad()
     def _exchange_weights(self, host: dict[str, Tensor]) -> None:
-        """Swap the weights with those in `host`, in place; twice is the identity, bit for bit."""
+        """Swap the weights with those in `host`, in place. A second call restores them bit for bit."""
         for name, parameter in self._stage.named_parameters():
             current = parameter.clone()
             parameter.copy_(host[name])

@@ -1,9 +1,8 @@
-"""Packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
+"""Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
 
-Called by policy_model.py. One micro-batch is one packed sequence of P tokens (thd, batch axis 1); P differs from one
-to the next, so the model must be built with variable_seq_lengths. The one thing to know: under sequence parallelism
-P is padded to a multiple of tp here, as one more packed sequence, and cut again before any label is looked at.
-Shapes: B sequences, P packed tokens, V vocabulary (shard of V where tp > 1).
+Called by policy_model.py. A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
+built with variable_seq_lengths. Under sequence parallelism, P is padded here to a multiple of tp with one more packed sequence.
+The padding is removed before the labels are read. Shapes: B sequences, P packed tokens, V vocabulary (shard of V if tp > 1).
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ ForwardStep = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable
 def run_forward(
     model: nn.Module, micro_batches: Sequence[MicroBatch], temperature: float, groups: ProcessGroups
 ) -> list[TokenLogprobs]:
-    """Forward only, without gradients; the results, on the CPU, on every tensor- and pipeline-parallel peer.
+    """Run forward without gradients; return the results, on the CPU, on every tensor- and pipeline-parallel peer.
 
-    All peers must call this with the same micro-batches; data-parallel ranks need not call it together.
+    All peers must call this with the same micro-batches. Data-parallel ranks need not call it together.
     """
     if not micro_batches:
         return []
     device = next(model.parameters()).device
 
     def keep(micro_batch: MicroBatch, logits_1PV: Tensor, *, non_loss_data: bool) -> TokenLogprobs:
-        assert non_loss_data  # Megatron's word for "keep the value, it is no loss"
+        assert non_loss_data  # Megatron's flag for a value that is not a loss
         return _label_logprobs(micro_batch, logits_1PV, temperature, groups)
 
     was_training = model.training
@@ -64,9 +63,9 @@ def run_forward_backward(
 ) -> dict[str, float]:
     """Accumulate and reduce the gradients of all data-parallel ranks, divided by the sum of all counts.
 
-    `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric sums of this
-    data-parallel rank, on every pipeline stage, under the keys of all data-parallel ranks: a rank without
-    micro-batches holds zeros. Every rank of the model must call this, with an empty list too.
+    `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric sums of this data-parallel
+    rank, on every pipeline stage, under the keys of all data-parallel ranks. A rank without micro-batches returns zeros. Every
+    rank of the model must call this, also with an empty list.
     """
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}
@@ -105,7 +104,7 @@ def _run_schedule(
         data_iterator=iter(micro_batches),
         model=[model],
         num_microbatches=len(micro_batches),
-        seq_length=0,  # not read: every stage announces the shape that it sends
+        seq_length=0,  # unused: every stage announces the shape that it sends
         micro_batch_size=1,
         forward_only=is_forward_only,
         collect_non_loss_data=is_forward_only,
@@ -115,7 +114,9 @@ def _run_schedule(
 def _forward_step(
     model: nn.Module, groups: ProcessGroups, finish: Callable[..., object]
 ) -> ForwardStep:
-    """Megatron's forward_step_func: the model on the next micro-batch, and what to do with the logits on the last stage."""
+    """Return Megatron's forward_step_func: it runs the model on the next micro-batch and passes the last stage's logits to
+    `finish`.
+    """
     from megatron.core.utils import get_model_config
 
     device = next(model.parameters()).device
@@ -133,14 +134,14 @@ def _forward_step(
 def _model_inputs(
     micro_batch: MicroBatch, multiple: int, device: torch.device
 ) -> tuple[Tensor, Tensor, PackedSeqParams]:
-    """Token ids [1, P], position ids [1, P] and sequence bounds, with P padded to a multiple of `multiple`."""
+    """Return token ids [1, P], position ids [1, P] and sequence bounds, with P padded to a multiple of `multiple`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     token_ids_P, position_ids_P = micro_batch.token_ids, micro_batch.position_ids
     cu_seqlens = micro_batch.cu_seqlens
     num_padding = -micro_batch.num_tokens % multiple
     if num_padding:
-        # A sequence of its own: real tokens cannot see it, and every kernel finds all tokens covered.
+        # The padding is a separate sequence: real tokens cannot see it, and every kernel finds all tokens covered.
         token_ids_P = torch.cat([token_ids_P, token_ids_P.new_zeros(num_padding)])
         position_ids_P = torch.cat(
             [position_ids_P, torch.arange(num_padding, device=position_ids_P.device)]
@@ -178,7 +179,7 @@ def _share_over_stages(
     groups: ProcessGroups,
     device: torch.device,
 ) -> list[TokenLogprobs]:
-    """What the last stage kept, on every stage, in one broadcast."""
+    """Broadcast the last stage's results to every stage, in one collective."""
     names = ["logprobs", "entropy"] + (["policy_logprobs"] if temperature != 1.0 else [])
     sizes = [micro_batch.num_tokens for micro_batch in micro_batches]
     if groups.pp.is_last:
@@ -197,7 +198,7 @@ def _share_over_stages(
 
 
 def _reduce_zero_gradients(model: nn.Module, device: torch.device) -> None:
-    """The collectives that the schedule ends with, for a rank that has nothing to run but peers that wait for it."""
+    """Run the schedule's final collectives on a rank without micro-batches, because its peers wait for them."""
     from megatron.core.distributed import finalize_model_grads
 
     finalize_model_grads([model], torch.zeros([], dtype=torch.int32, device=device))

@@ -1,8 +1,8 @@
-"""The table between Hugging Face and Megatron names and layouts, for Llama, Qwen2 and Qwen3; loading through it.
+"""Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2 and Qwen3, and loads weights through the map.
 
-One row per Megatron parameter: its name (local spec, and Transformer Engine's where a norm is fused into the linear
-behind it), the Hugging Face tensors it is made of, their sizes, and how tensor parallelism cuts it. `split` and
-`merge` are inverse to each other; `load_hf_weights` uses the one, `export.iter_hf_weights` the other.
+There is one row per Megatron parameter. It holds the parameter's name, its Hugging Face tensors, their sizes, and its split
+over tensor-parallel ranks. A second name is Transformer Engine's, which fuses a norm into the linear layer behind it. `split`
+and `merge` are inverses: `load_hf_weights` uses `split`, `export.iter_hf_weights` uses `merge`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 class Layout(Enum):
-    """How a Megatron parameter is made of its Hugging Face tensors and cut over the tensor-parallel ranks."""
+    """How a Megatron parameter is built from its Hugging Face tensors and split over the tensor-parallel ranks."""
 
     WHOLE = auto()  # the same on every rank
     ROWS = auto()  # cut along dim 0
     COLUMNS = auto()  # cut along dim 1
-    QKV = auto()  # per kv head: its query heads, its key head, its value head; cut between kv heads
+    QKV = auto()  # per kv head: its query heads, key head, value head; split between kv heads
     GATE_UP = auto()  # a rank's rows of gate, then its rows of up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One Megatron parameter. Sizes are named by the project's shape letters; NH and KH are N*H and K*H."""
+    """One Megatron parameter. Sizes use the project's shape letters; NH and KH are N*H and K*H."""
 
-    mcore_names: tuple[str, ...]  # the first that the model has
+    mcore_names: tuple[str, ...]  # the first one that the model has is used
     hf_names: tuple[str, ...]
     hf_sizes: tuple[tuple[str, ...], ...]  # of each Hugging Face tensor
     layout: Layout
-    needs: str = ""  # the ModelConfig switch without which the row does not exist
+    needs: str = ""  # the ModelConfig switch that the row depends on
 
 
 _QKV_BIAS = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
@@ -122,7 +122,7 @@ _LM_HEAD_SIZES = (("V", "D"),)
 
 
 def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
-    """The rows of `layer` (counted over the model), which is number `local_index` on its stage."""
+    """Return the rows of `layer` (counted over the model), which has index `local_index` on its stage."""
     return [
         Row(
             mcore_names=tuple(f"decoder.layers.{local_index}.{name}" for name in row.mcore_names),
@@ -136,7 +136,7 @@ def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
 
 
 def lm_head_row(config: ModelConfig) -> Row:
-    """The output layer; where embeddings are tied, the last stage holds a copy of the embedding."""
+    """Return the row of the output layer. With tied embeddings, the last stage holds a copy of the embedding."""
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return Row(
         mcore_names=("output_layer.weight",),
@@ -147,12 +147,12 @@ def lm_head_row(config: ModelConfig) -> Row:
 
 
 def stage_layers(model: GPTModel) -> list[int]:
-    """The layers of this stage, counted over the model, in order."""
+    """Return the layers of this stage, counted over the model, in order."""
     return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 
 def stage_rows(model: GPTModel, config: ModelConfig) -> list[Row]:
-    """All rows of this rank's stage, in the order of the layers."""
+    """Return all rows of this rank's stage, in layer order."""
     rows = [EMBEDDING_ROW] if model.pre_process else []
     for local_index, layer in enumerate(stage_layers(model)):
         rows += layer_rows(config, local_index, layer)
@@ -164,7 +164,7 @@ def stage_rows(model: GPTModel, config: ModelConfig) -> list[Row]:
 
 
 def hf_shapes(row: Row, config: ModelConfig) -> list[tuple[int, ...]]:
-    """The full shape of each Hugging Face tensor of `row`."""
+    """Return the full shape of each Hugging Face tensor of `row`."""
     letters = {
         "V": config.vocab_size,
         "D": config.hidden_size,
@@ -177,7 +177,7 @@ def hf_shapes(row: Row, config: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def shard_shape(row: Row, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
-    """The shape of the Megatron parameter on one tensor-parallel rank."""
+    """Return the shape of the Megatron parameter on one tensor-parallel rank."""
     shapes = hf_shapes(row, config)
     full = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     if row.layout is Layout.WHOLE:
@@ -190,7 +190,7 @@ def shard_shape(row: Row, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
 def split(
     row: Row, tensors: Sequence[Tensor], config: ModelConfig, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """Rank `tp_rank`'s shard of the Megatron parameter made of the full Hugging Face `tensors`."""
+    """Return rank `tp_rank`'s shard of the Megatron parameter built from the full Hugging Face `tensors`."""
     if row.layout is Layout.WHOLE:
         return tensors[0]
     if row.layout is Layout.COLUMNS:
@@ -204,7 +204,7 @@ def split(
 
 
 def merge(row: Row, shards: Sequence[Tensor], config: ModelConfig) -> list[Tensor]:
-    """The full Hugging Face tensors of `row` from the shards of all tensor-parallel ranks; contiguous."""
+    """Return the full Hugging Face tensors of `row`, contiguous, from the shards of all tensor-parallel ranks."""
     if row.layout is Layout.WHOLE:
         full = [shards[0]]
     elif row.layout is Layout.COLUMNS:
@@ -220,22 +220,22 @@ def merge(row: Row, shards: Sequence[Tensor], config: ModelConfig) -> list[Tenso
 
 
 def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """One shard is the whole, without a copy."""
+    """Concatenate the shards. A single shard is returned without a copy."""
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
 def find_parameter(row: Row, parameters: dict[str, Tensor]) -> Tensor | None:
-    """The model's parameter for `row`, None where it has none under any known name."""
+    """Return the model's parameter for `row`, or None if it has none under any known name."""
     return next((parameters[name] for name in row.mcore_names if name in parameters), None)
 
 
 def load_hf_weights(
     model: GPTModel, config: ModelConfig, source: HfReader, groups: ProcessGroups
 ) -> None:
-    """Fill this rank's shard of the unwrapped `model` from `source`, reading only the tensors of its own stage.
+    """Fill this rank's shard of the unwrapped `model` from `source`. Reads only the tensors of its own stage.
 
-    Every rank must call it. ValueError, the same on every rank, names all tensors that are missing or of another
-    shape, parameters of the model that the table does not know, and a head of its own where embeddings are tied.
+    Every rank must call it. ValueError, the same on every rank, lists all missing tensors, wrong shapes, parameters that the
+    table does not know, and a separate output layer when embeddings are tied.
     """
     parameters = dict(model.named_parameters())
     rows = stage_rows(model, config)
@@ -252,14 +252,14 @@ def load_hf_weights(
             parameter.data.copy_(shard)
     if groups.world.is_first:
         problems += _untied_head(config, source)
-    # Agreed on, so that no rank goes on into a collective that a failed one will never join.
+    # All ranks raise together, so that no rank enters a collective that a failed rank will never join.
     found = sorted({problem for rank in gather_objects(problems, groups.world) for problem in rank})
     if found:
         raise ValueError(f"model.path={str(source.path)!r}: {'; '.join(found)}")
 
 
 def _untied_head(config: ModelConfig, source: HfReader) -> list[str]:
-    """What is wrong if the files hold a head that the configuration says is the embedding."""
+    """Return a problem if the files hold an output layer that differs from the embedding although the configuration ties them."""
     head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
     if not config.tie_word_embeddings or head not in source or embedding not in source:
         return []
@@ -273,7 +273,7 @@ def _untied_head(config: ModelConfig, source: HfReader) -> list[str]:
 def _read(
     row: Row, config: ModelConfig, source: HfReader, problems: list[str]
 ) -> list[Tensor] | None:
-    """The row's tensors, or None with what is wrong appended to `problems`."""
+    """Return the row's tensors, or None after appending what is wrong to `problems`."""
     tensors = []
     for name, shape in zip(row.hf_names, hf_shapes(row, config), strict=True):
         if name not in source:
