@@ -1,4 +1,4 @@
-"""Which rank computes which rollout, and how rollouts are packed. Plain arithmetic on lengths, the same on all ranks."""
+"""Assigns rollouts to ranks and packs them into micro-batches. It uses only lengths, so all ranks get the same result."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tlt_megatron.types import Experience, MicroBatch, Rollout
 
 
 def split_evenly(count: int, num_parts: int) -> list[range]:
-    """Cut range(count) into `num_parts` contiguous pieces whose sizes differ by at most one."""
+    """Split range(count) into `num_parts` contiguous pieces whose sizes differ by at most one."""
     return [range(count * p // num_parts, count * (p + 1) // num_parts) for p in range(num_parts)]
 
 
 def balance_by_tokens(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Spread indices of `sizes` over `num_parts` with nearly equal sums: longest first, each to the lightest part.
+    """Spread the indices of `sizes` over `num_parts` parts with nearly equal sums: longest first, each to the lightest part.
 
-    At most 4/3 of the optimum (Graham 1969). A part may be empty. Indices within a part ascend.
+    The largest sum is at most 4/3 of the optimum (Graham 1969). A part may be empty. Indices within a part ascend.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
@@ -31,7 +31,7 @@ def balance_by_tokens(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The fewest balanced packs found of at most `max_tokens` each; a longer sequence gets a pack of its own."""
+    """Return as few balanced packs as possible of at most `max_tokens` each. A longer sequence gets its own pack."""
     num_packs = max(1, -(-sum(sizes) // max_tokens)) if sizes else 0
     while True:
         packs = balance_by_tokens(sizes, num_packs)
@@ -41,9 +41,9 @@ def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
-    """One micro-batch of whole sequences with what is known before any forward pass; see MicroBatch for alignment.
+    """Pack whole sequences into one micro-batch, with everything known before a forward pass. See MicroBatch for alignment.
 
-    Loss fields are zero: `attach_experiences` fills them for the update.
+    Loss fields are zero until `attach_experiences` fills them for the update.
     """
     tokens, labels, positions, mask, sampled = [], [], [], [], []
     for rollout in rollouts:
@@ -75,8 +75,8 @@ def attach_experiences(
 ) -> MicroBatch:
     """Fill the loss fields of a micro-batch packed from the rollouts of `experiences`, in the same order.
 
-    Weights of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted
-    in sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO).
+    Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in sequences
+    (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO).
     """
     weights, count = [], 0
     for experience in experiences:
@@ -99,7 +99,7 @@ def attach_experiences(
 
 
 def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:
-    """Where the predictions of each response stand in the packed micro-batch of `rollouts`."""
+    """Return the slice of each response's predictions in the packed micro-batch of `rollouts`."""
     slices, start = [], 0
     for rollout in rollouts:
         first = start + len(rollout.prompt_ids) - 1
@@ -120,7 +120,7 @@ def _packed_if_any(
 
 
 def _on_labels(rollout: Rollout, values_T: Tensor) -> Tensor:
-    """Response values [T] -> one per token of the sequence, at the index that predicts them, zero elsewhere."""
+    """Spread response values [T] over the sequence: each at the index that predicts its token, zero elsewhere."""
     packed = values_T.new_zeros(rollout.num_tokens)
     first = len(rollout.prompt_ids) - 1
     packed[first : first + values_T.numel()] = values_T

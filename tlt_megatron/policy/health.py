@@ -1,7 +1,7 @@
-"""What stops a run that trains wrongly without an error: engines that disagree, updates and weights that are not finite.
+"""Stops a run that trains wrongly without an error: engines that disagree, or updates and weights that are not finite.
 
-Used by the policy trainer, the weight sync and the launcher. Every check gets numbers that are the same on all ranks,
-so all ranks stop at the same place.
+Used by the policy trainer, the weight sync and the launcher. Every check gets the same numbers on all ranks, so all ranks stop
+at the same place.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from torch import Tensor
 
 EXACT_DTYPES = ("float32", "float64")
-MAX_DIFF_EXACT = 1e-3  # nats, of the worst token; float32 engines measured on a 135M model: 5e-5
+MAX_DIFF_EXACT = 1e-3  # nats, worst token; measured with float32 engines on a 135M model: 5e-5
 MEAN_DIFF_ROUNDED = (
-    0.1  # nats, of the mean token, where bfloat16 takes part: its worst token may be off by 1
+    0.1  # nats, mean over tokens, if an engine uses bfloat16: its worst token may differ by 1
 )
 
 
 class UnhealthyTrainingError(RuntimeError):
-    """The run must stop, on every rank. The message says at which step, what is wrong and where to search."""
+    """The run must stop on every rank. The message names the step, what is wrong and what to check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDifference:
-    """|training - rollout| of the sampled tokens: of log-probs in nats, and of probabilities. NaN stays NaN."""
+    """Absolute difference (training - rollout) over the sampled tokens, of log-probs in nats and of probabilities. NaN stays
+    NaN.
+    """
 
     num_tokens: int
     logprob_sum: float
@@ -36,7 +38,7 @@ class EngineDifference:
 
     @classmethod
     def of(cls, training_N: Tensor, rollout_N: Tensor) -> EngineDifference:
-        """Of N log-probs of the raw policy (temperature 1, nothing cut) each; N may be 0."""
+        """Compare N log-probs of the raw policy (temperature 1, no truncation) from each engine. N may be 0."""
         training_N, rollout_N = training_N.double(), rollout_N.double()
         logprob_N = (training_N - rollout_N).abs()
         prob_N = (training_N.exp() - rollout_N.exp()).abs()
@@ -51,7 +53,7 @@ class EngineDifference:
 
     @classmethod
     def over(cls, parts: Sequence[EngineDifference]) -> EngineDifference:
-        """Of all tokens of `parts` together."""
+        """Combine the tokens of all `parts`."""
         return cls(
             num_tokens=sum(part.num_tokens for part in parts),
             logprob_sum=sum(part.logprob_sum for part in parts),
@@ -66,7 +68,7 @@ class EngineDifference:
         return self.logprob_sum / self.num_tokens
 
     def metrics(self) -> dict[str, float]:
-        """Under slime's name for log-probs and verl's for probabilities."""
+        """Return metrics under slime's name for log-probs and verl's names for probabilities."""
         prob_mean = self.prob_sum / self.num_tokens
         variance = self.prob_square_sum / self.num_tokens - prob_mean**2
         return {
@@ -74,21 +76,21 @@ class EngineDifference:
             "train/train_rollout_logprob_abs_diff_max": self.logprob_max,
             "training/rollout_probs_diff_mean": prob_mean,
             "training/rollout_probs_diff_max": self.prob_max,
-            # rounding may make it negative; NaN is kept
+            # rounding can make the variance negative; NaN is kept
             "training/rollout_probs_diff_std": 0.0 if variance < 0 else math.sqrt(variance),
         }
 
 
 class TrainingHealth:
-    """The checks of one run: the first batch of a fresh or resumed run, and every update.
+    """The checks of one run: engines at the first batch of a fresh or resumed run, and every update.
 
-    `max_diff` replaces the default bound on the difference of the engines, None keeps it.
+    `max_diff` replaces the default bound on the difference of the engines; None keeps the default.
     """
 
     def __init__(
         self, *, max_bad_updates: int, max_diff: float | None, dtypes: tuple[str, str]
     ) -> None:
-        """`dtypes` are those of training and of rollouts."""
+        """`dtypes` are (training, rollout)."""
         self._max_bad_updates = max_bad_updates
         self._dtypes = dtypes
         self._is_exact = all(dtype in EXACT_DTYPES for dtype in dtypes)
@@ -98,12 +100,15 @@ class TrainingHealth:
         self.num_bad = 0  # updates in a row
 
     def check_engines(self, step: int, difference: EngineDifference) -> None:
-        """Raises at the first batch if training and rollouts compute different policies. Before its first update."""
+        """Raise UnhealthyTrainingError if training and rollouts compute different policies.
+
+        Only the first batch is checked, before its first update.
+        """
         if self._is_compared:
             return
         self._is_compared = True
         worst = difference.logprob_max if self._is_exact else difference.logprob_mean
-        if not worst <= self._bound:  # NaN too
+        if not worst <= self._bound:  # also true for NaN
             statistic = "max" if self._is_exact else "mean"
             raise UnhealthyTrainingError(
                 f"step {step}: training and rollout log-probs of {difference.num_tokens} sampled tokens differ by "
@@ -115,9 +120,9 @@ class TrainingHealth:
             )
 
     def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
-        """Raises after `max_bad_updates` updates in a row without finite numbers, counted over steps.
+        """Raise UnhealthyTrainingError after `max_bad_updates` updates in a row without finite numbers, counted over RL steps.
 
-        `grad_norms` of the step's updates, in order: an update whose norm is not finite was skipped.
+        `grad_norms` are those of the step's updates, in order. An update whose norm is not finite was skipped.
         """
         for grad_norm in grad_norms:
             self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
@@ -133,7 +138,10 @@ class TrainingHealth:
 
 
 def check_weights(version: int, nonfinite: Sequence[str]) -> None:
-    """Raises if weights of policy `version` are NaN or infinite; `nonfinite` names them, "" for none, by rank."""
+    """Raise UnhealthyTrainingError if weights of policy `version` are NaN or infinite.
+
+    `nonfinite` holds, by rank, the name of such a weight, or "" for none.
+    """
     named = [(rank, name) for rank, name in enumerate(nonfinite) if name]
     if named:
         rank, name = named[0]
@@ -146,5 +154,5 @@ def check_weights(version: int, nonfinite: Sequence[str]) -> None:
 
 
 def _max(values: Sequence[float]) -> float:
-    """The largest; NaN if any is, which `max` may hide."""
+    """Return the largest value, or NaN if any value is NaN; `max` may ignore a NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)

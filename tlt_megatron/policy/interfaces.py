@@ -1,4 +1,4 @@
-"""The policy as the algorithm sees it. `mcore.policy_model.McorePolicyModel` satisfies this; so do test fakes."""
+"""The policy as the algorithm sees it. `mcore.policy_model.McorePolicyModel` and test fakes satisfy this protocol."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ __all__ = ["HiddenTap", "LossFunction", "LossResult", "OptimizerStats", "PolicyM
 
 
 class HiddenTap(Protocol):
-    """Takes what a drafter trains on out of a forward pass of the policy. Between its maker and the model; nobody here looks inside.
+    """Records what a drafter trains on during a forward pass of the policy. Code here only passes it on to the model.
 
-    `mcore.hidden_tap.HiddenStateTap` is the one that `McorePolicyModel` takes.
+    `McorePolicyModel` takes `mcore.hidden_tap.HiddenStateTap`.
     """
 
     def stats(self) -> dict[str, float]:
-        """What it took, as metrics."""
+        """Return counts of the recorded sequences, as metrics."""
 
 
 class PolicyModel(Protocol):
-    """A trainable policy over this rank's shard. Every method is a collective of the ranks of the model:
-    tensor- and pipeline-parallel peers pass the same micro-batches, data-parallel peers their own share."""
+    """A trainable policy over this rank's shard. Every method is a collective of the model's ranks.
+
+    Tensor- and pipeline-parallel peers pass the same micro-batches. Each data-parallel peer passes its own share.
+    """
 
     def infer_logprobs(
         self,
@@ -41,8 +43,10 @@ class PolicyModel(Protocol):
         reference: bool = False,
         tap: HiddenTap | None = None,
     ) -> list[TokenLogprobs]:
-        """Forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
-        `tap`, on all ranks or none, changes nothing of the result."""
+        """Run forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
+
+        `tap` does not change the result. It must be passed on all ranks or on none.
+        """
 
     def forward_backward(
         self,
@@ -52,18 +56,21 @@ class PolicyModel(Protocol):
         *,
         tap: HiddenTap | None = None,
     ) -> dict[str, float]:
-        """Accumulate gradients of all micro-batches; returns the metric sums of this data-parallel rank's
-        micro-batches, on every pipeline stage. `loss_fn` is called for each micro-batch in order, on the last stage alone.
-        `tap` as in `infer_logprobs`. Must be followed by `optimizer_step`."""
+        """Accumulate the gradients of all micro-batches and return this data-parallel rank's metric sums on every pipeline
+        stage.
+
+        `loss_fn` is called for each micro-batch in order, only on the last stage. `tap` as in `infer_logprobs`. Call
+        `optimizer_step` next.
+        """
 
     def optimizer_step(self) -> OptimizerStats:
-        """Reduce, clip, step the optimizer and the learning-rate schedule, zero the gradients."""
+        """Reduce and clip the gradients, step the optimizer and the learning-rate schedule, zero the gradients."""
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
+        """Yield full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule into the empty folder `path` (torch_dist, resharding on load)."""
+        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist, resharding on load)."""
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote, at this or another TP x PP x DP."""

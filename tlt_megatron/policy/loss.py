@@ -1,4 +1,4 @@
-"""The policy-gradient loss of one micro-batch, with its shapes and sources. Called by the schedule on the last stage."""
+"""The policy-gradient loss of one micro-batch, with its shapes and sources. The schedule calls it on the last stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.interfaces import LossResult
 from tlt_megatron.types import MicroBatch, TokenLogprobs
 
-MAX_LOG_RATIO = 20.0  # keeps exp finite; a policy that moved this far is clipped anyway
+MAX_LOG_RATIO = 20.0  # keeps exp finite; such a ratio is clipped anyway
 
 
 class PolicyLoss:
@@ -30,7 +30,7 @@ class PolicyLoss:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The keys of `LossResult.metrics`; a rank without micro-batches needs them to take part in the sums."""
+        """Return the keys of `LossResult.metrics`. A rank without micro-batches needs them to take part in the sums."""
         names = ["pg_clipfrac", "ppo_kl", "entropy", "pg_loss"]
         if self.section.tis_cap:
             names.append("tis_weight")
@@ -43,10 +43,12 @@ class PolicyLoss:
         return self.section.kl_coef > 0 and self.section.kl_placement == "loss"
 
     def __call__(self, predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
-        """Weighted sum over the tokens; `count` is what the caller divides the sum over all ranks by."""
+        """Return the weighted sum over the tokens and its `count`. The caller divides the sum over all ranks by the summed
+        count.
+        """
         section, mask_P = self.section, batch.loss_mask
         old_P = batch.old_logprobs
-        if old_P is None:  # the policy of the rollouts is the one that is updated: every ratio is 1
+        if old_P is None:  # rollouts come from the policy that is updated: every ratio is 1
             old_P = predicted.logprobs.detach()
         log_ratio_P = (predicted.logprobs - old_P) * mask_P
         surrogate_P, is_clipped_P = clipped_surrogate(
@@ -78,7 +80,7 @@ class PolicyLoss:
 def clipped_surrogate(
     log_ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float, dual_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Per-token surrogate loss [P] and whether a clip decided it [P]."""
+    """Return the per-token surrogate loss [P] and whether a clip decided it [P]."""
     ratio_P = log_ratio_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain_P = -ratio_P * advantages_P
     clipped_P = -ratio_P.clamp(1 - clip_low, 1 + clip_high) * advantages_P
@@ -93,15 +95,17 @@ def clipped_surrogate(
 
 
 def truncated_importance(old_logprobs_P: Tensor, rollout_logprobs_P: Tensor, cap: float) -> Tensor:
-    """min(pi_train / pi_rollout, cap) per token [P]."""
+    """Return min(pi_train / pi_rollout, cap) per token [P]."""
     log_ratio_P = (old_logprobs_P - rollout_logprobs_P).clamp(max=MAX_LOG_RATIO)
     return log_ratio_P.exp().clamp(max=cap)
 
 
 def kl_estimate(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy (Schulman 2020, "Approximating KL
-    divergence"): k1 = log p/q, k2 = (log p/q)^2 / 2, k3 = q/p - 1 - log q/p. As a loss, k2 and k3 pull towards the
-    reference; the gradient of k1 is zero on average, so it belongs into the reward."""
+    """Estimate KL(policy || reference) per token, from tokens of the policy (Schulman 2020, "Approximating KL divergence").
+
+    k1 = log p/q, k2 = (log p/q)^2 / 2, k3 = q/p - 1 - log q/p. As a loss, k2 and k3 pull towards the reference. The gradient of
+    k1 is zero on average, so k1 belongs in the reward.
+    """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
         return log_ratio

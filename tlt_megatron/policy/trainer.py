@@ -1,6 +1,6 @@
-"""One batch of scored rollouts -> updated policy. Owns how the batch is spread over data-parallel ranks.
+"""Turns one batch of scored rollouts into an updated policy. It splits the batch over data-parallel ranks.
 
-Every rank is given the whole batch and picks its share by arithmetic, so ranks need to talk only about sums.
+Every rank gets the whole batch and computes its share from lengths, so ranks only exchange sums.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """What the passes before the update leave for it: this rank's packs of each mini-batch, and log-probs by key."""
+    """Results of the passes before the update: this rank's packs of each mini-batch, and log-probs by key."""
 
     scored: tuple[ScoredGroup, ...]
     minibatches: tuple[tuple[Pack, ...], ...]
-    old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: of the update's own forward
+    old_logprobs: (
+        dict[RolloutKey, Tensor] | None
+    )  # [T] float32; None: the update's own forward pass gives them
     ref_logprobs: dict[RolloutKey, Tensor] | None
-    tap: HiddenTap | None  # that the update is to serve
+    tap: HiddenTap | None  # to pass to the update
     metrics: dict[str, float]
 
 
 class _RecordedLoss:
-    """A LossFunction that keeps what the model said of each micro-batch; on the last pipeline stage, which alone calls it."""
+    """A LossFunction that keeps the policy log-probs of each micro-batch. Only the last pipeline stage calls it."""
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
@@ -81,7 +83,7 @@ class PolicyTrainer:
         max_new_tokens: int,
         health: TrainingHealth | None = None,
     ) -> None:
-        """`health` stops a run that trains wrongly; without it the numbers are reported alone."""
+        """`health` stops a run that trains wrongly. Without it, the numbers are only reported."""
         self.model = model
         self.section = section
         self.groups = groups
@@ -93,16 +95,16 @@ class PolicyTrainer:
 
     @property
     def is_last_update_good(self) -> bool:
-        """Whether the newest update was applied with finite numbers; true before the first one."""
+        """Return whether the newest update had finite numbers; True before the first update."""
         return self.health is None or self.health.num_bad == 0
 
     def infer_logprobs(
         self, scored: Sequence[ScoredGroup], tap: HiddenTap | None = None
     ) -> Inference:
-        """Forward-only passes over this rank's share: log-probs before the update, and of the reference if any.
+        """Run forward-only passes over this rank's share: log-probs before the update and, if needed, of the reference.
 
-        `tap` is given the policy's hidden states of that share, not the reference's; in the update, where that is the
-        policy's first pass.
+        `tap` gets the policy's hidden states of that share, never the reference's. If the update is the policy's first pass,
+        the tap is passed to the update instead.
         """
         minibatches = tuple(
             self._plan(scored, indices)
@@ -131,9 +133,10 @@ class PolicyTrainer:
         )
 
     def update(self, inference: Inference) -> dict[str, float]:
-        """num_epochs passes of num_minibatches optimizer steps; metrics averaged over the batch.
+        """Run num_epochs passes of num_minibatches optimizer steps; return metrics averaged over the batch.
 
-        UnhealthyTrainingError, on all ranks, as `health` decides: before the first update where the engines disagree.
+        Raises UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are compared before the first
+        update.
         """
         advantages = self._advantages(inference)
         totals = dict.fromkeys((*self.loss.metric_names, "loss_count", "num_tokens"), 0.0)
@@ -178,7 +181,7 @@ class PolicyTrainer:
         }
 
     def _plan(self, scored: Sequence[ScoredGroup], indices: range) -> tuple[Pack, ...]:
-        """This rank's packs of one mini-batch (the prompts `indices`)."""
+        """Return this rank's packs of one mini-batch (the prompts `indices`)."""
         keyed = [((i, r.sample_index), r) for i in indices for r in scored[i].group.rollouts]
         mine = balance_by_tokens([r.num_tokens for _, r in keyed], self.groups.dp.size)[
             self.groups.dp.rank
@@ -207,7 +210,10 @@ class PolicyTrainer:
         )
 
     def _advantages(self, inference: Inference) -> dict[RolloutKey, Tensor]:
-        """Of every rollout of the batch. KL in the reward needs the other ranks' log-probs: one gather."""
+        """Return the advantages of every rollout of the batch.
+
+        KL in the reward needs the log-probs of other ranks, which takes one gather.
+        """
         scored = inference.scored
         penalties = None
         if inference.ref_logprobs is not None and self.section.kl_placement == "reward":
@@ -247,7 +253,7 @@ class PolicyTrainer:
     def _compare_in_update(
         self, inference: Inference, policy_logprobs: Sequence[Tensor]
     ) -> dict[str, float]:
-        """`_compare_engines` of an update's forward pass, whose log-probs the last pipeline stage alone has seen."""
+        """Run `_compare_engines` on an update's forward pass, whose log-probs exist only on the last pipeline stage."""
         pp = self.groups.pp
         known = [logprobs_P.cpu() for logprobs_P in policy_logprobs]
         mine = _engine_difference(inference.minibatches[0], known) if pp.is_last else None
@@ -257,7 +263,7 @@ class PolicyTrainer:
     def _compare_engines(
         self, difference: EngineDifference, scored: Sequence[ScoredGroup]
     ) -> dict[str, float]:
-        """How far the rollout engine's log-probs of the raw policy are from the training engine's, per token."""
+        """Measure the difference per token between the rollout engine's and the training engine's log-probs of the raw policy."""
         everyones = EngineDifference.over(gather_objects(difference, self.groups.dp))
         if self.health is not None:
             self.health.check_engines(_step_of(scored), everyones)
@@ -265,7 +271,7 @@ class PolicyTrainer:
 
 
 def _step_of(scored: Sequence[ScoredGroup]) -> int:
-    """The RL step, from 1: the version of the policy that rolled out is the number of steps done before."""
+    """Return the RL step, counted from 1. The policy version of the rollouts is the number of RL steps done before it."""
     return scored[0].group.rollouts[0].policy_version + 1
 
 
@@ -286,7 +292,7 @@ def _engine_difference(
 
 
 def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:
-    """Packed predictions [P] of each pack -> response values [T] by rollout."""
+    """Return response values [T] by rollout, from the packed predictions [P] of each pack."""
     return {
         key: values_P[where].clone()
         for pack, values_P in zip(packs, values, strict=True)
