@@ -98,7 +98,7 @@ class HiddenStateTap:
     stream after those layers (EAGLE-3) and the final states. `max_bytes` bounds the states, in `dtype`, that a rank holds for
     itself and its pipeline-parallel peers. They stay on the device until the pass ends; in `forward_backward` they add to the
     activations.
-        Example: `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`; `model.infer_logprobs(batches, 1.0, tap=tap)`.
+    Example: `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`; `model.infer_logprobs(batches, 1.0, tap=tap)`.
     """
 
     def __init__(

@@ -109,12 +109,11 @@ class McorePolicyModel:
         *,
         tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
-        """Accumulate the gradients of all micro-batches and return this data-parallel rank's metric sums on every pipeline
-        stage.
+        """Accumulate the gradients of all micro-batches; return this rank's metric sums on every pipeline stage.
 
-        Metrics that only other data-parallel ranks have are zero. `tap` receives the hidden states of the forward passes. Call
-        `optimizer_step` next: a second call before it raises RuntimeError, because the gradients of all ranks are already
-        summed and divided by the count.
+        Sums are over the micro-batches of this data-parallel rank; metrics that only other ranks have are zero. `tap` receives
+        the hidden states of the forward passes. Call `optimizer_step` next: a second call before it raises RuntimeError,
+        because the gradients of all ranks are already summed and divided by the count.
         """
         if self._has_gradients:
             raise RuntimeError("forward_backward was called twice without optimizer_step")

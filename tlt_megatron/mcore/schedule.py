@@ -114,8 +114,9 @@ def _run_schedule(
 def _forward_step(
     model: nn.Module, groups: ProcessGroups, finish: Callable[..., object]
 ) -> ForwardStep:
-    """Return Megatron's forward_step_func: it runs the model on the next micro-batch and passes the last stage's logits to
-    `finish`.
+    """Return Megatron's forward_step_func.
+
+    It runs the model on the next micro-batch; on the last stage, `finish` gets the logits.
     """
     from megatron.core.utils import get_model_config
 

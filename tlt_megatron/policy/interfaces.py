@@ -56,11 +56,10 @@ class PolicyModel(Protocol):
         *,
         tap: HiddenTap | None = None,
     ) -> dict[str, float]:
-        """Accumulate the gradients of all micro-batches and return this data-parallel rank's metric sums on every pipeline
-        stage.
+        """Accumulate the gradients of all micro-batches; return this rank's metric sums on every pipeline stage.
 
-        `loss_fn` is called for each micro-batch in order, only on the last stage. `tap` as in `infer_logprobs`. Call
-        `optimizer_step` next.
+        Sums are over the micro-batches of this data-parallel rank. `loss_fn` is called for each micro-batch in order, only on
+        the last stage. `tap` as in `infer_logprobs`. Call `optimizer_step` next.
         """
 
     def optimizer_step(self) -> OptimizerStats:

@@ -1,4 +1,4 @@
-"""What torch says when a collective fails, in words: which call of ours, after how long. Used by heartbeat.py."""
+"""Describes why a collective failed: which call of ours, and after how long. Used by heartbeat.py."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch.distributed as dist
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RUNTIME = Path(__file__).resolve().parent
-# As gloo (pair.cc, unbound_buffer.cc) and NCCL (ProcessGroupNCCL.cpp) put it; both raise plain RuntimeErrors too.
+# Messages of gloo (pair.cc, unbound_buffer.cc) and NCCL (ProcessGroupNCCL.cpp). Both also raise plain RuntimeErrors.
 _COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Timed out waiting")
 _STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def is_collective_error(error: RuntimeError) -> bool:
-    """Whether it comes from communication among ranks."""
+    """Return whether the error comes from communication among ranks."""
     if isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError):
         return True
     return bool(_COLLECTIVE.search(str(error)))
 
 
 def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tuple[str, bool]:
-    """A sentence that names the call, and whether it waited in vain for `group_timeout_s`.
+    """Return a sentence that names the call, and whether the call timed out after `group_timeout_s`.
 
     Example: ("gather_objects (trainer/rollout_worker.py, line 123): no answer within run.group_timeout_s=1800 s", True).
     """
@@ -40,7 +40,7 @@ def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tu
 
 
 def _call_site(error: BaseException) -> str:
-    """The innermost function of ours, and who called it where that is one of runtime/."""
+    """Return our innermost function, and its caller outside of runtime/ with file and line."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The few collectives outside Megatron. Each must be called by every member of the group it is given."""
+"""The few collectives outside Megatron. Every member of the given group must call them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
-    """The value of every member, in group order, on every member (pickled among our own ranks only)."""
+    """Return the value of every member, in group order, on every member. Values are pickled, among our own ranks only."""
     if group.size == 1:
         return [value]
     values: list[T] = [None] * group.size  # type: ignore[list-item]
@@ -23,7 +23,7 @@ def gather_objects(value: T, group: Group) -> list[T]:
 
 
 def broadcast_object(value: T, group: Group, source: int = 0) -> T:
-    """The value of member `source` (a rank within the group), on every member."""
+    """Return the value of member `source` (a rank within the group) on every member."""
     if group.size == 1:
         return value
     box = [value]
@@ -32,12 +32,12 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
 
 
 def agree_any(flag: bool, group: Group) -> bool:
-    """Whether any member says yes; the same answer on all."""
+    """Return whether `flag` is True on any member. The answer is the same on all."""
     return any(gather_objects(flag, group))
 
 
 def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Key-wise float64 sum over the members of each group in turn; all members must hold the same keys."""
+    """Sum by key in float64 over the members of each group in turn. All members must hold the same keys."""
     names = sorted(metrics)
     totals = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
     for group in groups:
@@ -47,6 +47,6 @@ def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str,
 
 
 def barrier(group: Group) -> None:
-    """Wait until every member is here."""
+    """Wait until every member has called this."""
     if group.size > 1:
         dist.barrier(group=group.handle)

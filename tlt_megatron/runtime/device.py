@@ -1,4 +1,4 @@
-"""The device of this rank as a value; outside the SGLang and Megatron adapters, the only file that names torch.cuda."""
+"""The device of this rank as a value. Outside the SGLang and Megatron adapters, only this file names torch.cuda."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ _STATUS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where this rank computes and how its ranks talk."""
+    """The device that this rank computes on, and its communication backend."""
 
     torch_device: torch.device
     backend: str  # of torch.distributed: gloo | nccl, or both by device type
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is a GPU."""
+        """Return whether this is a GPU."""
         return self.torch_device.type == "cuda"
 
     def free_bytes(self) -> int:
-        """Memory that this rank can still take: of its GPU, or its share of what the host has available."""
+        """Return the memory this rank can still take: of its GPU, or its share of what the host has available."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
         return _host_available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def process_bytes(self) -> int:
-        """Host memory that this process holds already, on a CPU; 0 on a GPU."""
+        """Return the host memory this process already holds on a CPU; 0 on a GPU."""
         return 0 if self.is_cuda else _status_bytes("VmRSS")
 
     def reset_peak(self) -> None:
-        """Forget the peak, so that `peak_bytes` is that of the time from now on."""
+        """Restart the measurement of `peak_bytes`."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
         elif _CLEAR_PEAK.exists():
             _CLEAR_PEAK.write_text("5")  # proc(5): resets the peak of the resident set
 
     def peak_bytes(self) -> int:
-        """Most memory that this process held since `reset_peak`; 0 where the system does not tell."""
+        """Return the most memory this process held since `reset_peak`; 0 if the system does not report it."""
         if self.is_cuda:
             return torch.cuda.max_memory_reserved(self.torch_device)
         return _status_bytes("VmHWM")
 
     def synchronize(self) -> None:
-        """Wait for the device; for clocks only, never on a hot path."""
+        """Wait for the device. For timing only, never on a hot path."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
     def graph_memory(self) -> GraphMemory | None:
-        """New memory for captured graphs; None where work cannot be captured."""
+        """Return new memory for captured graphs; None if the device cannot capture."""
         return GraphMemory(self.torch_device) if self.is_cuda else None
 
     def rng_state(self) -> Tensor | None:
-        """State of this GPU's default generator; None on the CPU, whose generator is torch's own."""
+        """Return the state of this GPU's default generator. None on the CPU, which uses torch's own generator."""
         return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Restore what `rng_state` gave on a GPU."""
+        """Restore the result of `rng_state` on a GPU."""
         torch.cuda.set_rng_state(state, self.torch_device)
 
 
 def _host_available_bytes() -> int:
-    """What the host could give without swapping, page cache included; less where a control group allows less."""
+    """Return what the host can give without swapping, page cache included, or less if a control group limits it."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -88,24 +88,24 @@ def _kibibytes(text: str, name: str) -> int:
 
 
 class GraphMemory:
-    """Memory of a GPU in which captured graphs lie on top of each other: only one of them may run at a time."""
+    """GPU memory that captured graphs share. Only one of the graphs may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work` twice, so that libraries set themselves up, and capture it. Returns what runs it again.
+        """Run `work` twice to initialize libraries, then capture it. Returns a function that replays it.
 
-        What `work` allocates and drops is shared with graphs that are captured later; what it writes into must exist.
-        The memory goes back when all that were returned are dropped.
+        Memory that `work` allocates and drops is shared with graphs captured later. Its output tensors must exist before the
+        call. The memory is freed when all returned functions are dropped.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, may use the device meanwhile.
+        # Other threads, such as NCCL's watchdog, may use the device during the capture.
         mode = "thread_local"
         capturing = torch.cuda.graph(graph, self._pool, capture_error_mode=mode)
-        # Torch's own, the same for all captures: graphs share memory within a stream alone, and cuBLAS keeps a workspace of
-        # 32 MiB on a Hopper for every stream that it was ever used on.
+        # Use torch's own capture stream for all captures. Graphs share memory only within one stream, and cuBLAS keeps a 32 MiB
+        # workspace on a Hopper for every stream that it was used on.
         stream = capturing.capture_stream
         caller = torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)
@@ -119,7 +119,10 @@ class GraphMemory:
 
 
 def select_device(name: str) -> Device:
-    """`auto`, `cpu` or `cuda`; on GPUs the local rank picks the card. ValueError where cuda is asked for and absent."""
+    """Return the device for `auto`, `cpu` or `cuda`. On GPUs the local rank selects the card.
+
+    ValueError if cuda is requested and absent.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"run.device={name!r}: must be one of auto, cpu, cuda")
     available = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Files that survive a crash: flush to the disk, replace at once, and have the access rights that the user's umask asks for."""
+"""Writes files that survive a crash: flushed to disk, replaced atomically, with the access rights of the user's umask."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush everything in `folder`, and it itself."""
+    """Flush `folder` and everything in it."""
     for path in [*folder.rglob("*"), folder]:
         sync_path(path)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give `path` the content `text`. A reader finds the whole old or the whole new content, after a crash too."""
+    """Replace the content of `path` with `text`. A reader finds the whole old or the whole new content, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     sync_path(temporary)
@@ -38,7 +38,7 @@ def replace_text(path: Path, text: str) -> None:
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the access rights of any new file here: safetensors itself gives 0600."""
+    """Write a safetensors file with the access rights of a normal new file. safetensors itself uses 0600."""
     from safetensors.torch import save_file
 
     path.touch()  # takes umask and default access lists; reading the umask would change it for all threads

@@ -1,4 +1,4 @@
-"""Environment variables of this process and of the children that it starts. Called where another program's engine is launched."""
+"""Environment variables of this process and its children. Used where another program's engine is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# The peers of a NCCL communicator must agree on these. SGLang sets them for its own processes.
+# All peers of an NCCL communicator must have the same values. SGLang sets them for its own processes.
 _COMMUNICATION = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_CUMEM_ENABLE",
@@ -19,8 +19,10 @@ _ENGINE_OWNER = "TLT_MEGATRON_ENGINE_OWNER"
 
 @contextmanager
 def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables (None removes one) inside the block; children started inside keep them. Afterwards the whole environment
-    is as before, whatever else was set inside."""
+    """Set variables inside the block; None removes one. Children started inside keep them.
+
+    On exit the whole environment is restored, including variables that other code set inside.
+    """
     before = dict(os.environ)
     _apply(changes)
     try:
@@ -31,23 +33,23 @@ def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def unless_set(defaults: Mapping[str, str]) -> dict[str, str]:
-    """Those of the defaults that the user's environment does not set."""
+    """Return the defaults that the user's environment does not set."""
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def owned_engine() -> dict[str, str | None]:
-    """For `environment`: engine processes started inside belong to this process."""
+    """Return variables for `environment` that make this process the owner of engine processes started inside."""
     return {_ENGINE_OWNER: str(os.getpid())}
 
 
 def engine_owner() -> int | None:
-    """Pid of the process that this engine process belongs to; None outside of engines."""
+    """Return the pid of the process that owns this engine process; None outside of engines."""
     pid = os.environ.get(_ENGINE_OWNER)
     return None if pid is None else int(pid)
 
 
 def communication_settings() -> dict[str, str | None]:
-    """The variables that all ranks must hold alike before the first NCCL communicator; None: not set."""
+    """Return the variables that must be equal on all ranks before the first NCCL communicator. None: not set."""
     return {name: os.environ.get(name) for name in _COMMUNICATION}
 
 

@@ -1,18 +1,18 @@
-"""Who is alive: every rank beats into the job's store, its neighbours watch, and a lost rank ends the run with one clear line.
+"""Detects lost ranks: every rank writes heartbeats to the job's store, its neighbours watch them, and a lost rank ends the run.
 
-Opened by trainer/build.py for the whole run. A daemon thread of each rank writes a count and the rank's phase a few times
-per `timeout_s`, and watches at most two others: the next rank of its machine, and the first rank of a machine that of the
-next machine. So the load of the store is four short calls per rank and interval: 2,000 per second with 1,000 ranks.
+Opened by trainer/build.py for the whole run. A daemon thread of each rank writes a count and the rank's phase a few times per
+`timeout_s`. It watches at most two ranks: the next rank of its machine and, on a machine's first rank, the first rank of the
+next machine. So the store gets four short calls per rank and interval: 2,000 per second with 1,000 ranks.
 
-A rank counts as lost
-- where its process has ended without a farewell (seen by its neighbour on the machine, within two intervals);
-- where its count has stood still for `timeout_s`, measured in the watcher's own beats. Clocks are never compared, and ranks
-  that were all suspended together go on. On the watcher's machine a process that uses CPU time counts as alive: a long call
-  that holds Python's lock must not end a run;
-- where it is rank 0 and its store is closed, or answers nothing for `timeout_s`.
+A rank is lost if
+- its process has ended without a farewell. Its neighbour on the machine sees this within two intervals;
+- its count has not changed for `timeout_s`, measured in the watcher's own beats. Clocks are never compared, so ranks that were
+  all suspended together continue. On the watcher's machine, a process that uses CPU time is alive: a long call that holds
+  Python's lock must not end a run;
+- it is rank 0 and its store is closed, or does not answer for `timeout_s`.
 
-The first report in the store counts for all. Each rank then raises RanksLost where its main thread asks (`enter`, `check`,
-`explaining`). Where that thread is in a collective or in a long rollout, the process ends with exit code 1 a moment later.
+All ranks use the first report in the store. Each rank then raises RanksLost when its main thread calls `enter`, `check` or
+`explaining`. If that thread is in a collective or in a long rollout, the process ends with exit code 1 soon after.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
 
 log = logging.getLogger(__name__)
-# Lines for the log files alone: the console shows the packages of this project.
+# For lines that go only to the log files: the console shows only the packages of this project.
 _file_log = logging.getLogger("heartbeat")
 
 _BEATS_PER_TIMEOUT = 8
 _INTERVAL_RANGE_S = (0.1, 2.0)
 _INTERVAL_S_PER_RANK = 0.001  # rank 0's store answers some ten thousand times per second
-_GRACE_S = 5.0  # for the main thread to end by itself, once a rank is known to be lost
-_UNWINDING_S = 60.0  # the same once it is on its way out: engines are closed
+_GRACE_S = 5.0  # for the main thread to end by itself after a rank is lost
+_UNWINDING_S = 60.0  # added once the main thread is ending, to close the engines
 _BEATS_TO_READ = 3  # own beats after which every rank has read a report
 _FAREWELL = "bye"
 _REPORTS = "reports"
 
 
 class RanksLost(RuntimeError):
-    """A rank is gone, silent, too late or has failed, so the run cannot go on.
+    """A rank is gone, silent, too late or has failed, so the run cannot continue.
 
-    Each rank has it in its log file already.
+    Each rank has already written this to its log file.
     """
 
 
@@ -59,14 +59,14 @@ class _Watched:
     """A rank that this one watches."""
 
     process: RankProcess
-    is_local: bool  # on this machine: its process can be seen
+    is_local: bool  # on this machine, so its process can be inspected
     count: int = -1  # as last read
     cpu_s: float = 0.0
-    num_silent: int = 0  # own beats since either has changed
+    num_silent: int = 0  # own beats since `count` or `cpu_s` changed
 
 
 class Heartbeat:
-    """Of this rank. Made on all ranks together by `running_heartbeat`. With `timeout_s` 0 nobody watches."""
+    """The heartbeat of this rank. `running_heartbeat` creates it on all ranks together. With `timeout_s` 0, no rank watches."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Heartbeat:
         timeout_s: float,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`ranks` are all processes, by rank. `end_process` is given exit code 1 where the main thread does not end."""
+        """`ranks` are all processes, by rank. `end_process` is called with exit code 1 if the main thread does not end."""
         self.ranks = ranks
         self.rank = rank
         self.timeout_s = timeout_s
@@ -87,12 +87,12 @@ class Heartbeat:
             _INTERVAL_S_PER_RANK * len(ranks),
         )
         self.loss: RanksLost | None = None
-        self._is_reporter = False  # this rank was the first to see it
+        self._is_reporter = False  # this rank was the first to report it
         self.phase = "SETUP"
         self._num_phases = 0
         self._num_beats = 0
         self._end_process = end_process
-        self._store = store.connect("heartbeat")  # of the thread
+        self._store = store.connect("heartbeat")  # the thread's own connection
         self._main_store = store.part("heartbeat")
         self._watched = [
             _Watched(process=ranks[other], is_local=ranks[other].machine == ranks[rank].machine)
@@ -106,27 +106,29 @@ class Heartbeat:
         self._beat(self._store)
 
     def start(self) -> None:
-        """Watch from now on. All ranks have been made."""
+        """Start watching. Call it after all ranks have been created."""
         self._read_beat(0)
         if self.timeout_s:
             self._thread.start()
 
     def enter(self, phase: str) -> None:
-        """This rank's phase has changed. Raises RanksLost if a rank is known to be lost."""
+        """Record a new phase of this rank. Raises RanksLost if a rank is lost."""
         self.phase = phase
         self._num_phases += 1
         self.check()
         self._beat(self._main_store)
 
     def check(self) -> None:
-        """Raises RanksLost if a rank is known to be lost. Costs nothing else."""
+        """Raise RanksLost if a rank is lost. Makes no call to the store."""
         if self.loss is not None:
             self._is_unwinding = True
             raise self.loss
 
     @contextmanager
     def explaining(self, group_timeout_s: float) -> Iterator[None]:
-        """A collective that fails in the body raises RanksLost instead: which ranks are lost, or have not come to it."""
+        """Raise RanksLost in place of a collective's error in the body. It names the ranks that are lost or did not reach the
+        call.
+        """
         try:
             yield
         except RanksLost:
@@ -142,7 +144,7 @@ class Heartbeat:
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop watching and being watched. `error`: why this rank cannot go on, which all others are told."""
+        """Stop watching and being watched. `error` is why this rank cannot continue; all other ranks are told."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(self.timeout_s)
@@ -158,7 +160,7 @@ class Heartbeat:
             _file_log.info("no farewell: the store of rank 0 is gone (%s)", _first_line(lost))
 
     def _await_readers(self) -> None:
-        """Rank 0 keeps the store until the others have read why the run ends; else they would blame rank 0."""
+        """Keep rank 0's store open until the others have read why the run ends. Otherwise they would blame rank 0."""
         deadline = time.monotonic() + _BEATS_TO_READ * self.interval_s
         others = [process.rank for process in self.ranks if process.rank != self.rank]
         while time.monotonic() < deadline and any(self._read_beat(rank) for rank in others):
@@ -170,7 +172,7 @@ class Heartbeat:
                 self._beat(self._store)
                 self._read_reports()
                 if self.rank != 0:
-                    self._read_beat(0)  # its phase, for the day when its store does not answer
+                    self._read_beat(0)  # its phase, to report if its store stops answering
                 for watched in self._watched:
                     self._watch(watched)
             except dist.DistError as error:
@@ -194,7 +196,7 @@ class Heartbeat:
     def _watch(self, watched: _Watched) -> None:
         """Report a rank that has ended or is silent."""
         process = watched.process
-        # The process first: one that ends well has said so before.
+        # Read the process first: a process that ends normally has said farewell before.
         state = state_of(process) if watched.is_local else None
         beat = self._read_beat(process.rank)
         if self.loss is not None or beat is None:
@@ -216,7 +218,7 @@ class Heartbeat:
         return f"silent for run.heartbeat_timeout_s={self.timeout_s:g} s"
 
     def _read_beat(self, rank: int) -> tuple[int, int, str] | None:
-        """Count, number of phases and phase; None after the rank's farewell."""
+        """Return the count, the number of phases and the phase; None after the rank's farewell."""
         text = self._store.get(f"beat/{rank}").decode()
         if text == _FAREWELL:
             return None
@@ -229,7 +231,7 @@ class Heartbeat:
         self._read_reports()
 
     def _describe_lost_store(self, error: dist.DistError) -> str:
-        """Why rank 0's store does not answer, as far as it can be seen from here."""
+        """Return why rank 0's store does not answer, as far as this rank can tell."""
         process = self.ranks[0]
         phase = self._last_phases.get(0)
         where = f" in phase {phase}" if phase else ""
@@ -246,7 +248,7 @@ class Heartbeat:
         return f"{process} {what}"
 
     def _speaks_for_machine(self) -> bool:
-        """Where no store is left to settle who reports, one rank of each machine does."""
+        """Return whether this rank reports for its machine. Without a store, one rank of each machine reports."""
         own = self.ranks[self.rank].machine
         others = [p.rank for p in self.ranks if p.machine == own and p.rank != 0]
         return others[:1] == [self.rank]
@@ -259,14 +261,14 @@ class Heartbeat:
             self._has_loss.set()
 
     def _see_the_end(self) -> None:
-        """Give the main thread a moment to end by itself; then end the process."""
+        """Give the main thread a moment to end by itself, then end the process."""
         deadline = time.monotonic() + _GRACE_S
         is_extended = False
         while not self._stop.wait(0.1):
             if self._is_unwinding and not is_extended:
                 deadline, is_extended = deadline + _UNWINDING_S, True
             if time.monotonic() >= deadline:
-                # Elsewhere main threads may be stuck too: one of the ranks says on its console what has happened.
+                # The main threads of other ranks may hang too, so only the reporting rank writes to its console.
                 speaker, level = (
                     (log, logging.ERROR) if self._is_reporter else (_file_log, logging.INFO)
                 )
@@ -278,7 +280,7 @@ class Heartbeat:
 
     def _explain(self, error: RuntimeError, group_timeout_s: float) -> RanksLost:
         text, is_timeout = describe_collective_error(error, group_timeout_s)
-        # A connection breaks at once; why takes a few beats to be known.
+        # A broken connection shows at once. The reason takes a few beats to reach the store.
         if self._thread.is_alive() and not is_timeout:
             self._has_loss.wait(2 * _BEATS_TO_READ * self.interval_s)
         if self.loss is not None:
@@ -290,7 +292,7 @@ class Heartbeat:
         return RanksLost(f"{text} (phase {self.phase})")
 
     def _ranks_behind(self) -> str:
-        """Ranks that have entered fewer phases than this one."""
+        """Return the ranks that have entered fewer phases than this one, as text."""
         found = []
         try:
             for process in self.ranks:
@@ -303,8 +305,11 @@ class Heartbeat:
 
 
 def watched_by(rank: int, machines: Sequence[str]) -> tuple[int, ...]:
-    """Whom `rank` watches, for the machine of each rank: the next rank of its machine, in a circle; a machine's first rank
-    also that of the next machine. Example: `watched_by(0, ["a", "a", "b", "b"])` is (1, 2)."""
+    """Return the ranks that `rank` watches; `machines` holds the machine of each rank.
+
+    Each rank watches the next rank of its machine, in a circle. A machine's first rank also watches the first rank of the next
+    machine. Example: `watched_by(0, ["a", "a", "b", "b"])` is (1, 2).
+    """
     local = [other for other, machine in enumerate(machines) if machine == machines[rank]]
     firsts = [machines.index(machine) for machine in dict.fromkeys(machines)]
     circles = [circle for circle in (local, firsts) if rank in circle and len(circle) > 1]
@@ -319,9 +324,9 @@ def _first_line(error: BaseException) -> str:
 def running_heartbeat(
     store: JobStore, world: Group, timeout_s: float
 ) -> Iterator[Heartbeat | None]:
-    """The heartbeat of this rank while the body runs; None in a world of one.
+    """Run the heartbeat of this rank while the body runs. Yields None in a world of one.
 
-    A collective of the world, also at a good end. Where the body fails, the other ranks are told why.
+    A collective of the world, also at a normal end. If the body fails, the other ranks are told why.
     """
     if world.size == 1:
         yield None

@@ -1,12 +1,12 @@
-"""The store of one job: a TCPStore that rank 0 hosts, on the job's interface alone, in which no call waits without end.
+"""The store of one job: a TCPStore that rank 0 hosts on the job's own interface. No call waits without a limit.
 
 Opened by trainer/build.py for the heartbeats (heartbeat.py) and for spot training (spot/rank_state.py).
 
-What protects it. A job on one machine listens on the loopback, a larger one on the address by which the other hosts
-reach MASTER_ADDR. All keys start with a random token of the job that travels over the existing group. So two jobs never
-mix up their keys, and other hosts do not see the store of a job on one machine. It is no authentication, which torch's
-store does not have: who can open a connection to the port can list and change the keys. Ports of a job on several hosts
-belong behind a firewall.
+Protection: a job on one machine listens on the loopback. A larger job listens on the address by which the other hosts reach
+MASTER_ADDR. All keys start with a random token of the job, which is sent over the existing group. So two jobs never mix up
+their keys, and other hosts cannot reach the store of a job on one machine. This is not authentication, which torch's store does
+not have: any process that can connect to the port can list and change the keys. Put the ports of a job on several hosts behind
+a firewall.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rank_process import machine_id
 
 _TOKEN_BYTES = 16
-_BACKLOG = 2048  # connections that may wait to be accepted: all ranks come at once
+_BACKLOG = 2048  # connections that may wait to be accepted: all ranks connect at once
 _LOOPBACK = "127.0.0.1"
 
 
 class JobStore:
-    """How a rank reaches the job's store.
+    """A rank's access to the job's store.
 
-    An exchange fails with a DistError after `answer_timeout_s`, and at once where rank 0 is gone. A call is one exchange;
-    a read is two, first until the key exists, then for its value.
+    An exchange fails with a DistError after `answer_timeout_s`, or at once if rank 0 is gone. A call is one exchange. A read is
+    two: it waits until the key exists, then fetches its value.
     """
 
     def __init__(self, store: dist.Store, answer_timeout_s: float) -> None:
@@ -43,11 +43,11 @@ class JobStore:
         self._answer_timeout_s = answer_timeout_s
 
     def part(self, name: str) -> dist.Store:
-        """The keys under `name`, by the main thread's connection."""
+        """Return the keys under `name`, over the main thread's connection."""
         return dist.PrefixStore(name, self._store)
 
     def connect(self, name: str) -> dist.Store:
-        """The same by a connection of its own: a thread that waits for an answer holds up the others on its connection."""
+        """Return the keys under `name`, over a new connection. On a shared one, a waiting thread blocks the others."""
         if isinstance(self._store, dist.HashStore):
             return self.part(name)
         store = self._store.clone()
@@ -58,7 +58,7 @@ class JobStore:
 def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
     """Open the store on rank 0 and connect every rank. A collective of the world.
 
-    It lives as long as rank 0 keeps the value.
+    The store lives as long as rank 0 keeps the returned value.
     """
     if world.size == 1:
         return JobStore(dist.HashStore(), answer_timeout_s)
@@ -90,21 +90,21 @@ def _tell_address(world: Group) -> None:
 
 
 def _listen(world: Group) -> socket.socket:
-    """A listening socket of rank 0: on the loopback, or where ranks of other machines look for MASTER_ADDR."""
+    """Return a listening socket of rank 0: on the loopback, or on an address that other machines resolve MASTER_ADDR to."""
     told = gather_objects((machine_id(), _master_addresses()), world)
     remote = [address for machine, known in told if machine != machine_id() for address in known]
     return bind_first(remote or [_LOOPBACK])
 
 
 def _allow_connections() -> None:
-    """Two connections a rank exceed the usual limit of 1,024 open files in large jobs."""
+    """Raise the limit of open files: in large jobs, two connections per rank exceed the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind_first(addresses: Sequence[str]) -> socket.socket:
-    """Listen on the first of `addresses` that this machine has, on a free port. RuntimeError if it has none of them."""
+    """Listen on a free port of the first of `addresses` that this machine has. RuntimeError if it has none of them."""
     for address in dict.fromkeys(addresses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
@@ -122,16 +122,16 @@ def bind_first(addresses: Sequence[str]) -> socket.socket:
 
 
 def _master_addresses() -> list[str]:
-    """What MASTER_ADDR means on this host."""
+    """Return the addresses that MASTER_ADDR resolves to on this host."""
     found = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 def _bound_exchanges(store: dist.Store, answer_timeout_s: float) -> None:
-    """Let every exchange with a host that does not answer fail.
+    """Make every exchange with a host that does not answer fail after `answer_timeout_s`.
 
-    torch bounds the wait for a key alone: the answer itself is read from the socket without a limit. So the limit is
-    set on the sockets that lead to the store. A call that runs into it raises DistNetworkError ("Socket Timeout").
+    torch limits only the wait for a key: it reads the answer itself from the socket without a limit. So this sets the limit on
+    the sockets connected to the store. A call that exceeds it raises DistNetworkError ("Socket Timeout").
     """
     inner = store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
     inner.set_timeout(datetime.timedelta(seconds=answer_timeout_s))

@@ -1,7 +1,7 @@
-"""Logging of one rank: rank 0 speaks on the console, every rank keeps a file. Called once by the launcher.
+"""Logging of one rank: rank 0 writes to the console, every rank to a file. The launcher calls it once.
 
-The console handler looks up sys.stderr at every line, so that a live display which has taken it over (progress.py)
-prints the line above itself instead of being torn by it.
+The console handler reads sys.stderr at every line. So if a live display (progress.py) has replaced sys.stderr, it prints the
+line above itself and stays intact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OWN_PACKAGES = ("tlt_megatron", "launch", "__main__")
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at the time of the line."""
+    """Writes to the current sys.stderr at the time of each line."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -27,15 +27,15 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _RankFileHandler(logging.FileHandler):
-    """A type of its own, so that configuring again replaces our handlers and nobody else's."""
+    """A separate type, so that a second configuration replaces only our own handlers."""
 
 
 def configure_logging(rank: int, run_dir: Path | None, level: int | str = logging.INFO) -> None:
     """Send the log of this rank to the console and, with `run_dir`, to <run_dir>/logs/rank_00000.log.
 
-    The file gets everything from `level` up. The console of rank 0 gets that from our own packages, and warnings from
-    libraries; other ranks show warnings only. What Python's `warnings` module says (deprecations inside torch and
-    Megatron) goes to the file alone. ValueError for an unknown level name.
+    The file gets everything from `level` up. The console of rank 0 gets the same from our packages, and warnings from
+    libraries. Other ranks show only warnings. Messages of Python's `warnings` module (deprecations inside torch and Megatron)
+    go only to the file. ValueError for an unknown level name.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -58,7 +58,7 @@ def configure_logging(rank: int, run_dir: Path | None, level: int | str = loggin
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Where that rank writes its log."""
+    """Return the log file of that rank."""
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 

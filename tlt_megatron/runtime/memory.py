@@ -1,7 +1,7 @@
-"""The memory ledger: what each component says it will take, summed by phase and checked before anything is allocated.
+"""The memory ledger: the memory each component will take, summed by phase and checked before anything is allocated.
 
-Components make `MemoryClaim`s from sizes alone (mcore/memory.py, engines/embedded/memory_plan.py, drafter/memory.py);
-trainer/memory_ledger.py collects them. `Device.peak_bytes` gives the measured counterpart.
+Components make `MemoryClaim`s from sizes (mcore/memory.py, engines/embedded/memory_plan.py, drafter/memory.py), and
+trainer/memory_ledger.py collects them. `Device.peak_bytes` gives the measured value.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-_USABLE_SHARE = 0.95  # of what is free: fragmentation and communication buffers are in no claim
+_USABLE_SHARE = 0.95  # of the free memory: claims exclude fragmentation and communication buffers
 _MIB = 1 << 20
 
 
 class Phase(StrEnum):
-    """A part of the RL step with a memory peak of its own."""
+    """A part of the RL step with its own memory peak."""
 
     ROLLOUT = "rollout"
     SPOT = "spot"  # drafter training on idle ranks, and the publication of a drafter
@@ -29,7 +29,7 @@ ALL_PHASES = frozenset(Phase)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryClaim:
-    """What one thing takes of a rank's memory, and when.
+    """The memory that one component takes on a rank, and in which phases.
 
     Example: `MemoryClaim(name="kv", num_bytes=5 << 30, phases=frozenset({Phase.ROLLOUT}), lower="rollout.max_batch_size=64")`.
     """
@@ -37,31 +37,31 @@ class MemoryClaim:
     name: str
     num_bytes: int
     phases: frozenset[Phase] = ALL_PHASES  # in which it is held
-    lower: str = ""  # settings that make it smaller, with their present values
+    lower: str = ""  # settings that make it smaller, with their current values
 
 
 class MemoryLedger:
-    """The claims of one rank, the fullest one."""
+    """The claims of the fullest rank."""
 
     def __init__(self, claims: Iterable[MemoryClaim]) -> None:
         self.claims = tuple(claim for claim in claims if claim.num_bytes)
 
     def bytes_in(self, phase: Phase) -> int:
-        """Sum of the claims that are held in `phase`."""
+        """Return the sum of the claims that are held in `phase`."""
         return sum(claim.num_bytes for claim in self.claims if phase in claim.phases)
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that takes most."""
+        """Return the phase that takes most."""
         return max(Phase, key=self.bytes_in)
 
     @property
     def peak_bytes(self) -> int:
-        """What the fullest phase takes."""
+        """Return the bytes that the fullest phase takes."""
         return self.bytes_in(self.peak_phase)
 
     def lines(self) -> list[str]:
-        """A table in MiB: one row for each claim, one column for each phase, and the sums."""
+        """Return a table in MiB: one row per claim, one column per phase, and the sums."""
         width = max(len(claim.name) for claim in self.claims) if self.claims else 0
         rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
         for claim in sorted(self.claims, key=lambda claim: -claim.num_bytes):
@@ -73,7 +73,7 @@ class MemoryLedger:
         return [f"{name:<{width}}" + "".join(f"{c:>13}" for c in cells) for name, cells in rows]
 
     def check(self, free_bytes: int) -> None:
-        """ValueError if the fullest phase takes more than is free, with the settings of its largest claims."""
+        """Raise ValueError if the fullest phase takes more than is free. The message names the settings of its largest claims."""
         usable = int(free_bytes * _USABLE_SHARE)
         if self.peak_bytes <= usable:
             return

@@ -1,7 +1,7 @@
-"""The numbers of a run: metrics.jsonl always, TensorBoard and Weights & Biases where asked for.
+"""The metrics of a run: always metrics.jsonl, and TensorBoard or Weights & Biases if enabled.
 
-Rank 0 alone has a MetricsWriter (trainer/build.py). After a resume no step is there twice: what the killed run wrote
-beyond its checkpoint is cut from the file, and hidden in TensorBoard.
+Only rank 0 has a MetricsWriter (trainer/build.py). After a resume no RL step appears twice: rows that the killed run wrote
+after its checkpoint are cut from the file and hidden in TensorBoard.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class MetricsWriter:
     """Writes one JSON object per call to <run_dir>/metrics.jsonl: `{"step": 3, "critic/rewards/mean": 0.5, ...}`.
 
-    `resume_step` is the first step that will be written again, None for a fresh run. ValueError if a package that is
-    asked for is not installed.
+    `resume_step` is the first step that will be written again; None for a fresh run. ValueError if a requested package is not
+    installed.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class MetricsWriter:
         self._wandb = _start_wandb(run_dir, wandb_project) if wandb_project else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the numbers of `step`; NaN and infinities become null. ValueError for what is not a number.
+        """Write the metrics of `step`; NaN and infinities become null. ValueError for a value that is not a number.
 
-        A step may get a second row, with other keys (its evaluation): readers merge rows by step.
+        A step may get a second row with other keys (its evaluation). Readers merge rows by step.
         """
         values = {name: _to_number(name, value) for name, value in metrics.items()}
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -69,7 +69,7 @@ class MetricsWriter:
             self._wandb.log(values, step=step)
 
     def close(self) -> None:
-        """Finish all of them; a second call does nothing."""
+        """Close all outputs. A second call does nothing."""
         if self._file.closed:
             return
         self._file.close()
@@ -103,7 +103,7 @@ def _to_number(name: str, value: object) -> float | int:
 def cut_rows(path: Path, resume_step: int) -> None:
     """Keep the rows of a jsonl file whose "step" is before `resume_step`.
 
-    Written beside and renamed: a crash leaves the old or the new file.
+    The file is written under another name and renamed, so a crash leaves the old or the new file.
     """
     kept, num_torn = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
@@ -123,7 +123,7 @@ def cut_rows(path: Path, resume_step: int) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """A fresh run in the folder of an earlier one neither mixes with its numbers nor destroys them."""
+    """Rename the file of an earlier run in this folder, so that a fresh run neither mixes with it nor destroys it."""
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -137,7 +137,7 @@ def _require_package(name: str, setting: str) -> None:
 
 
 class _WandbRun(Protocol):
-    """What this file uses of wandb's run."""
+    """The part of wandb's run that this file uses."""
 
     def log(self, data: dict[str, float], *, step: int) -> None: ...
 
@@ -145,7 +145,7 @@ class _WandbRun(Protocol):
 
 
 def _start_wandb(run_dir: Path, project: str) -> _WandbRun:
-    """The wandb run of this run folder, the same one after a resume; it drops steps that it already has."""
+    """Return the wandb run of this run folder, the same one after a resume. wandb drops steps that it already has."""
     import wandb
 
     folder = run_dir.resolve()

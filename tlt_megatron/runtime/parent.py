@@ -1,4 +1,4 @@
-"""A rank ends with the torchrun that started it: a rank that nobody supervises would hold GPUs and write checkpoints."""
+"""Ends a rank when the torchrun that started it ends. Otherwise an unsupervised rank would hold GPUs and write checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Linux under torchrun only; elsewhere it does nothing.
+    """Have the kernel kill this process when its parent ends. Only on Linux under torchrun; elsewhere it does nothing.
 
-    A shell may end before a rank that it started without torchrun.
+    Without torchrun the parent is a shell, which may end before the rank does.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -22,5 +22,5 @@ def end_with_parent() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)

@@ -1,7 +1,7 @@
-"""Ranks and their groups as values. Groups are made once at start (mcore/initialize.py) and passed in.
+"""Ranks and their groups as values. Groups are formed once at start (mcore/initialize.py) and passed in.
 
-Private groups are the exception: `form_private_group` needs its members alone and leaves torch's world registry as it is,
-so it works while every other rank is busy (spot/session.py).
+Private groups are the exception. Only the members call `form_private_group`, and it leaves torch's world registry unchanged, so
+it works while every other rank is busy (spot/session.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One communicator. `handle` is None where the group has a single member: nothing to communicate."""
+    """One communicator. `handle` is None if the group has a single member."""
 
     handle: dist.ProcessGroup | PrivateHandle | None
     rank: int  # of this process within the group
@@ -28,12 +28,12 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the group's first member."""
+        """Return whether this process is the group's first member."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this process is the group's last member."""
+        """Return whether this process is the group's last member."""
         return self.rank == self.size - 1
 
 
@@ -51,7 +51,7 @@ class ProcessGroups:
 
 
 def group_of(handle: dist.ProcessGroup) -> Group:
-    """The value for an existing torch group that this process is a member of."""
+    """Return the Group of an existing torch group that this process is a member of."""
     ranks = tuple(dist.get_process_group_ranks(handle))
     return Group(
         handle=handle if len(ranks) > 1 else None,
@@ -62,7 +62,7 @@ def group_of(handle: dist.ProcessGroup) -> Group:
 
 
 def init_world(backend: str, timeout_s: float) -> Group:
-    """Join the world that torchrun describes in the environment; a plain process is a world of one."""
+    """Join the world that torchrun describes in the environment. Without torchrun, the process is a world of one."""
     for name, default in (
         ("RANK", "0"),
         ("WORLD_SIZE", "1"),
@@ -80,13 +80,13 @@ def init_world(backend: str, timeout_s: float) -> Group:
 
 
 class MemberLost(RuntimeError):
-    """A member of a private group is gone or silent. The group is of no further use; its other members are."""
+    """A member of a private group is gone or silent. The group is unusable; its other members can continue without it."""
 
 
 class PrivateHandle:
-    """The collectives of a private group; whatever goes wrong in them is a MemberLost.
+    """The collectives of a private group. Every failure raises MemberLost.
 
-    After `close` no reference to the communicator is left, which is what sets free a peer that waits in it.
+    After `close` no reference to the communicator is left, which releases a peer that waits in it.
     """
 
     def __init__(self, backend: dist.ProcessGroup, name: str) -> None:
@@ -94,7 +94,7 @@ class PrivateHandle:
         self._backend: dist.ProcessGroup | None = backend
 
     def allreduce(self, tensors: list[Tensor]) -> PrivateWork:
-        """Sum the one tensor in the list over the members, in place."""
+        """Sum the only tensor in the list over the members, in place."""
         with _telling_loss(self.name):
             return PrivateWork(self._live().allreduce(tensors), self.name)
 
@@ -104,7 +104,7 @@ class PrivateHandle:
             return PrivateWork(self._live().broadcast(tensor, source), self.name)
 
     def close(self) -> None:
-        """Let go of the communicator. On NCCL pending operations are aborted; gloo has none after an error."""
+        """Drop the communicator. NCCL aborts pending operations; gloo has none after an error."""
         backend, self._backend = self._backend, None
         if backend is not None and not isinstance(backend, dist.ProcessGroupGloo):
             backend.abort()
@@ -116,7 +116,7 @@ class PrivateHandle:
 
 
 class PrivateWork:
-    """A collective that is under way."""
+    """A running collective."""
 
     def __init__(self, work: dist.Work, name: str) -> None:
         self._work: dist.Work | None = work
@@ -152,10 +152,10 @@ def form_private_group(
     device: torch.device,
     timeout_s: float,
 ) -> Group:
-    """A communicator of the global ranks `members`, `rank` among them; called by all of them and by nobody else.
+    """Form a communicator of the global ranks `members`, which include `rank`. All members must call it, and no other rank.
 
-    `name` must never have been used in this store: stale addresses would be taken for answers. MemberLost if the
-    members do not come together. Example: `form_private_group(store, "7.2", (0, 3), 3, device, 20.0)`.
+    `name` must not have been used before in this store: stale addresses would be taken for answers. MemberLost if a member does
+    not join. Example: `form_private_group(store, "7.2", (0, 3), 3, device, 20.0)`.
     """
     members = tuple(sorted(members))
     place = members.index(rank)
@@ -175,10 +175,10 @@ def form_private_group(
 def _form_nccl(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """An NCCL communicator whose waits block the host and raise.
+    """Return an NCCL communicator whose waits block the host and raise.
 
-    Without the variable, which is read by the constructor, a watchdog thread would end the process instead. TODO: a
-    member that dies while the communicator forms leaves the others in ncclCommInitRank, which has no timeout.
+    The constructor reads the variable. Without it, a watchdog thread would end the process instead. TODO: if a member dies
+    while the communicator forms, the others stay in ncclCommInitRank, which has no timeout.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -197,6 +197,6 @@ def _form_nccl(
 
 
 def forget_private_group(store: dist.Store, group: Group, name: str) -> None:
-    """Remove what this member left in the store when it formed `group` under `name`. All members must have left."""
+    """Remove what this member left in the store when it formed `group` under `name`. Call it after all members have left."""
     # gloo's rendezvous: one address per device and rank. NCCL groups are few and live long.
     store.delete_key(f"group/{name}/0/{group.rank}")

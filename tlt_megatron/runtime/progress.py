@@ -1,7 +1,7 @@
-"""What a run shows on the terminal of rank 0: a live display, or one plain line per step, and a table at the end.
+"""The terminal output of rank 0: a live display, or one plain line per RL step, and a table at the end.
 
-The trainer reports phases and steps to it. It never breaks the run: a terminal that goes away, or that cannot show a
-character, ends the display with one line in the log, not the training.
+The trainer reports phases and steps to it. It never ends the run: if the terminal closes or cannot show a character, only the
+display ends, with one line in the log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE_COLUMNS = (
     "perf/throughput",
     "timing_s/step",
 )
-_FACTS = {  # how the display speaks of a metric
+_FACTS = {  # metric -> its text in the display
     "critic/rewards/mean": "reward {}",
     "eval/accuracy": "accuracy {}",
     "response_length/mean": "length {}",
@@ -49,14 +49,14 @@ _HEADERS = {
     "perf/throughput": "tokens /s",
     "timing_s/update_actor": "update s",
 }
-_ETA_WINDOW = 20  # steps whose mean duration predicts the rest
-_FILE_WIDTH = 120  # of a table where there is no terminal
+_ETA_WINDOW = 20  # newest steps whose mean duration predicts the rest
+_FILE_WIDTH = 120  # of a table without a terminal
 
 
 class Progress:
-    """Display of `num_steps` steps, `first_step` of which are done. Modes: auto is live on a terminal, else lines.
+    """Display of `num_steps` RL steps, of which `first_step` are already done. Mode auto is live on a terminal, else lines.
 
-    `enabled` False (every rank but the first) does nothing, as does mode none. `console` is for tests.
+    With `enabled` False (every rank but the first) or mode none it does nothing. `console` is for tests.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Progress:
             log.info("logging.progress='live' needs a terminal: one line per step instead")
 
     def phase(self, name: str) -> None:
-        """Show that the step has come to phase `name`."""
+        """Show that the step has entered phase `name`."""
         self._phase, self._phase_started = name, time.monotonic()
         self._refresh()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the numbers of a step; `step` counts the steps done, this one included."""
+        """Show the metrics of a step. `step` counts the steps done, including this one."""
         now = time.monotonic()
         self._step_seconds.append(metrics.get("timing_s/step", now - self._step_ended))
         self._step_ended = now
@@ -110,7 +110,7 @@ class Progress:
             self._print_line(" | ".join(facts))
 
     def message(self, text: str) -> None:
-        """Print a line of text, above the live display where there is one."""
+        """Print a line of text, above the live display if there is one."""
         self._print_line(text)
 
     def print_table(
@@ -120,9 +120,9 @@ class Progress:
         *,
         max_rows: int = 20,
     ) -> None:
-        """A table of metric rows: all of them, or the first, the last and evenly picked ones in between.
+        """Print a table of metric rows: all of them, or the first, the last and evenly spaced rows in between.
 
-        Columns that no row has are left out.
+        Columns without a value in any row are left out.
         """
         if not self._is_shown:
             return
@@ -135,7 +135,7 @@ class Progress:
         for column in shown:
             header = _header(column)
             cells = [_format(row.get(column)) for row in picked]
-            # A narrow terminal wraps headers between words; rather than cut a number, rows overrun it.
+            # A narrow terminal wraps headers between words. Rows may exceed the width, so that no number is cut.
             width = max(map(len, [*cells, *header.split()]))
             table.add_column(header, justify="right", min_width=width)
         for row in picked:
@@ -144,7 +144,7 @@ class Progress:
         self._draw(lambda: self._console.print(table, crop=False))
 
     def close(self) -> None:
-        """End the live display, leaving its last state in view; messages and the table can still be printed."""
+        """End the live display and leave its last state visible. Messages and the table can still be printed."""
         if self._live is not None:
             live, self._live = self._live, None
             self._phase = ""
@@ -157,11 +157,11 @@ class Progress:
     def _print_line(self, text: str) -> None:
         if not self._is_shown:
             return
-        is_wrapped = self._live is not None  # what stands above a live display must not overrun
+        is_wrapped = self._live is not None  # lines above a live display must not exceed the width
         self._draw(lambda: self._console.print(Text(text), soft_wrap=not is_wrapped))
 
     def _draw(self, draw: Callable[[], None]) -> None:
-        """Run `draw`; a terminal that cannot take it ends the display, never the run."""
+        """Run `draw`. If the terminal fails, only the display ends."""
         if not self._is_shown:
             return
         try:
@@ -175,7 +175,7 @@ class Progress:
                     live.stop()
 
     def _render(self) -> RenderableType:
-        """The live display; called again at every refresh, so that its clocks tick."""
+        """Return the live display. It is called again at every refresh, so its clocks advance."""
         now = time.monotonic()
         head = Table.grid(padding=(0, 2), expand=False)
         head.add_row(
@@ -207,7 +207,7 @@ class Progress:
 
 
 class _Console(Console):
-    """rich ends the process when the reader of a pipe goes away; a training run goes on in silence."""
+    """Silences itself when the reader of a pipe closes it. rich's own console would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -217,7 +217,7 @@ class _Console(Console):
 
 
 def pick_evenly(num_rows: int, max_rows: int) -> list[int]:
-    """At most `max_rows` indices of `num_rows`, first and last among them, evenly spread."""
+    """Return at most `max_rows` evenly spread indices of `num_rows`, including the first and the last."""
     if num_rows <= max_rows:
         return list(range(num_rows))
     return [round(i * (num_rows - 1) / (max_rows - 1)) for i in range(max_rows)]
@@ -231,7 +231,7 @@ def _stdout_console() -> Console:
 
 
 def _header(column: str) -> str:
-    """A short header with a space where it may wrap: reward, mean length, gen s, grad norm."""
+    """Return a short header with a space where it may wrap: reward, mean length, gen s, grad norm."""
     if column in _HEADERS:
         return _HEADERS[column]
     if column.startswith("timing_s/"):

@@ -1,4 +1,4 @@
-"""Which process a rank is, and what can be seen of it from here. Used by heartbeat.py, job_store.py and spot/rank_state.py."""
+"""Identifies the process of each rank and reads its state. Used by heartbeat.py, job_store.py and spot/rank_state.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """One rank's process. Its fields travel to all ranks when the run starts."""
+    """One rank's process. All ranks exchange these records when the run starts."""
 
     rank: int
     host: str
-    machine: str  # equal for two ranks exactly if they share process ids and the monotonic clock
+    machine: str  # equal for two ranks if and only if they share process ids and monotonic clock
     pid: int
-    created_s: float  # as the operating system counts it: tells a reused pid apart
+    created_s: float  # operating system's start time: detects a reused pid
 
     @staticmethod
     def own(rank: int) -> RankProcess:
-        """The process that calls."""
+        """Return the calling process."""
         return RankProcess(
             rank=rank,
             host=socket.gethostname(),
@@ -37,7 +37,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """What the operating system says of a process of this machine."""
+    """The operating system's view of a process on this machine."""
 
     is_gone: bool
     is_stopped: bool = False  # by SIGSTOP or a debugger
@@ -45,7 +45,7 @@ class ProcessState:
 
 
 def state_of(process: RankProcess) -> ProcessState:
-    """Of a rank on this machine. A zombie is gone: it only waits for its parent."""
+    """Return the state of a rank on this machine. A zombie counts as gone: it only waits for its parent."""
     try:
         seen = psutil.Process(process.pid)
         if seen.create_time() != process.created_s:
@@ -61,7 +61,7 @@ def state_of(process: RankProcess) -> ProcessState:
 
 
 def machine_id() -> str:
-    """Of this boot of this machine, and of the container's view of processes and time."""
+    """Identify this boot of this machine and the container's namespaces for processes and time."""
     parts = [socket.gethostname()]
     boot = Path("/proc/sys/kernel/random/boot_id")
     if boot.is_file():

@@ -1,7 +1,7 @@
 """The global random generators of this process, saved and restored with a checkpoint (trainer/loop.py).
 
-A state is JSON-able: lists, numbers and hex strings, so that it needs no pickle. The noise of sampling is not in
-here: it is counter-based and has no state.
+A state is JSON-able (lists, numbers and hex strings), so it needs no pickle. Sampling noise is not included: it is
+counter-based and has no state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REQUIRED = ("python", "numpy", "torch")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch (all devices). ValueError outside [0, 2**32), which is what numpy takes."""
+    """Seed python, numpy and torch (all devices). ValueError outside [0, 2**32), numpy's range."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: must be in [0, 2**32)")
     random.seed(seed)
@@ -31,7 +31,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(device: Device | None = None) -> dict[str, object]:
-    """The state of this rank's generators, with that of the GPU where `device` is one."""
+    """Return the state of this rank's generators, including the GPU's if `device` is a GPU."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, object] = {
@@ -46,9 +46,9 @@ def rng_state(device: Device | None = None) -> dict[str, object]:
 
 
 def set_rng_state(state: Mapping[str, object], device: Device | None = None) -> None:
-    """Restore what `rng_state` gave, also after a trip through JSON. ValueError for a state that lacks a generator.
+    """Restore the result of `rng_state`, also after conversion to JSON and back. ValueError if a generator is missing.
 
-    A state of a CPU run leaves a GPU's generator as it is, and says so.
+    A state from a CPU run leaves a GPU's generator unchanged and logs this.
     """
     missing = [name for name in _REQUIRED if name not in state]
     if missing:

@@ -1,8 +1,8 @@
-"""How a run ends before its time: a signal asks for a stop, or a rank fails. One thread of each rank listens for both.
+"""Ends a run early: a signal requests a stop, or a rank fails. One thread of each rank listens for both.
 
-Made by the launcher before torch is imported; the trainer asks `is_requested`. SIGTERM, SIGUSR1 and SIGINT are blocked in
-all threads and taken by the listener, so a rank that waits in a collective hears them too. Ranks tell one another through
-a store, which each reads twice per second: a signal to one node stops all nodes, and a failed rank ends all ranks.
+The launcher creates it before torch is imported; the trainer reads `is_requested`. SIGTERM, SIGUSR1 and SIGINT are blocked in
+all threads and the listener takes them, so a rank inside a collective receives them too. Ranks inform each other through a
+store, which each rank reads twice per second. So a signal to one node stops all nodes, and a failed rank ends all ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # USR1: Slurm's --signal
 _POLL_S = 0.5  # seconds between two reads of the store
-_OWN_END_S = 1.0  # for a rank that fails too to write its own traceback, before it is ended
+_OWN_END_S = 1.0  # for a rank that fails too: time to write its own traceback
 _KEY = "events"
 _STOP, _END = "stop", "end"
 
 
 class StopRequest:
-    """Whether the run is asked to stop. Ranks must agree on it before they act (collectives.agree_any)."""
+    """Whether a stop of the run is requested. Ranks must agree on it before they act (collectives.agree_any)."""
 
     def __init__(
         self, rank: int = 0, *, world_size: int = 1, is_first_of_node: bool = True
@@ -48,38 +48,41 @@ class StopRequest:
         self._is_closed = False
 
     def listen(self) -> None:
-        """Take the signals from now on. Main thread only, before any other thread starts: threads inherit what is blocked,
-        and so do child processes, which a signal to the rank's process group must not end."""
+        """Take the signals from now on. Call it in the main thread before any other thread starts: threads inherit blocked
+        signals.
+
+        Child processes inherit them too, because a signal to the rank's process group must not end them.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
         self._thread.start()
 
     def share(self, store: dist.Store) -> None:
-        """Exchange requests and failures with all ranks through `store`, a connection that nobody else uses."""
+        """Exchange requests and failures with all ranks through `store`, a connection used only here."""
         self._store = store
 
     def begin_training(self) -> None:
-        """From now on there is something to save: before, a signal ends the run at once."""
+        """Record that there is state to save. Before this call, a signal ends the run at once."""
         self._is_training = True
 
     def end(self, code: int, line: str) -> bool:
-        """This rank ends with `code`, for the reason in `line`: so will all others, within a second.
+        """End this rank with `code`, for the reason in `line`. All other ranks end within a second.
 
-        Returns whether it is the first to end, so that its reason is the one to show.
+        Returns whether this rank is the first to end, so that its reason is the one to show.
         """
         self._has_ended = True
         return not self._has_peer_ended and self._tell(_END, code, line)
 
     def linger(self) -> None:
-        """Before this rank exits after `end`: where it hosts the store, let the others read it and end."""
+        """Wait before this rank exits after `end` if it hosts the store, so that the others can read it and end."""
         if self._store is not None and self._rank == 0 and self._world_size > 1:
             time.sleep(2 * _POLL_S + _OWN_END_S)
 
     def close(self) -> None:
-        """Stop listening; signals have no effect any more. Call it on every rank before rank 0, which hosts the store, ends."""
+        """Stop listening; later signals have no effect. Call it on every rank before rank 0, which hosts the store, ends."""
         self._is_closed = True
         if self._thread is not None:
-            signal.pthread_kill(self._thread.ident, signal.SIGUSR1)  # wakes it
+            signal.pthread_kill(self._thread.ident, signal.SIGUSR1)  # wakes the listener
             self._thread.join()
             self._thread = None
 
@@ -93,7 +96,7 @@ class StopRequest:
             if self._has_ended:
                 continue  # torchrun sends SIGTERM when one rank has failed
             self._read()
-            # Where SIGCONT ends the wait after its time, CPython returns a record that was never filled in.
+            # If SIGCONT ends the wait after its time, CPython returns an uninitialized record.
             if taken is not None and taken.si_signo in SIGNALS:
                 self._take(signal.Signals(taken.si_signo))
 
@@ -119,7 +122,7 @@ class StopRequest:
         self.is_requested = True
 
     def _read(self) -> None:
-        """Learn what other ranks have told."""
+        """Read and act on the events of other ranks."""
         for kind, rank, code, line in self._events():
             if rank == self._rank:
                 continue
@@ -136,8 +139,11 @@ class StopRequest:
     # ---- the store: lines in one order for all ranks
 
     def _tell(self, kind: str, code: int, line: str) -> bool:
-        """Whether this rank is the first to tell that; without a store, whether it is the first of its node. Where the store
-        is lost, rank 0 is, so rank 1 tells too."""
+        """Write an event. Return whether this rank is the first to write one of this kind.
+
+        Without a store, return whether it is the first of its node. If the store is lost, so is rank 0, and rank 1 also returns
+        True.
+        """
         if self._store is None:
             return self._is_first_of_node or (self._has_lost_store and self._rank == 1)
         try:
@@ -163,12 +169,14 @@ class StopRequest:
         return [(kind, int(rank), int(code), line) for kind, rank, code, line in rows]
 
     def _lose_store(self, error: RuntimeError) -> None:
-        """Rank 0, which hosts it, is gone: the next collective will say so."""
+        """Drop the store. Rank 0, which hosts it, is gone, and the next collective will report that."""
         self._store, self._has_lost_store = None, True
         log.warning("the store of stop requests is gone: %s", error, extra=FILE_ONLY)
 
     def _exit(self, code: int, line: str, *, is_shown: bool) -> None:
-        """End this process from the listener, whatever its main thread does. Children end with their pipes and parents."""
+        """End this process from the listener, whatever its main thread does. Children end when their pipes close or parents
+        end.
+        """
         log.warning("%s", line, extra=FILE_ONLY)
         if is_shown:
             sys.stderr.write(f"pretrain_rl: {line}\n")
@@ -180,7 +188,7 @@ class StopRequest:
 
 
 def describe_failure(error: Exception, phase: str, rank: int) -> str:
-    """One line: rank, host, phase, what happened. Of a message of many lines the first and the last."""
+    """Return one line: rank, host, phase, what happened. A long message is reduced to its first and last line."""
     message = str(error).replace("Traceback (most recent call last):", "")
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

@@ -1,9 +1,9 @@
-"""Spans of one rank's phases, written as it runs, and their merge into one trace for ui.perfetto.dev.
+"""Records spans of one rank's phases as it runs, and merges all ranks into one trace for ui.perfetto.dev.
 
-Every rank has a Timeline (trainer/build.py); rank 0 merges them when the run ends (trainer/finish.py). Times are wall
-time, read once, plus the monotonic clock since, so ranks of one machine share a clock and no span runs backwards;
-`align_clocks` brings the ranks of several machines onto the clock of the first.
-The project's phases: ROLLOUT DECODE VERIFY IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
+Every rank has a Timeline (trainer/build.py); rank 0 merges them when the run ends (trainer/finish.py). A time is the wall time,
+read once, plus the monotonic clock since then. So ranks of one machine share a clock, and time never runs backwards.
+`align_clocks` shifts the ranks of other machines to the clock of the first machine. The project's phases: ROLLOUT DECODE VERIFY
+IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tlt_megatron.runtime.process_groups import Group
 
 log = logging.getLogger(__name__)
 
-_MAX_BUFFERED = 8192  # events; then a span flushes by itself, a long step cannot fill the memory
-_NUM_CLOCK_MARKS = 5  # barriers; their median is not moved by one late rank
+_MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step cannot fill the memory
+_NUM_CLOCK_MARKS = 5  # barriers; one late rank does not change their median
 _NOTHING = nullcontext()
 
 
 class Timeline:
-    """Records spans and instants of this rank, from any thread. `path` None: does nothing, at the price of a call.
+    """Records spans and instants of this rank, from any thread. With `path` None it does nothing.
 
-    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, by default its thread's own;
-    spans of one lane must nest, which `with` on one thread always does.
+    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, which is a row of the trace, by default
+    its thread's own. Spans of one lane must nest, which `with` on one thread guarantees.
     """
 
     def __init__(self, path: Path | None, rank: int) -> None:
@@ -51,27 +51,27 @@ class Timeline:
             _end_torn_line(path)
 
     def span(self, name: str, /, *, lane: str = "", **args: object) -> AbstractContextManager[None]:
-        """The time that the body takes; an exception that leaves it is noted and passes on."""
+        """Record the time that the body takes. An exception from the body is recorded and re-raised."""
         return _NOTHING if self._is_closed else _Span(self, name, lane, args)
 
     def instant(self, name: str, /, *, lane: str = "", **args: object) -> None:
-        """A moment, such as a stop request."""
+        """Record a moment, such as a stop request."""
         if not self._is_closed:
             self._add("i", name, lane, time.perf_counter_ns(), 0, args)
 
     def add_span(
         self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
     ) -> None:
-        """A span that is over, both times as `time.perf_counter` gave them; it must nest in its lane as others do."""
+        """Record a finished span, with both times from `time.perf_counter`. It must nest in its lane like other spans."""
         if not self._is_closed:
             start_ns = round(start_s * 1e9)
             self._add("X", name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
 
     def align_clocks(self, world: Group) -> None:
-        """Put this rank's times onto the clock of rank 0's machine. A collective of `world`, before the first event.
+        """Shift this rank's times to the clock of rank 0's machine. A collective of `world`, before the first event.
 
-        Ranks leave a barrier together, up to a fraction of a millisecond, so what their wall clocks differ by then is
-        the clocks' own difference. Ranks of one machine share a clock and are shifted alike.
+        Ranks leave a barrier together, within a fraction of a millisecond, so a difference of their wall clocks then is a
+        difference of the clocks. Ranks of one machine share a clock and get the same shift.
         """
         marks: list[list[int]] = []
         for _ in range(_NUM_CLOCK_MARKS if world.size > 1 else 0):
@@ -83,14 +83,12 @@ class Timeline:
             self._offset_ns += clock_shift_ns(hosts, marks, world.rank)
 
     def flush(self) -> None:
-        """Append what was recorded to the file; the trainer calls it once per step."""
+        """Append the recorded events to the file. The trainer calls it once per RL step."""
         if self.path is None:
             return
         with self._flush_lock:
             lines = []
-            while (
-                self._events
-            ):  # other threads may append meanwhile: taken now or by the next flush
+            while self._events:  # other threads may append: taken now or by the next flush
                 ph, name, lane, start_ns, dur_ns, args = self._events.popleft()
                 event: dict[str, object] = {"ph": ph, "name": name, "lane": lane}
                 event["start_ns"] = start_ns + self._offset_ns
@@ -103,7 +101,7 @@ class Timeline:
                     file.write("".join(lines))
 
     def close(self) -> None:
-        """Flush; later spans are not recorded."""
+        """Flush. Later spans are not recorded."""
         self._is_closed = True
         self.flush()
 
@@ -117,7 +115,7 @@ class Timeline:
 
 
 class _Span:
-    """The context manager of one span; a class, since a generator costs several times as much."""
+    """The context manager of one span. It is a class, because a generator costs several times as much."""
 
     __slots__ = ("args", "lane", "name", "start_ns", "timeline")
 
@@ -143,9 +141,9 @@ class _Span:
 
 
 def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: int) -> int:
-    """What to add to the times of `rank`: median over marks and pairs of ranks of (rank 0's host - its own host).
+    """Return what to add to the times of `rank`: the median over marks and rank pairs of (rank 0's host - its own host).
 
-    `marks[m][r]` is what the clock of rank r, on `hosts[r]`, showed at moment m, in nanoseconds.
+    `marks[m][r]` is the clock of rank r, on `hosts[r]`, at moment m, in nanoseconds.
     """
     if hosts[rank] == hosts[0]:
         return 0
@@ -157,7 +155,7 @@ def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: i
 def merge_timelines(run_dir: Path) -> Path:
     """Merge <run_dir>/timeline/rank_*.jsonl into <run_dir>/trace.json: a process per rank, a thread per lane.
 
-    Lines that a killed rank left torn are counted and logged. ValueError where there is no timeline.
+    Lines cut short by a killed rank are counted and logged. ValueError if there is no timeline.
     """
     files = sorted((run_dir / "timeline").glob("rank_*.jsonl"))
     if not files:
@@ -177,14 +175,14 @@ def merge_timelines(run_dir: Path) -> Path:
 
 
 def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list[dict[str, Any]]:
-    """Chrome trace events of one rank, parents before their children.
+    """Return the Chrome trace events of one rank, parents before their children.
 
-    Start and end are rounded down to whole microseconds apart from each other, which keeps a child inside its parent;
-    rounding start and length would not.
+    Start and end are each rounded down to whole microseconds, which keeps a child inside its parent. Rounding start and length
+    would not.
     """
     lanes: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    # Of two spans with the same start and length the outer one ended, so was written, last.
+    # If two spans have the same start and length, the outer one ended last, so it was written last.
     order = sorted(
         range(len(events)), key=lambda i: (events[i]["start_ns"], -events[i]["dur_ns"], -i)
     )
@@ -228,7 +226,7 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _end_torn_line(path: Path) -> None:
-    """A resumed rank must not write its first event onto the torn last line of a killed one."""
+    """End the last line of a killed rank with a newline, so that a resumed rank does not append its first event to it."""
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:
