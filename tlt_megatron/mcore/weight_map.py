@@ -259,7 +259,7 @@ def load_hf_weights(
 
 
 def _untied_head(config: ModelConfig, source: HfReader) -> list[str]:
-    """Return a problem if the files hold an output layer that differs from the embedding although the configuration ties them."""
+    """Return a problem if embeddings are tied but the files hold an output layer that differs from the embedding."""
     head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
     if not config.tie_word_embeddings or head not in source or embedding not in source:
         return []

@@ -49,9 +49,7 @@ class Inference:
 
     scored: tuple[ScoredGroup, ...]
     minibatches: tuple[tuple[Pack, ...], ...]
-    old_logprobs: (
-        dict[RolloutKey, Tensor] | None
-    )  # [T] float32; None: the update's own forward pass gives them
+    old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: from the update's forward
     ref_logprobs: dict[RolloutKey, Tensor] | None
     tap: HiddenTap | None  # to pass to the update
     metrics: dict[str, float]
@@ -263,7 +261,7 @@ class PolicyTrainer:
     def _compare_engines(
         self, difference: EngineDifference, scored: Sequence[ScoredGroup]
     ) -> dict[str, float]:
-        """Measure the difference per token between the rollout engine's and the training engine's log-probs of the raw policy."""
+        """Measure the difference per token between the two engines' log-probs of the raw policy."""
         everyones = EngineDifference.over(gather_objects(difference, self.groups.dp))
         if self.health is not None:
             self.health.check_engines(_step_of(scored), everyones)

@@ -1,5 +1,7 @@
-"""Rewards of sibling responses -> advantages, one value per response token. Called by the policy trainer on every
-rank with the whole batch, so that group and batch statistics are the same everywhere."""
+"""Turns the rewards of sibling responses into advantages, one value per response token.
+
+The policy trainer calls it on every rank with the whole batch, so group and batch statistics are the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ def compute_advantages(
     lengths: Sequence[Sequence[int]],
     penalties: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[list[Tensor]]:
-    """Advantages [T] float32 for each response of each group.
+    """Return advantages [T] float32 for each response of each group.
 
-    `rewards[i][g]` and `lengths[i][g]` (tokens T) are of sibling g of prompt i; `penalties[i][g]` [T] is
-    subtracted from the reward token by token (KL in the reward). `kind` is one of
+    `rewards[i][g]` and `lengths[i][g]` (tokens T) belong to sibling g of prompt i. `penalties[i][g]` [T] is subtracted from the
+    reward token by token (KL in the reward). `kind` is one of
 
     - grpo: (r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al. 2024, DeepSeekMath, section 4.1.2);
     - dr_grpo: r - mean (Liu et al. 2025, "Understanding R1-Zero-like training", section 3.2);
     - rloo: r - mean of the other siblings (Ahmadian et al. 2024, eq. 8);
     - reinforce_plus_plus: reward to go, whitened over all tokens of the batch (Hu 2025, REINFORCE++, eq. 5-6).
 
-    The first three see a response as one action: its penalty is summed into its reward.
+    The first three treat a response as one action: its penalty is summed into its reward.
     """
     if kind == "reinforce_plus_plus":
         return _reinforce_plus_plus(rewards, lengths, penalties)
@@ -74,5 +76,5 @@ def _reinforce_plus_plus(
         returns.append(row)
     flat = torch.cat([return_T for row in returns for return_T in row])
     mean = flat.mean()
-    std = flat.std() if flat.numel() > 1 else torch.zeros_like(mean)  # of one token: NaN
+    std = flat.std() if flat.numel() > 1 else torch.zeros_like(mean)  # std of one token is NaN
     return [[((return_T - mean) / (std + STD_EPS)).float() for return_T in row] for row in returns]

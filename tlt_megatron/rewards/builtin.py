@@ -1,7 +1,7 @@
 """The built-in reward functions: `math` (equal as mathematics, by math-verify) and `exact` (equal as text).
 
-Loaded by `reward.load_reward`. A response that cannot be read, or whose comparison takes too long, scores 0: that
-is the policy's doing. A ground truth that cannot be read is an error: that is the data set's.
+`reward.load_reward` loads them. If a response cannot be parsed or compared in time, it scores 0: the policy wrote it. If a
+ground truth cannot be parsed, it is an error in the data set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-_TIMEOUT_S = 5  # of reading and of comparing, each; "9^{9^{9^9}}" is short and takes forever
+_TIMEOUT_S = 5  # for parsing and for comparing, each; "9^{9^{9^9}}" never ends
 
 
 def score_math(
@@ -22,16 +22,16 @@ def score_math(
     ground_truth: str,
     extra_info: Mapping[str, object] | None = None,
 ) -> float:
-    """1.0 where the answer of the response equals the ground truth, else 0.0.
+    """Return 1.0 if the answer of the response equals the ground truth, else 0.0.
 
-    The answer is what is boxed, else the last formula or number. `ground_truth` is LaTeX or plain, with or
-    without \\boxed{} or $ signs. Where it is a plain number, the answer must be written as a number too: 39, 39.0,
-    78/2, 3.9 \\times 10^1, 3900\\% or x = 39. So \\boxed{22+17}, the question once more, scores 0 for 39.
+    The answer is the boxed text, else the last formula or number. `ground_truth` is LaTeX or plain, with or without \\boxed{}
+    or $ signs. If it is a plain number, the answer must also be written as a number: 39, 39.0, 78/2, 3.9 \\times 10^1, 3900\\%
+    or x = 39. So \\boxed{22+17}, which only repeats the question, scores 0 for 39.
     """
-    # math-verify limits time by SIGALRM, which works in a main thread only; elsewhere the caller must
+    # math-verify limits time by SIGALRM, which works only in a main thread; elsewhere the caller limits the time
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = _TIMEOUT_S if in_main_thread else None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns with the whole response
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings hold the whole response
     is_boxed = "\\boxed" in ground_truth
     gold = parse(
         ground_truth if is_boxed else f"\\boxed{{{ground_truth}}}", parsing_timeout=timeout_s
@@ -54,7 +54,8 @@ def score_exact(
     ground_truth: str,
     extra_info: Mapping[str, object] | None = None,
 ) -> float:
-    """1.0 where the text after the last "####" (without one: the whole response) is the ground truth, else 0.0.
+    """Return 1.0 if the text after the last "####" equals the ground truth, else 0.0. Without "####", the whole response
+    counts.
 
     White space around both is ignored. Example: "3 + 4 = 7\\n#### 7" has the answer "7".
     """
@@ -62,7 +63,7 @@ def score_exact(
 
 
 def _is_written_number(answer: object) -> bool:
-    """Whether nothing is left to compute in an answer. math-verify keeps sums, powers and roots as they are written."""
+    """Return whether an answer is written as a number. math-verify keeps sums, powers and roots as they are written."""
     if isinstance(answer, sympy.Equality):
         answer = answer.rhs
     if isinstance(answer, sympy.FiniteSet) and len(answer) == 1:
@@ -75,7 +76,7 @@ def _is_written_number(answer: object) -> bool:
 
 
 def _is_number_factor(part: sympy.Basic) -> bool:
-    """A number, one over a number, a power of ten, or a percent sign."""
+    """Return whether `part` is a number, one over a number, a power of ten, or a percent sign."""
     if isinstance(part, sympy.Pow):
         base, exponent = part.args
         return isinstance(base, sympy.Number) and (

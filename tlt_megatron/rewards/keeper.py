@@ -1,7 +1,7 @@
-"""The parent of a reward worker: when the worker or the trainer ends, it ends all that the worker started.
+"""The parent process of a reward worker. When the worker or the trainer ends, it ends every process the worker started.
 
-`keep` is the first code of the worker's program. The keeper is a "child subreaper" (Linux): it inherits every descendant
-whose parent has ended, daemons in sessions of their own too. It kills its children until it has none, so no process escapes.
+`keep` is the first code of the worker's program. The keeper is a "child subreaper" (Linux): it inherits every descendant whose
+parent has ended, including daemons in their own sessions. It kills its children until none is left, so no process escapes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 def keep(life_fd: int, control_fd: int) -> None:
-    """Fork. Returns in the worker; the keeper waits for its end and exits as it did.
+    """Fork. Returns in the worker; the keeper waits for the worker's end and exits with the same status.
 
-    The trainer holds the other end of the pipe `life_fd`: when that closes, the worker is killed. `control_fd` is the
-    worker's alone.
+    The trainer holds the other end of the pipe `life_fd`. When it closes, the worker is killed. Only the worker uses
+    `control_fd`.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1):
@@ -38,7 +38,7 @@ def keep(life_fd: int, control_fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer alone decides when scoring ends
     os.close(control_fd)
-    for descriptor in (1, 2):  # the worker's output ends with the worker
+    for descriptor in (1, 2):  # the output pipe must close when the worker ends
         os.dup2(0, descriptor)
     is_over = threading.Event()
     threading.Thread(target=_watch_trainer, args=(life_fd, worker, is_over), daemon=True).start()
@@ -56,7 +56,7 @@ def _watch_trainer(life_fd: int, worker: int, is_over: threading.Event) -> None:
 
 def _wait_for(worker: int) -> int:
     while True:
-        pid, status = os.waitpid(-1, 0)  # takes note of inherited processes that end, too
+        pid, status = os.waitpid(-1, 0)  # also reaps inherited processes
         if pid == worker:
             return status
 
@@ -67,7 +67,7 @@ def _end_children() -> None:
             for pid in _children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)  # its children are ours now: look again
+            os.waitpid(-1, 0)  # its children are ours now: scan again
 
 
 def _children() -> Iterator[int]:

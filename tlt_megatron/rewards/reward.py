@@ -1,10 +1,11 @@
-"""From `reward.function` of the configuration to a checked callable. Called by reward workers, and by whoever
-wants to refuse a wrong setting early. A reward function has the signature that the field uses:
+"""Loads and checks the function named by `reward.function`. Called by reward workers and by early checks of the setting.
+
+A reward function has the usual signature:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": float, ...}
 
-It may be `async def`; a worker then scores many responses at once. `extra_info` arrives as JSON carries it: keys are
-text, bytes are base64, and dates and decimals are their `str`.
+It may be `async def`; a worker then scores many responses at once. `extra_info` arrives as JSON: keys are text, bytes are
+base64, dates and decimals are their `str`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RawScore = float | Mapping[str, object]
 RewardFunction = Callable[..., RawScore | Awaitable[RawScore]]
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, and the advantages are 0 without a word
+MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
 _BUILTIN_MODULE = "tlt_megatron.rewards.builtin"
 _BUILTINS = {"math": "score_math", "exact": "score_exact"}
 _ALLOWED = f"{', '.join(_BUILTINS)}, path/to/file.py:function or package.module:function"
@@ -31,8 +32,8 @@ _ALLOWED = f"{', '.join(_BUILTINS)}, path/to/file.py:function or package.module:
 def load_reward(spec: str) -> RewardFunction:
     """Find the function that `spec` names and check that it can be called as a reward function.
 
-    ValueError names the spec and what is wrong: no such file, module or function, code that fails on import,
-    not callable, wrong parameters.
+    ValueError names the spec and what is wrong: no such file, module or function, code that fails on import, not callable,
+    wrong parameters.
     """
     if spec in _BUILTINS:
         return getattr(importlib.import_module(_BUILTIN_MODULE), _BUILTINS[spec])
@@ -49,14 +50,14 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling `function` gives an awaitable; also true of an object with `async def __call__`."""
+    """Return whether a call of `function` gives an awaitable; also True for an object with `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
 
 
 def read_score(result: object) -> float:
-    """The reward in what a reward function returned: a number, or a dict that holds it as "score".
+    """Return the reward in a reward function's result: a number, or a dict with the number under "score".
 
     ValueError for anything else, for NaN, and for more than `MAX_ABS_REWARD` in absolute value.
     """

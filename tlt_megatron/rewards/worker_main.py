@@ -1,9 +1,9 @@
-"""The program of a reward worker, a child of its keeper (keeper.py): load the function, then score until told to end.
+"""The program of a reward worker, a child of its keeper (keeper.py). It loads the function and scores until told to end.
 
-Messages are JSON lines over a socket on a high descriptor, away from what a function prints or closes. In:
-{"task", "arguments"}. Out: {"is_async"} or {"failed"}, then for each task its number and the fields of
-`worker_process.Outcome` that are not their default. The main thread runs the function, because functions may use
-signals (math-verify does). Without the socket the worker cannot work: an error of it ends the process.
+Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to or close. In: {"task",
+"arguments"}. Out: {"is_async"} or {"failed"}, then for each task its number and the fields of `worker_process.Outcome` that are
+not their default. The main thread runs the function, because functions may use signals (math-verify does). The worker cannot
+work without the socket, so an error on it ends the process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import traceback
 
 from tlt_megatron.rewards.reward import ARGUMENTS, RewardFunction, is_async, load_reward, read_score
 
-_HIGH_FD = 1000  # beyond what a function closes by range, within the usual limit of 1024
-_MAX_DETAIL = 8000  # characters of a traceback; its end says most
+_HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
+_MAX_DETAIL = 8000  # characters of a traceback; the end is kept
 
 
 class _Channel:
@@ -35,7 +35,7 @@ class _Channel:
         self._pid = os.getpid()
 
     def receive(self) -> dict | None:
-        """The next task; None when the trainer has closed the socket."""
+        """Return the next task; None when the trainer has closed the socket."""
         line = self._reader.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -47,7 +47,7 @@ class _Channel:
             data = data[os.write(self._fd, data) :]
 
     def send_score(self, task: int, start: float, result: object, *, is_late: bool = False) -> None:
-        """`result` is a reward, or the exception in its place."""
+        """Send the result of a task. `result` is a reward or an exception."""
         seconds = time.perf_counter() - start
         if not isinstance(result, BaseException):
             self.send(task=task, score=result, seconds=seconds)
@@ -57,12 +57,12 @@ class _Channel:
 
 
 def main(spec: str, timeout_s: float, control_fd: int) -> int:
-    """Serve until the socket closes; the exit status."""
+    """Score tasks until the socket closes; return the exit status."""
     _outlive_signals()
     channel = _Channel(control_fd)
     try:
         function = load_reward(spec)
-    except BaseException as error:  # SystemExit too, and whatever else a user's module raises
+    except BaseException as error:  # also SystemExit: a user's module may raise anything
         traceback.print_exception(error)  # to the rank's log; the terminal gets one line
         is_named = isinstance(error, ValueError)
         line = str(error) if is_named else f"reward.function={spec!r} fails to load: {error!r}"
@@ -118,10 +118,10 @@ def _describe(error: BaseException) -> str:
 
 
 def _outlive_signals() -> None:
-    """Stay when the job is told to stop: the trainer decides when scoring ends, by closing the socket.
+    """Ignore SIGINT and SIGTERM: the trainer decides when scoring ends, by closing the socket.
 
-    A handler that does nothing, not SIG_IGN: programs that a reward function starts would inherit that and could not be
-    terminated. The owner blocked both signals until this point.
+    The handler does nothing. SIG_IGN would be inherited by programs that a reward function starts, and they could not be
+    terminated. The parent blocked both signals until this point.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

@@ -1,7 +1,7 @@
-"""One reward worker as its owner sees it: a program of its own with a socket for messages and a pipe for its output.
+"""The owner's side of one reward worker: a separate program, with a socket for messages and a pipe for its output.
 
-Used by `workers.RewardPool`, in one event loop. A program started afresh, not a fork: the trainer holds gloo threads,
-OpenMP pools and devices, which do not survive a fork; nor is the trainer's `__main__` run again.
+Used by `workers.RewardPool`, in one event loop. The worker is a new program, not a fork: the trainer holds gloo threads, OpenMP
+pools and devices, which do not survive a fork. The trainer's `__main__` is not run again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from tlt_megatron.rewards.reward import read_score
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
-_ASYNC_GRACE_S = 2.0  # an async worker ends its tasks at the timeout by itself
-_END_GRACE_S = 1.0  # for a worker that was asked to end, or has closed its socket
+_ASYNC_GRACE_S = 2.0  # extra time: an async worker ends its tasks at the timeout by itself
+_END_GRACE_S = 1.0  # for a worker that was told to end or has closed its socket
 _KILL_TIMEOUT_S = 10.0  # for the keeper to end the tree; only a process in the kernel takes longer
-_MAX_MESSAGE_BYTES = 1 << 20  # a worker's messages are bounded: more is not from its own code
+_MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from another writer
 # the worker imports from where the trainer does, installed or not
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); life, control = map(int, sys.argv[2:4]); "
@@ -35,9 +35,9 @@ _PROGRAM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a response. `failure` is "", "error" or "timeout".
+    """The result of one response. `failure` is "", "error" or "timeout".
 
-    `is_shared`: the worker ended with several responses in hand, and any of them may be the cause.
+    `is_shared`: the worker ended while it scored several responses, and any of them may be the cause.
     """
 
     score: float = 0.0
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class _OutputPipe(asyncio.Protocol):
-    """What the worker and its programs print, in pieces, until the last of them has ended."""
+    """Reads what the worker and its programs print, until the last of them has ended."""
 
     def __init__(self, on_output: Callable[[bytes], None]) -> None:
         self.data_received = on_output  # type: ignore[method-assign]
@@ -59,7 +59,7 @@ class _OutputPipe(asyncio.Protocol):
 
 
 class WorkerProcess(asyncio.Protocol):
-    """Starts at construction, inside a running event loop; `load` and then `score` as often as needed, then `close`."""
+    """Starts at construction, inside a running event loop. Call `load`, then `score` as often as needed, then `close`."""
 
     def __init__(
         self, spec: str, timeout_s: float, folder: str, on_output: Callable[[bytes], None]
@@ -86,7 +86,7 @@ class WorkerProcess(asyncio.Protocol):
                 stderr=output_write_fd,
                 pass_fds=fds,
                 cwd=folder,
-                start_new_session=True,  # what a function signals by group is not the trainer
+                start_new_session=True,  # a function that signals its process group must not reach the trainer
             )
         finally:
             os.close(life_read_fd)
@@ -95,11 +95,11 @@ class WorkerProcess(asyncio.Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended or is being ended; it takes no more responses."""
+        """Return whether the worker has ended or is being ended. It takes no more responses."""
         return self._ending is not None
 
     async def load(self) -> None:
-        """Return when the function is loaded. ValueError says why it cannot be, RuntimeError that it took the worker's life."""
+        """Return when the function is loaded. ValueError if it cannot be loaded, RuntimeError if loading ended the worker."""
         loop = asyncio.get_running_loop()
         output = os.fdopen(self._output_fd, "rb")
         await loop.connect_read_pipe(lambda: self._output, output)
@@ -112,11 +112,11 @@ class WorkerProcess(asyncio.Protocol):
             raise failure
 
     async def score(self, task: int, line: bytes) -> Outcome:
-        """Have one response scored. A worker that is late is ended, and takes no more."""
+        """Score one response. A worker that is late is ended and takes no more."""
         assert self._transport is not None
         answer = self._answers[task] = asyncio.get_running_loop().create_future()
         self._transport.write(line)
-        # `wait` tells what came in time even where this thread was kept from running past the deadline
+        # `wait` reports answers that came in time, even if this thread resumed after the deadline
         await asyncio.wait([answer], timeout=self._timeout_s + _ASYNC_GRACE_S * self.is_async)
         if not answer.done():
             why = f"no score within timeout_s={self._timeout_s}"
@@ -124,13 +124,13 @@ class WorkerProcess(asyncio.Protocol):
         return await answer
 
     async def close(self) -> None:
-        """End the worker and what it started; a worker that has nothing to do ends by itself."""
+        """End the worker and every process it started. An idle worker ends by itself."""
         if self._transport is not None:
             self._transport.close()
         await self._end("error", "the reward pool was closed", grace_s=_END_GRACE_S)
 
     def data_received(self, data: bytes) -> None:
-        """Of asyncio.Protocol: messages of the worker."""
+        """Handle messages of the worker (asyncio.Protocol)."""
         self._buffer += data
         *lines, rest = self._buffer.split(b"\n")
         self._buffer = bytearray(rest)
@@ -146,7 +146,7 @@ class WorkerProcess(asyncio.Protocol):
                 self._transport.abort()  # nothing more is read
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Of asyncio.Protocol: the worker has ended, or the function has closed its socket."""
+        """Handle a closed socket: the worker has ended, or the function closed it (asyncio.Protocol)."""
         self._end("error", "", grace_s=_END_GRACE_S)
 
     def _take_message(self, message: dict) -> None:
@@ -161,9 +161,10 @@ class WorkerProcess(asyncio.Protocol):
             self._is_loaded.set_result(None)
 
     def _end(self, failure: str, detail: str, grace_s: float = 0.0) -> asyncio.Task[None]:
-        """End the process tree, after `grace_s` if it does not end by itself; then tell all that wait for an answer.
+        """End the process tree, after `grace_s` if it does not end by itself. Then fail all pending answers.
 
-        Without `detail` the exit status is given. The first call decides; await the task to see the processes gone.
+        Without `detail`, the exit status is reported. The first call decides. Await the task to wait until the processes are
+        gone.
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end_processes(failure, detail, grace_s))

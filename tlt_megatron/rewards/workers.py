@@ -1,8 +1,7 @@
 """Scores responses in worker processes while the trainer decodes. Called by the rollout worker of each rank.
 
-`submit` each response as it ends, `collect` once for each batch. The trainer never runs a reward function itself,
-so one that hangs, leaks or crashes costs a worker, which is replaced, and never the run's other work. The workers are
-driven by an event loop in a thread of its own.
+`submit` each response when it ends, and `collect` once per batch. The trainer never runs a reward function itself. If one
+hangs, leaks or crashes, only its worker is lost and replaced. An event loop in a separate thread drives the workers.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
 from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
-# not a logger of ours: a user's prints belong into the rank's log file, not on the terminal
+# not one of our loggers: a user's prints belong in the rank's log file, not on the terminal
 output_log = logging.getLogger("reward_output")
 
-MAX_OUTPUT_BYTES = 1 << 16  # of a rank's reward functions that reach the log between two `collect`
-_STOP_POLL_S = 0.2  # between two questions whether to stop waiting
+MAX_OUTPUT_BYTES = 1 << 16  # logged output of a rank's reward functions between two `collect`
+_STOP_POLL_S = 0.2  # between two calls of `should_stop`
 _ASYNC_SLOTS = 64  # responses that one worker of an async function scores at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardStats:
-    """Counters of a pool since they were last taken."""
+    """Counters of a pool since they were last read."""
 
     num_scored: int = 0  # responses with a reward, failures that count as 0 included
     num_errors: int = 0  # the function raised, or its worker died
     num_timeouts: int = 0
     score_seconds: float = 0.0  # spent in the reward function, summed over workers
-    wait_seconds: float = 0.0  # that `collect` had to wait: what scoring adds to the step
+    wait_seconds: float = 0.0  # that `collect` waited: the time scoring adds to the RL step
 
 
 class RewardPool:
-    """`num_workers` processes that load `function_spec` (see `reward.load_reward`) at once, in the background.
+    """`num_workers` processes that load `function_spec` (see `reward.load_reward`) in parallel, in the background.
 
-    `on_error` says what a function that raises, exceeds `timeout_s` or kills its worker means: "raise" makes
-    `collect` raise RuntimeError; "zero" makes the reward 0.0, counts it and logs it once for each prompt.
-    What the function and its programs print goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` a batch.
+    `on_error` handles a function that raises, exceeds `timeout_s` or kills its worker. "raise" makes `collect` raise
+    RuntimeError. "zero" makes the reward 0.0, counts the failure and logs it once for each prompt. Output of the function and
+    its programs goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` per batch.
     Example: `with RewardPool("math", num_workers=2, timeout_s=30.0, on_error="raise") as pool: ...`
     """
 
@@ -70,13 +69,13 @@ class RewardPool:
         self._wait_seconds = 0.0
         self._broken: BaseException | None = None
         self._is_closed = False
-        self._logged_prompt_ids: set[str] = set()  # of the loop's thread, as all below
+        self._logged_prompt_ids: set[str] = set()  # used by the loop's thread, like all below
         self._output = _OutputLog(function_spec)
         self._workers: list[WorkerProcess] = []
         self._free: asyncio.Queue[_Seat] = (
             asyncio.Queue()
-        )  # a seat for each response it has room for
-        self._alone = _Seat()  # for responses whose worker ended with several in hand
+        )  # one entry for each response that a seat has room for
+        self._alone = _Seat()  # rescores responses whose worker ended with several at once
         self._alone_lock = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="reward-workers", daemon=True)
@@ -86,15 +85,15 @@ class RewardPool:
     def wait_ready(self) -> None:
         """Return when every worker has loaded the function.
 
-        ValueError says why it cannot be loaded, RuntimeError that a worker died over it.
+        ValueError if it cannot be loaded, RuntimeError if a worker died while loading it.
         """
         self._wait([self._loaded])
 
     def submit(self, rollout_key: Hashable, prompt: Prompt, solution_str: str) -> None:
-        """Have a response scored; never waits. ValueError if the batch holds `rollout_key` already.
+        """Submit a response for scoring; never waits. ValueError if the batch already holds `rollout_key`.
 
-        The function gets `extra_info` as JSON carries it: keys are text, bytes are base64, what else JSON does not
-        know (dates, decimals) is its `str`.
+        The function gets `extra_info` as JSON: keys are text, bytes are base64, other types unknown to JSON (dates, decimals)
+        are their `str`.
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
@@ -108,8 +107,10 @@ class RewardPool:
         self._batch[rollout_key] = self._call(scoring)
 
     def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
-        """Wait until `collect` will not; False if `should_stop` says True before that. What is not scored then is dropped
-        by `close`."""
+        """Wait until `collect` would not wait. Returns False if `should_stop` returns True first.
+
+        `close` then drops what is not scored.
+        """
         start = time.perf_counter()
         futures = [self._loaded, *self._batch.values()]
         while not (self._broken or self._is_closed):
@@ -123,10 +124,10 @@ class RewardPool:
         return True
 
     def collect(self) -> dict[Hashable, float]:
-        """Wait for all that was submitted since the last `collect`; the reward of each key, in no special order.
+        """Wait for everything submitted since the last `collect`; return the reward of each key, in no particular order.
 
-        With on_error="raise", RuntimeError as soon as one failure is known, naming its prompt; the pool can then
-        only be closed.
+        With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt. The pool can then only be
+        closed.
         """
         start = time.perf_counter()
         self._wait([self._loaded, *self._batch.values()])
@@ -138,7 +139,7 @@ class RewardPool:
         return {key: outcome.score for key, outcome in outcomes.items()}
 
     def take_stats(self) -> RewardStats:
-        """The counters since the last call, which starts them anew."""
+        """Return the counters since the last call, and reset them."""
         failures = [outcome.failure for outcome in self._scored]
         stats = RewardStats(
             num_scored=len(failures),
@@ -151,7 +152,7 @@ class RewardPool:
         return stats
 
     def close(self) -> None:
-        """End the workers and whatever they started. A second call does nothing."""
+        """End the workers and every process they started. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -169,21 +170,21 @@ class RewardPool:
         self.close()
 
     def _wait(self, futures: list[Future]) -> None:
-        """Return when all are done; raise the first error that any of them, or of an earlier call, has."""
+        """Return when all are done; raise the first error of any of them or of an earlier call."""
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
         if self._broken is None:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             self._broken = next((e for future in done if (e := future.exception())), None)
         if self._broken is not None:
-            # a fresh one each time: an exception object that is raised twice collects tracebacks
+            # a new exception each time: raising the same object twice collects tracebacks
             raise type(self._broken)(*self._broken.args)
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _run_loop(self) -> None:
-        # workers inherit the mask, so that no signal ends one before its handlers stand
+        # workers inherit the mask, so that no signal ends one before its handlers are set
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         self._loop.run_forever()
 
@@ -195,7 +196,7 @@ class RewardPool:
                 self._free.put_nowait(seat)
 
     async def _worker_of(self, seat: _Seat) -> WorkerProcess:
-        """The worker in a seat: a new one where the last has ended."""
+        """Return the worker in a seat. If the last one has ended, start a new one."""
         async with seat.lock:
             if seat.worker is None or seat.worker.is_lost:
                 arguments = self._spec, self._timeout_s, self._folder, self._output.write
@@ -206,7 +207,7 @@ class RewardPool:
             return seat.worker
 
     async def _score(self, task: int, line: bytes, prompt_id: str, key: Hashable) -> Outcome:
-        """The outcome of one response. With on_error="raise" a failure is a RuntimeError."""
+        """Return the outcome of one response. With on_error="raise", a failure raises RuntimeError."""
         seat = await self._free.get()
         try:
             outcome = await (await self._worker_of(seat)).score(task, line)
@@ -240,7 +241,7 @@ class _Seat:
 
 
 class _OutputLog:
-    """What reward functions print, to the log up to a bound for each batch; the rest is counted."""
+    """Logs what reward functions print, up to a limit for each batch. The rest is counted."""
 
     def __init__(self, spec: str) -> None:
         self._spec = spec

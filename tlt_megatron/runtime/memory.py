@@ -73,7 +73,7 @@ class MemoryLedger:
         return [f"{name:<{width}}" + "".join(f"{c:>13}" for c in cells) for name, cells in rows]
 
     def check(self, free_bytes: int) -> None:
-        """Raise ValueError if the fullest phase takes more than is free. The message names the settings of its largest claims."""
+        """Raise ValueError if the fullest phase takes more than is free. It names the settings of the largest claims."""
         usable = int(free_bytes * _USABLE_SHARE)
         if self.peak_bytes <= usable:
             return
