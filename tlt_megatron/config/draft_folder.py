@@ -1,6 +1,6 @@
-"""config.json of a drafter (EAGLE / EAGLE-3 layout), read and checked without torch: what is missing or not supported.
+"""Reads and checks a drafter's config.json (EAGLE / EAGLE-3 layout) without torch.
 
-Called before launch (`preflight.py`) and by `drafter.checkpoint.load_draft_config`, which makes the record of it.
+Called before launch (`preflight.py`) and by `drafter.checkpoint.load_draft_config`, which builds the record from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = {  # ours -> Hugging Face's
 
 
 def read_draft_settings(path: str | Path) -> dict[str, Any]:
-    """The checked settings, with head_dim filled in. ValueError says what is missing or not supported."""
+    """Return the checked settings, with head_dim filled in. ValueError says what is missing or not supported."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"speculation.drafter={str(path)!r}: must be a folder with config.json")
@@ -51,7 +51,7 @@ def read_draft_settings(path: str | Path) -> dict[str, Any]:
 
 
 def draft_rope(hf: dict[str, Any], file: Path) -> RopeConfig:
-    """The rotary embedding of a drafter. ValueError names the file."""
+    """Return the rotary embedding of a drafter. ValueError names the file."""
     try:
         return rope_config(hf)
     except ValueError as error:

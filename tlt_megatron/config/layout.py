@@ -1,4 +1,4 @@
-"""Checks that need the number of ranks and the sizes of the model; made before anything expensive starts."""
+"""Checks that need the number of ranks and the sizes of the model. They run before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from tlt_megatron.config.schema import RunConfig
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
-    """Refuse a run that cannot start: ranks that the layout does not divide, sizes that tensor or pipeline
-    parallelism cannot cut. ValueError names key, value and what is allowed. Reads only config.json."""
+    """Reject a run that cannot start. Reads only config.json.
+
+    The layout must divide the ranks, and tensor and pipeline parallelism must divide the model's sizes. ValueError names key,
+    value and what is allowed.
+    """
     tp, pp = config.parallel.tensor, config.parallel.pipeline
     if world_size % (tp * pp):
         raise ValueError(
@@ -48,7 +51,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
 
 
 def sglang_slack(config: RunConfig) -> int:
-    """Positions that SGLang needs behind a full sequence; 0 with another engine."""
+    """Return the positions that SGLang needs after a full sequence; 0 with another engine."""
     if config.rollout.engine != "sglang":
         return 0
     section = config.speculation
@@ -57,8 +60,11 @@ def sglang_slack(config: RunConfig) -> int:
 
 
 def draft_slack(strategies: Sequence[str]) -> int:
-    """Positions behind a full sequence that SGLang's drafts write to: two passes in flight, each with the rows of the widest
-    strategy or all candidates of the deepest; 4 are SGLang's own, also without drafts. Example: `["6_1_6"]` gives 18."""
+    """Return the positions after a full sequence that SGLang's drafts write to.
+
+    Two passes are in flight. Each writes the rows of the widest strategy, or all candidates of the deepest one. SGLang itself
+    needs 4, also without drafts. Example: `["6_1_6"]` gives 18.
+    """
     widest = 0
     for text in strategies:
         rows, reach = 1, 0

@@ -1,4 +1,4 @@
-"""YAML + `a.b=v` overrides -> RunConfig. The one place that turns untyped input into typed sections."""
+"""Reads YAML and `a.b=v` overrides into a RunConfig. Untyped input becomes typed sections only here."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ import yaml
 
 from tlt_megatron.config.schema import RunConfig
 
-# Keys that a user may expect under another name than the one they have.
+# Keys that users may expect under another name -> their real name.
 _RENAMED = {"drafter.path": "speculation.drafter", "model.drafter": "speculation.drafter"}
 
 
 class _DuplicateKeyError(ValueError):
-    """A key that stands twice in one mapping."""
+    """A key that occurs twice in one mapping."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader in which 1e-6 is a number, as everyone expects (plain YAML 1.1 reads it as a string), and in which a key that
-    stands twice in a mapping is an error (plain YAML keeps the last)."""
+    """SafeLoader with two changes: 1e-6 is a number, and a key that occurs twice in a mapping is an error.
+
+    Plain YAML 1.1 reads 1e-6 as a string, and keeps the last of two equal keys.
+    """
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """The mapping's node. _DuplicateKeyError names the key and both lines."""
+        """Return the mapping's node. _DuplicateKeyError names the key and both lines."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -46,7 +48,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that knows the same numbers, so that it quotes a string that looks like one."""
+    """SafeDumper with the same number format, so that it quotes a string that looks like a number."""
 
 
 for _class in (_Loader, _Dumper):
@@ -58,9 +60,9 @@ for _class in (_Loader, _Dumper):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path` (None: all defaults), apply `a.b=v` overrides in order, check every key, type and value.
+    """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check every key, type and value.
 
-    ValueError names the key, the value and what is allowed; an unknown key also the nearest known one.
+    ValueError names the key, the value and what is allowed. For an unknown key it also names the nearest known one.
     """
     raw: Any = {}
     if path is not None:
@@ -77,7 +79,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal value."""
+    """Return the whole configuration as YAML. `load_config` reads it back to an equal value."""
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
@@ -131,7 +133,7 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
 
 
 def _convert(value: object, hint: object, name: str) -> object:
-    """Check `value` against the annotation; the one widening allowed is int -> float. No number may be infinite or NaN."""
+    """Convert `value` to the annotated type. Only int -> float is widened. A number must be finite."""
     _check_finite(value, name)
     origin = typing.get_origin(hint) or hint
     if origin is types.UnionType:
@@ -148,7 +150,7 @@ def _convert(value: object, hint: object, name: str) -> object:
 
 
 def _check_finite(value: object, name: str) -> None:
-    """ValueError for a NaN or an infinity, also inside of a list or a table."""
+    """Raise ValueError for a NaN or an infinity, also inside a list or a table."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be a finite number")
     if isinstance(value, dict):

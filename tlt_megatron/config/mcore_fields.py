@@ -1,8 +1,8 @@
-"""Which fields of Megatron's TransformerConfig `mcore.transformer` may set, and what to do instead for the others.
+"""The fields of Megatron's TransformerConfig that `mcore.transformer` may set, and what to use instead of the others.
 
-A list of what is allowed, not of what is refused: Megatron has some 230 fields and gains more with every version, and one
-field that changes the model and was forgotten in a list of refusals would train a policy that is not the one that rolls
-out, without a word. The allowed ones change how and where the same numbers are computed: kernels, fusions, overlap, memory, pipeline stages.
+This is a list of allowed fields. Megatron has about 230 fields and adds more with every version. A list of forbidden fields
+could miss one that changes the model, and the trained policy would silently differ from the one that rolls out. Allowed fields
+change only how and where the same numbers are computed: kernels, fusions, overlap, memory, pipeline stages.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ALLOWED_FIELDS = frozenset(
         "config_logger_dir",
     )
 )
-# Fields that other settings own, or on whose value the correctness of the package rests -> what to do instead.
+# Fields that another setting controls, or whose value this package relies on -> what to do instead.
 _INSTEAD = {
     "tensor_model_parallel_size": "set parallel.tensor",
     "pipeline_model_parallel_size": "set parallel.pipeline",
@@ -94,7 +94,7 @@ _INSTEAD = {
 
 
 def check_transformer_fields(fields: Mapping[str, object]) -> None:
-    """ValueError for a field that is not allowed, with what to do instead or the nearest field that is."""
+    """Raise ValueError for a field that is not allowed. It says what to do instead, or names the nearest allowed field."""
     for name, value in fields.items():
         if name in ALLOWED_FIELDS:
             continue

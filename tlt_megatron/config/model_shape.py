@@ -1,6 +1,7 @@
-"""The shape of a decoder-only policy, read once from config.json; the engines, the drafter and the Megatron builder build
-from this record. Families: Llama, Qwen2/2.5, Qwen3 (dense). Imports neither torch nor transformers, so that a model that is
-not supported is refused before they are loaded; the defaults of absent keys are those of transformers.
+"""Reads the shape of a decoder-only policy from config.json. The engines, the drafter and the Megatron builder use this record.
+
+Families: Llama, Qwen2/2.5, Qwen3 (dense). It imports neither torch nor transformers, so an unsupported model is rejected before
+they are loaded. Defaults of absent keys are those of transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _QWEN3_HEAD_DIM = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `kind` "default", "linear" or "llama3"; the llama3 fields are those of Llama 3.1."""
+    """Rotary embedding. `kind` is "default", "linear" or "llama3"; the llama3 fields are those of Llama 3.1."""
 
     theta: float
     kind: str = "default"
@@ -66,7 +67,7 @@ class ModelConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. ValueError names the file."""
+    """Return the object in a JSON file. ValueError names the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -124,7 +125,7 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _check_options(hf: Mapping[str, Any]) -> None:
-    """Refuse what would make another function of the same tensors."""
+    """Raise ValueError for an option that would compute another function of the same tensors."""
     kind = hf["model_type"]
     for option, allowed in (
         ("hidden_act", "silu"),
@@ -175,7 +176,7 @@ def _head_dim(hf: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
-    """From transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling` before it."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions)."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters={rope!r}: must be an object")
@@ -203,7 +204,7 @@ def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
 
 
 def check_megatron_rope(rope: RopeConfig) -> None:
-    """ValueError for a llama3 scaling that Megatron cannot express."""
+    """Raise ValueError for a llama3 scaling that Megatron cannot express."""
     if rope.kind != "llama3":
         return
     for name, fixed in MEGATRON_LLAMA3_ROPE.items():
@@ -214,7 +215,7 @@ def check_megatron_rope(rope: RopeConfig) -> None:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model in Hugging Face's names; tied embeddings have no lm_head."""
+    """Return the shape of every tensor of the model by Hugging Face name. With tied embeddings there is no lm_head."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, ffn, vocab = config.hidden_size, config.ffn_size, config.vocab_size
     layer: dict[str, tuple[int, ...]] = {
@@ -244,8 +245,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_eos_token_ids(folder: Path, vocab_size: int | None = None) -> list[int]:
-    """The stop tokens that config.json and generation_config.json name, in no order. ValueError names file and value of what
-    is no token id, or lies beyond `vocab_size`."""
+    """Return the stop tokens in config.json and generation_config.json, in no particular order.
+
+    ValueError names the file and the value if it is not a token id or is not below `vocab_size`.
+    """
     found: list[int] = []
     for name in ("config.json", "generation_config.json"):
         file = folder / name

@@ -1,4 +1,4 @@
-"""The sections of what is trained: the policy, how it is cut over the ranks, its loss, optimizer and Megatron options."""
+"""Sections for what is trained: the policy, its layout over the ranks, its loss, its optimizer and Megatron options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:
-    """How the policy is cut over the ranks. Data parallelism is what is left: world / (tensor * pipeline)."""
+    """How the policy is split over the ranks. The data-parallel size is world / (tensor * pipeline)."""
 
     tensor: int = 1  # tensor-parallel ranks, >= 1
     pipeline: int = 1  # pipeline stages, >= 1
@@ -49,13 +49,13 @@ class AlgorithmSection:
     dual_clip: float = 0.0  # bound on ratio * |A| where A < 0; 0: off, else > 1
     aggregation: str = "token_mean"  # token_mean | sequence_mean | sequence_sum (summed over tokens / max_new_tokens)
     entropy_coef: float = 0.0  # > 0 rewards entropy
-    kl_coef: float = 0.0  # 0: no reference policy is kept
+    kl_coef: float = 0.0  # 0: no reference policy
     kl_placement: str = "loss"  # loss | reward
     kl_estimator: str = "k3"  # k1 | k2 | k3
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
     num_minibatches: int = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: int = 1  # passes over a batch of rollouts
-    recompute_log_probs: str = "auto"  # before the update: auto (not where redundant) | always
+    recompute_log_probs: str = "auto"  # before the update: auto (skipped if redundant) | always
     max_logprob_diff: float | None = (
         None  # nats, training to rollout at the first step; None: max 1e-3, mean 0.1 with bfloat16
     )
@@ -107,8 +107,11 @@ class AlgorithmSection:
 
     @property
     def has_logprob_pass(self) -> bool:
-        """Whether log-probs are computed before the update. Where a batch gets one update alone, the update's own forward
-        pass computes the same numbers, soon enough for all but a KL penalty in the reward."""
+        """Return whether log-probs are computed in a separate pass before the update.
+
+        If a batch gets only one update, the update's own forward pass computes the same numbers. Only a KL penalty in the
+        reward needs them earlier.
+        """
         num_updates = self.num_epochs * self.num_minibatches
         has_kl_reward = self.kl_coef > 0 and self.kl_placement == "reward"
         return self.recompute_log_probs == "always" or num_updates > 1 or has_kl_reward
@@ -122,7 +125,7 @@ class OptimizerSection:
     min_lr: float = 0.0  # at the end of a decay
     warmup_steps: int = 0
     decay: str = "constant"  # constant | linear | cosine
-    decay_steps: int = 0  # needed where decay is not constant
+    decay_steps: int = 0  # required unless decay is constant
     weight_decay: float = 0.01  # not on norms and biases
     beta1: float = 0.9
     beta2: float = 0.95
@@ -151,9 +154,9 @@ class OptimizerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McoreSection:
-    """Megatron-core. `transformer` goes verbatim to its TransformerConfig, after ours: what does not change the model."""
+    """Megatron-core. `transformer` is passed unchanged to its TransformerConfig, after ours; only some fields are allowed."""
 
-    micro_batch_tokens: int = 8192  # packed tokens of one at most, one longer sequence excepted
+    micro_batch_tokens: int = 8192  # at most, in one pack; a longer sequence gets its own
     recompute: str = "none"  # activation recompute: none | selective | full
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     transformer: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,6 @@
-"""What can be known from files before torch is imported: the policy's folder, the drafter's, the tokenizer, the prompts'
-files. Called by the launcher, so that such a mistake costs a moment and one line.
+"""Checks what files show before torch is imported: the folders of policy and drafter, the tokenizer, the prompt files.
+
+The launcher calls it, so that such a mistake is reported within a moment and in one line.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from tlt_megatron.config.weight_files import (
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # old Llama checkpoints store what is computed anyway
+_DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # in old Llama checkpoints; never read, but computed
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COMPARED_BYTES = 1 << 16  # of the beginning and the end of a tensor
+_COMPARED_BYTES = 1 << 16  # compared at the beginning and at the end of a tensor
 _PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a parquet file
 
 
 def check_files(config: RunConfig) -> None:
-    """ValueError, in one line, for what a run would stumble over later. Reads configs, headers and the tokenizer, no weights."""
+    """Raise ValueError, in one line, for problems that a run would hit later. Reads configs, headers and the tokenizer, no
+    weights.
+    """
     policy = _check_policy(config.model.path)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
         _check_drafter(Path(config.speculation.drafter), policy)
     _check_prompts("data.train", config.data.train)
     if config.data.eval:
         _check_prompts("data.eval", config.data.eval)
-    _check_tokenizer(config.model.path, policy.vocab_size)  # last: of these it takes the longest
+    _check_tokenizer(config.model.path, policy.vocab_size)  # last, because it is the slowest
 
 
 def risky_settings(config: RunConfig) -> list[str]:
-    """Settings that are allowed and do harm: to what is learned, or to messages. For a warning each at the start."""
+    """Return a warning for each setting that is allowed but harms what is learned or what messages say."""
     rollout, run, found = config.rollout, config.run, []
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0
     if is_truncated and config.algorithm.tis_cap == 0:
@@ -76,13 +79,13 @@ def _check_policy(path: str) -> ModelConfig:
 
 
 def _refusal(setting: str, folder: Path, error: ValueError) -> ValueError:
-    """The error under the setting's name, which holds the folder already."""
+    """Return the error prefixed with the setting's name, without the folder, which the setting already holds."""
     text = str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
     return ValueError(f"{setting}: {text}")
 
 
 def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """The files hold the tensors of this architecture, and no others: a bias that is not read would be lost."""
+    """Check that the files hold exactly the tensors of this architecture. An extra bias, for example, would be ignored."""
     shapes = tensor_shapes(config)
     missing = [name for name in shapes if name not in tensors]
     if missing:
@@ -100,7 +103,7 @@ def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> N
 
 
 def _check_tied(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Compares the ends alone; loading compares the whole (`mcore/weight_map.py`)."""
+    """Compare only the ends of both tensors. Loading compares them fully (`mcore/weight_map.py`)."""
     if not config.tie_word_embeddings or not {_LM_HEAD, _EMBEDDING} <= tensors.keys():
         return
     head, embedding = tensors[_LM_HEAD], tensors[_EMBEDDING]

@@ -1,14 +1,14 @@
-"""Refusals of a setting: key, value and what is allowed in one line. Called by the sections' own checks."""
+"""Range checks for settings. The error names key, value and what is allowed in one line. Used by the sections."""
 
 from __future__ import annotations
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
-    """ValueError unless `condition` holds."""
+    """Raise ValueError unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}={value!r}: must be {allowed}")
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError unless `value` is one of `allowed`."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     require(value in allowed, name, value, "one of " + ", ".join(allowed))

@@ -1,5 +1,7 @@
-"""Every setting of a run, one frozen section per component. A section checks itself; `layout.py`
-checks what only the whole can know (ranks, model sizes). Defaults are those of a small CPU run."""
+"""Every setting of a run, in one frozen section per component. Defaults are those of a small CPU run.
+
+Each section checks itself. `layout.py` checks what depends on ranks and model sizes.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """Prompts. Rows in slime's keys (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, ...)."""
+    """Prompts. Rows use slime's keys (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, ...)."""
 
     train: str = ""  # .jsonl or .parquet
     eval: str = ""  # the same; empty: no evaluation
     input_key: str = "prompt"  # string or list of chat messages
     label_key: str = ""  # empty: label, else reward_model.ground_truth
-    apply_chat_template: bool = True  # for chat messages; a string prompt is taken as it is
-    duplicate_ids: str = "refuse"  # refuse | keep; of rows with the same id and data_source
-    max_prompt_tokens: int = 1024  # longer prompts are left out, counted and reported
+    apply_chat_template: bool = True  # for chat messages; a string prompt is used unchanged
+    duplicate_ids: str = "refuse"  # rows with the same id and data_source: refuse | keep
+    max_prompt_tokens: int = 1024  # longer prompts are skipped, counted and reported
     shuffle: bool = True
     seed: int = 0  # of the order of the prompts
 
@@ -76,11 +78,11 @@ class RewardSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
-    """Generation. One step draws `num_prompts` prompts and answers each `num_samples` times."""
+    """Generation. One RL step draws `num_prompts` prompts and generates `num_samples` responses for each."""
 
     engine: str = "embedded"  # embedded | sglang
     dtype: str = "float32"  # float32 | bfloat16 | float64 (the same tokens in any batch shape)
-    num_prompts: int = 16  # prompts per step over all ranks
+    num_prompts: int = 16  # prompts per RL step over all ranks
     num_samples: int = 8  # responses per prompt (G)
     max_new_tokens: int = 512
     temperature: float = 1.0  # > 0
@@ -89,8 +91,10 @@ class RolloutSection:
     max_batch_size: int = 64  # sequences decoded at once per replica
     kv_cache_tokens: int = 0  # per replica; 0: room for max_batch_size full-length sequences
     prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
-    cuda_graphs: bool = True  # embedded, on GPUs: passes are captured and replayed
-    batch_invariant: bool = False  # embedded: a row's numbers do not depend on what shares its pass
+    cuda_graphs: bool = True  # embedded, on GPUs: capture and replay passes
+    batch_invariant: bool = (
+        False  # embedded: a row's numbers do not depend on its pass's other rows
+    )
 
     def __post_init__(self) -> None:
         _one_of("rollout.engine", self.engine, ("embedded", "sglang"))
@@ -121,7 +125,7 @@ class RolloutSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSection:
-    """Speculative rollouts: they change no token, only the time it takes to draw it."""
+    """Speculative rollouts. They change only the time to draw tokens, not the tokens."""
 
     enabled: bool = False
     drafter: str = ""  # folder of an EAGLE drafter of this policy (tools/warmup_drafter.py)
@@ -132,7 +136,7 @@ class SpeculationSection:
     beg_thresholds: list[int] = field(
         default_factory=list
     )  # beg_mab: smallest batch of each bucket, from 1
-    measure_gain: bool = False  # at the end: the last steps' rollouts with and without, timed
+    measure_gain: bool = False  # at the end, time the last steps' rollouts with and without
     ranking: str = "noise"  # of drafts: noise (what the policy will draw) | probability (EAGLE-2)
 
     def __post_init__(self) -> None:
@@ -149,24 +153,24 @@ class SpeculationSection:
 
     @property
     def is_learned(self) -> bool:
-        """Whether any strategy drafts with a learned drafter: all but off and n-grams alone do."""
+        """Return whether any strategy uses a learned drafter. Only off and plain n-grams do not."""
         return any(s != "off" and not s.startswith("ngram") for s in self.strategies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSection:
-    """The learned drafter and its training. One step trains on one packed batch per member."""
+    """The learned drafter and its training. One optimizer step trains on one packed batch per member."""
 
     algorithm: str = "eagle"  # eagle | hass | eagle3
     aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three layers; empty: default
     dtype: str = "float32"  # of training arithmetic: float32 | bfloat16; weights stay float32
-    unroll_steps: int = 0  # drafted steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
+    unroll_steps: int = 0  # draft steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
     unroll_decay: float = 0.8  # weight of each further step, (0, 1]
     feature_weight: float | None = None  # smooth L1 per 1 of cross entropy; None: 10, eagle3 0
     batch_tokens: int = 4096  # packed rows of one batch; longer sequences are cut into windows
-    head_chunk_tokens: int = 512  # rows whose vocabulary-sized logits exist at once
+    head_chunk_tokens: int = 512  # rows whose vocabulary-sized logits are held at once
     lr: float = 1e-3  # constant after warm-up
-    warmup_steps: int = 20  # counted over the drafter's whole life, not per session
+    warmup_steps: int = 20  # optimizer steps, over the drafter's whole life, not per session
     weight_decay: float = 0.0  # not on norms and biases
     beta1: float = 0.9
     beta2: float = 0.95
@@ -212,17 +216,19 @@ class DrafterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSection:
-    """Drafter training on ranks that have finished their rollouts, until the last rank has."""
+    """Drafter training on ranks that have finished their rollouts. It ends when the last rank finishes."""
 
     enabled: bool = False
-    min_idle_replicas: int = 1  # sessions start when so many rollout replicas are idle
-    publish: str = "step"  # new drafters reach the engines: step (at phase boundaries) | live (also mid-rollout)
+    min_idle_replicas: int = 1  # sessions start when this many rollout replicas are idle
+    publish: str = (
+        "step"  # when engines get drafters: step (phase boundaries) | live (mid-rollout too)
+    )
     data_bytes: int = 256 << 20  # budget of a rank's DataBuffer
-    keep_steps: int = 1  # earlier RL steps whose sequences stay, while data_bytes holds them
+    keep_steps: int = 1  # earlier RL steps whose sequences are kept, within data_bytes
     long_tail_share: float = 0.5  # of a batch, from the longest responses of earlier steps
-    holdout_share: float = 0.05  # of the samples, never trained on: candidates are compared on them
+    holdout_share: float = 0.05  # of the samples: never trained on, used to compare candidates
     max_updates: int = 0  # drafter updates per RL step; 0: as many as fit into the idle time
-    member_timeout_s: float = 20.0  # a member that is silent so long is lost; > one drafter step
+    member_timeout_s: float = 20.0  # a member silent for this long is lost; > one drafter step
     seed: int = 0  # of the order of the data
 
     def __post_init__(self) -> None:
@@ -245,10 +251,11 @@ class SpotSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangSection:
-    """The SGLang engine. `engine_args` are passed verbatim to its Engine, after ours."""
+    """The SGLang engine. `engine_args` are passed unchanged to its Engine, after ours."""
 
-    start_timeout_s: float = 600.0  # an engine that is not up by then is an error on every rank
-    # An engine that is asked something and sends nothing for so long hangs, which ends the run; longer than any prefill.
+    start_timeout_s: float = 600.0  # if an engine is not up by then, every rank raises an error
+    # An engine that sends nothing for this long after a request is considered hung, which ends the run. Set it longer than any
+    # prefill.
     request_timeout_s: float = 300.0
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -259,10 +266,10 @@ class SglangSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    """Written to <run.dir>/checkpoints in Megatron's layout."""
+    """Checkpoints. Written to <run.dir>/checkpoints in Megatron's layout."""
 
     interval: int = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
-    keep: int = 2  # newest checkpoints that stay; 0: all
+    keep: int = 2  # newest checkpoints that are kept; 0: all
     resume: str = "never"  # auto: from the newest, if any | never | folder of checkpoints, or one
     export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
 
@@ -273,7 +280,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
-    """Held-out evaluation before the first and after the last step, and every `interval` steps."""
+    """Evaluation on data.eval before the first and after the last RL step, and every `interval` steps."""
 
     interval: int = 0  # 0: first and last only
     num_prompts: int = 0  # 0: all of data.eval
@@ -289,7 +296,7 @@ class EvalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingSection:
-    """What a run leaves to look at."""
+    """What a run writes for its users."""
 
     tensorboard: bool = True  # <run.dir>/tensorboard
     wandb_project: str = ""  # empty: off; needs the wandb package
@@ -316,11 +323,9 @@ class RunSection:
     num_steps: int = 10  # RL steps
     seed: int = 0  # of sampling noise
     device: str = "auto"  # auto: cuda where there is one | cpu | cuda
-    group_timeout_s: float = 1800.0  # a collective that waits longer fails, naming the ranks
-    heartbeat_timeout_s: float = (
-        60.0  # a rank that is silent so long ends the run; 0: off, else >= 1
-    )
-    max_bad_updates: int = 3  # in a row, skipped or not finite; the run then ends with exit code 1
+    group_timeout_s: float = 1800.0  # a collective that waits longer fails and names the ranks
+    heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
+    max_bad_updates: int = 3  # skipped or not finite, in a row; the run then ends with exit code 1
 
     def __post_init__(self) -> None:
         _require(self.num_steps >= 0, "run.num_steps", self.num_steps, ">= 0")
@@ -360,7 +365,7 @@ class RunConfig:
 
     @property
     def ranks_per_engine(self) -> int:
-        """Ranks whose GPUs one rollout engine uses: SGLang's `tp_size`."""
+        """Return the number of ranks whose GPUs one rollout engine uses: SGLang's `tp_size`."""
         if self.rollout.engine != "sglang":
             return 1
         return int(self.sglang.engine_args.get("tp_size", 1))

@@ -1,7 +1,7 @@
-"""The safetensors of a model folder, read without torch: which file holds which tensor, and whether the files are whole.
+"""Reads the safetensors headers of a model folder without torch: which file holds which tensor, and whether files are complete.
 
 A safetensors file is 8 bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and the data.
-Called before launch (`preflight.py`) and by `models.hf_io.HfReader`, so that both read the same files.
+Called before launch (`preflight.py`) and by `models.hf_io.HfReader`, so both read the same files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SCALE_ENDINGS = (
     *(".weight_packed", ".absmax", ".SCB", "_global_scale"),
 )
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_MAX_NAMED = 3  # names that a message lists
+_MAX_NAMED = 3  # names listed in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [start, end) of the file."""
+    """The location of a tensor: bytes [start, end) of the file."""
 
     file: Path
     dtype: str  # safetensors' name: F32, BF16, ...
@@ -44,9 +44,9 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder by name. Where there is an index, it alone says which files count; others are ignored.
+    """Return every tensor of a folder by name. If there is an index, only the files it names are read.
 
-    ValueError names the file that is missing, truncated or not safetensors, and a tensor that stands in two files.
+    ValueError names a file that is missing, truncated or not safetensors, or a tensor that is in two files.
     """
     index = folder / INDEX_NAME
     if index.is_file():
@@ -85,7 +85,7 @@ def _by_index(index: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. ValueError names the file if its size is not what its header says."""
+    """Return the tensors of one safetensors file. ValueError names the file if its size does not match its header."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -128,7 +128,7 @@ def _other_weights(folder: Path) -> str:
 
 
 def check_not_quantized(settings: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """ValueError for weights that mean nothing without their scales: training needs plain ones."""
+    """Raise ValueError for quantized weights. Training needs weights that are usable without scales."""
     for key in ("quantization_config", "compression_config"):
         quantization = settings.get(key)
         if quantization:
@@ -146,6 +146,6 @@ def check_not_quantized(settings: Mapping[str, Any], tensors: Mapping[str, Store
 
 
 def name_some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
