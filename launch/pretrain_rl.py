@@ -1,7 +1,7 @@
 """The trainer's entry: `python launch/torchrun.py --nproc-per-node 2 launch/pretrain_rl.py --config my.yaml [a.b=v ...]`.
 
-Plain `torchrun` starts it too; `python launch/pretrain_rl.py ...` runs one rank. Bad input ends with exit code 2 before
-torch is imported.
+Plain `torchrun` also starts it; `python launch/pretrain_rl.py ...` runs one rank. Bad input ends with exit code 2 before torch
+is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of one rank starve the others
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost rank is 30 lines of C++ frames
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # otherwise a lost rank prints 30 lines of C++ frames
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
@@ -35,8 +37,10 @@ log = logging.getLogger("launch.pretrain_rl")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done (or stopped on request and saved), 1 a rank failed, 2 bad input, 128 + signal stopped
-    during set-up."""
+    """Run the trainer and return the exit code.
+
+    0: done, or stopped on request and saved. 1: a rank failed. 2: bad input. 128 + signal: stopped during set-up.
+    """
     end_with_parent()
     options = _parse(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,14 +82,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _refuse(error: ValueError) -> int:
-    """What every rank finds in the same files, said once."""
+    """Print an error that every rank finds in the same files, only on rank 0. Return exit code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"pretrain_rl: {error}", file=sys.stderr)
     return 2
 
 
 def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
-    """The run folder, locked for this run, on rank 0; None elsewhere."""
+    """Return the run folder, locked for this run, on rank 0; None elsewhere."""
     if os.environ.get("RANK", "0") != "0":
         return None
     path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -93,17 +97,19 @@ def _claim_run_folder(config: RunConfig, name: str) -> RunFolder | None:
 
 
 class _Launch:
-    """One rank of one run, and what there is to say if it fails."""
+    """One rank of one run, including its error report."""
 
     def __init__(self, config: RunConfig, stop: StopRequest, rank: int) -> None:
         self._config = config
         self._stop = stop
         self._rank = rank
         self._run_dir: Path | None = None
-        self._run: Run | None = None  # once it is built
+        self._run: Run | None = None  # set when it is built
 
     def run(self, folder: RunFolder | None) -> int:
-        """Returns the exit code. A failure is told to the other ranks before anything is closed, which may take long."""
+        """Run and return the exit code. A failure is sent to the other ranks before anything is closed, because closing may be
+        slow.
+        """
         code = 0
         try:
             with ExitStack() as stack:
@@ -114,11 +120,11 @@ class _Launch:
                     raise
             self._leave()
         except Exception as error:
-            return code or self._report(error)  # reported already, or of what was being closed
+            return code or self._report(error)  # reported already, or raised while closing
         return 0
 
     def _leave(self) -> None:
-        """All ranks together: rank 0 hosts the store that the others read until they stop listening."""
+        """Leave the group on all ranks together: rank 0 hosts the store that the others read until they stop listening."""
         import torch.distributed as dist
 
         self._stop.close()
@@ -150,7 +156,10 @@ class _Launch:
             finish_run(self._run, config, self._run_dir)
 
     def _report(self, error: Exception) -> int:
-        """The first rank to fail says why, in one line; every rank writes the traceback to its log."""
+        """Report a failure and return the exit code.
+
+        The first rank to fail gives the reason in one line. Every rank writes the traceback to its log.
+        """
         from tlt_megatron.policy.health import UnhealthyTrainingError
         from tlt_megatron.runtime.heartbeat import RanksLost
 
@@ -163,7 +172,7 @@ class _Launch:
         if isinstance(error, RanksLost):
             line = str(error)
         if isinstance(error, ValueError) and self._run is None:
-            code, line = 2, str(error)  # of prompts, reward, sizes, memory, checkpoint
+            code, line = 2, str(error)  # bad prompts, reward, sizes, memory or checkpoint
         where = ""
         if self._run_dir is not None:
             log.error("%s", line, exc_info=error, extra=FILE_ONLY)
@@ -183,7 +192,7 @@ class _Launch:
 if __name__ == "__main__":
     exit_code = main()
     if exit_code == 1:
-        # A communicator whose peer is gone may wait for it when the interpreter takes it down.
+        # A communicator may wait for a lost peer when the interpreter destroys it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

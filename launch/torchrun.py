@@ -1,8 +1,8 @@
 """torchrun for this program: `python launch/torchrun.py [options of torchrun] launch/pretrain_rl.py --config my.yaml`.
 
-torchrun itself ends the ranks 30 s after a signal, by default dies of SIGUSR1, and fails even if the run was saved. Here
-SIGTERM, SIGUSR1, SIGINT and SIGHUP go to the ranks and to nothing else: the run ends when they do, with exit code 0 if they
-all say that they are done or have saved. A second Ctrl-C kills them.
+torchrun itself ends the ranks 30 s after a signal. It dies of SIGUSR1 by default and fails even if the run was saved. Here
+SIGTERM, SIGUSR1, SIGINT and SIGHUP go only to the ranks, and the run ends when they end. The exit code is 0 if all ranks report
+that they are done or have saved. A second Ctrl-C kills them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tlt_megatron.runtime.parent import AGENT_PID
 from tlt_megatron.runtime.stop import SIGNALS
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
-_LOOK_S = 1.0  # seconds between two looks whether ranks have been started
+_LOOK_S = 1.0  # seconds between two checks for started ranks
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code of the first rank that failed, 128 + signal where one was killed, 0 if none failed."""
+    """Return the exit code of the first rank that failed, 128 + signal if one was killed, 0 if none failed."""
     forwarder = _Forwarder()
     forwarder.start()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
     options = parse_args(arguments)
     options.signals_to_handle = "SIGQUIT"
-    # Ranks say in one line why they end; torchrun's account of the others would follow.
+    # Ranks print in one line why they end. This hides torchrun's own report after it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(options)
@@ -51,14 +51,14 @@ def main(arguments: list[str]) -> int:
 
 
 class _Forwarder:
-    """The thread that takes this process's signals. They are blocked in all others, and in the ranks until these listen."""
+    """The thread that takes this process's signals. All other threads block them, and so do ranks until they listen."""
 
     def __init__(self) -> None:
         self.has_killed = False
         self._num_interrupts = 0
 
     def start(self) -> None:
-        """Main thread only, before any other thread starts."""
+        """Start the thread. Call it in the main thread before any other thread starts."""
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         taken = SIGNALS if is_nohup else _TAKEN
         signal.pthread_sigmask(signal.SIG_BLOCK, taken)
@@ -97,7 +97,7 @@ class _Forwarder:
 
 
 def _ranks() -> list[int]:
-    """Children of any thread of this process that lead a process group of their own, as torchrun starts ranks."""
+    """Return the ranks: children of any thread of this process that lead their own process group, as torchrun starts them."""
     children = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
     pids = [int(pid) for text in children for pid in text.split()]
     return [pid for pid in pids if _leads_group(pid)]
