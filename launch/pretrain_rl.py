@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of one rank starve the others
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "TORCH_CPP_LOG_LEVEL", "ERROR"
-)  # otherwise a lost rank prints 30 lines of C++ frames
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost rank prints 30 lines of C++
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import dump_config, load_config
@@ -107,9 +105,7 @@ class _Launch:
         self._run: Run | None = None  # set when it is built
 
     def run(self, folder: RunFolder | None) -> int:
-        """Run and return the exit code. A failure is sent to the other ranks before anything is closed, because closing may be
-        slow.
-        """
+        """Run and return the exit code. A failure is sent to the other ranks before the slow closing."""
         code = 0
         try:
             with ExitStack() as stack:

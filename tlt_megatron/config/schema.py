@@ -92,9 +92,7 @@ class RolloutSection:
     kv_cache_tokens: int = 0  # per replica; 0: room for max_batch_size full-length sequences
     prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
     cuda_graphs: bool = True  # embedded, on GPUs: capture and replay passes
-    batch_invariant: bool = (
-        False  # embedded: a row's numbers do not depend on its pass's other rows
-    )
+    batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
 
     def __post_init__(self) -> None:
         _one_of("rollout.engine", self.engine, ("embedded", "sglang"))
@@ -220,9 +218,7 @@ class SpotSection:
 
     enabled: bool = False
     min_idle_replicas: int = 1  # sessions start when this many rollout replicas are idle
-    publish: str = (
-        "step"  # when engines get drafters: step (phase boundaries) | live (mid-rollout too)
-    )
+    publish: str = "step"  # of new drafters to the engines: step (phase boundaries) | live
     data_bytes: int = 256 << 20  # budget of a rank's DataBuffer
     keep_steps: int = 1  # earlier RL steps whose sequences are kept, within data_bytes
     long_tail_share: float = 0.5  # of a batch, from the longest responses of earlier steps
