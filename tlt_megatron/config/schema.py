@@ -218,7 +218,7 @@ class SpotSection:
 
     enabled: bool = False
     min_idle_replicas: int = 1  # sessions start when this many rollout replicas are idle
-    publish: str = "step"  # of new drafters to the engines: step (phase boundaries) | live
+    publish: str = "step"  # to the engines: step (phase boundaries) | live (also mid-rollout)
     data_bytes: int = 256 << 20  # budget of a rank's DataBuffer
     keep_steps: int = 1  # earlier RL steps whose sequences are kept, within data_bytes
     long_tail_share: float = 0.5  # of a batch, from the longest responses of earlier steps
