@@ -71,7 +71,8 @@ class _Forwarder:
             info = signal.sigtimedwait(taken, _LOOK_S)
             ranks = _ranks()
             has_started = has_started or bool(ranks)
-            if info is None:
+            # Where SIGCONT ends the wait after its time, CPython returns a record that was never filled in.
+            if info is None or info.si_signo not in taken:
                 continue
             number = info.si_signo
             if not has_started:
@@ -98,8 +99,10 @@ class _Forwarder:
 
 def _ranks() -> list[int]:
     """Return the ranks: children of any thread of this process that lead their own process group, as torchrun starts them."""
-    children = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    pids = [int(pid) for text in children for pid in text.split()]
+    pids: list[int] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # that thread has just ended
+            pids += map(int, path.read_text().split())
     return [pid for pid in pids if _leads_group(pid)]
 
 
