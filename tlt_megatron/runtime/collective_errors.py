@@ -20,7 +20,8 @@ def is_collective_error(error: RuntimeError) -> bool:
     """Return whether the error comes from communication among ranks."""
     if isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError):
         return True
-    return bool(_COLLECTIVE.search(str(error)))
+    # The first line alone: the traceback of a user's reward function may hold "Connection reset by peer" too.
+    return bool(_COLLECTIVE.search(str(error).partition("\n")[0]))
 
 
 def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tuple[str, bool]:

@@ -106,6 +106,9 @@ def test_errors_of_collectives_are_said_in_our_words() -> None:
     assert is_collective_error(timeout)
     assert is_collective_error(closed)
     assert not is_collective_error(RuntimeError("shape '[2]' is invalid for input of size 3"))
+    reward = "reward.function='judge.py:score' failed on prompt_id='7': Traceback (most recent call last):"
+    reward += "\nConnectionResetError: [Errno 104] Connection reset by peer"
+    assert not is_collective_error(RuntimeError(reward))
     text, is_timeout = describe_collective_error(timeout, 90.0)
     assert is_timeout
     assert text == "a collective: no answer within run.group_timeout_s=90 s"
