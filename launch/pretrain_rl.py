@@ -133,7 +133,7 @@ class _Launch:
         from tlt_megatron.runtime.process_groups import init_world
         from tlt_megatron.trainer.build import build_run
         from tlt_megatron.trainer.finish import finish_run
-        from tlt_megatron.trainer.memory_ledger import make_ledger
+        from tlt_megatron.trainer.memory_ledger import check_memory, make_ledger
 
         config = self._config
         device = select_device(config.run.device)
@@ -141,7 +141,7 @@ class _Launch:
         ledger = make_ledger(config, world.size, device)
         if world.is_first:
             print("\n".join(ledger.lines()), flush=True)
-        ledger.check(device.free_bytes() + device.process_bytes())
+        check_memory(ledger, device.free_bytes() + device.process_bytes(), world)
         self._run_dir = Path(broadcast_object(str(folder.path) if folder else "", world))
         configure_logging(world.rank, self._run_dir)
         built = build_run(config, self._run_dir, world, device, self._stop)

@@ -5,6 +5,8 @@ Called by the launcher before anything is allocated. The loop reports the measur
 
 from __future__ import annotations
 
+import socket
+
 import torch
 
 from tlt_megatron.config.schema import RunConfig
@@ -16,8 +18,10 @@ from tlt_megatron.mcore.memory import policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
+from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 
@@ -64,6 +68,18 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             is_cuda=device.is_cuda,
         )
     return MemoryLedger(claims)
+
+
+def check_memory(ledger: MemoryLedger, free_bytes: int, world: Group) -> None:
+    """ValueError on every rank where the run does not fit on one of them. A collective of all ranks."""
+    problem = None
+    try:
+        ledger.check(free_bytes)
+    except ValueError as error:
+        problem = f"{error} (on host {socket.gethostname()})"
+    for found in gather_objects(problem, world):
+        if found is not None:
+            raise ValueError(found)
 
 
 def _engine_claims(

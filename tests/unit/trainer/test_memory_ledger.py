@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.ranks import run_ranks
 from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory import MemoryLedger, Phase
-from tlt_megatron.trainer.memory_ledger import make_ledger
+from tlt_megatron.runtime.memory import MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.memory_ledger import check_memory, make_ledger
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -146,3 +149,20 @@ def test_training_a_drafter_is_counted(tmp_path: Path) -> None:
     assert claim(ledger, "engine drafter") == own * 2
     assert claim(ledger, "engine graphs") > 0
     assert ledger.bytes_in(Phase.SPOT) > ledger_of(tmp_path).bytes_in(Phase.SPOT) + own * 16
+
+
+def test_too_little_memory_on_one_rank_is_refused_with_the_same_words_on_all() -> None:
+    ledger = MemoryLedger(
+        [MemoryClaim(name="policy", num_bytes=900 << 20, lower="parallel.tensor=1")]
+    )
+
+    def body() -> str:
+        free_bytes = (1000 if dist.get_rank() == 0 else 500) << 20
+        with pytest.raises(
+            ValueError, match=r"475 MiB are usable: change parallel\.tensor=1"
+        ) as told:
+            check_memory(ledger, free_bytes, group_of(dist.group.WORLD))
+        return str(told.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
