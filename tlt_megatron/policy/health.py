@@ -124,10 +124,11 @@ class TrainingHealth:
 
         `grad_norms` are those of the step's updates, in order. An update whose norm is not finite was skipped.
         """
+        num_before = self.num_bad
         for grad_norm in grad_norms:
             self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
         if not math.isfinite(loss) and self.num_bad == 0:
-            self.num_bad = 1
+            self.num_bad = num_before + 1
         if self.num_bad >= self._max_bad_updates:
             raise UnhealthyTrainingError(
                 f"step {step}: {self.num_bad} updates in a row were skipped or not finite "

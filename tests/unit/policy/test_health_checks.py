@@ -102,6 +102,14 @@ def test_a_loss_that_is_not_finite_is_a_bad_update() -> None:
         checks.check_updates(3, [math.nan], math.nan)
 
 
+def test_a_loss_that_stays_nan_stops_the_run_though_gradients_are_finite() -> None:
+    checks = health()
+    checks.check_updates(1, [1.0], math.nan)
+    checks.check_updates(2, [1.0], math.nan)
+    with pytest.raises(UnhealthyTrainingError, match="step 3: 3 updates in a row"):
+        checks.check_updates(3, [1.0], math.nan)
+
+
 def test_weights_are_named_with_their_rank() -> None:
     check_weights(4, ["", ""])
     with pytest.raises(UnhealthyTrainingError, match=r"step 4: .*lm_head\.weight first .* rank 1"):
