@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,11 @@ class Device:
         """Restart the measurement of `peak_bytes`."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
-        elif _CLEAR_PEAK.exists():
-            _CLEAR_PEAK.write_text("5")  # proc(5): resets the peak of the resident set
+        else:
+            with suppress(
+                OSError
+            ):  # no /proc, or a sandbox that does not let a process write there
+                _CLEAR_PEAK.write_text("5")  # proc(5): resets the peak of the resident set
 
     def peak_bytes(self) -> int:
         """Return the most memory this process held since `reset_peak`; 0 if the system does not report it."""
@@ -79,12 +83,13 @@ def _host_available_bytes() -> int:
 
 
 def _status_bytes(name: str) -> int:
+    """0 where the system does not tell: sandboxes such as gVisor's leave VmHWM out."""
     return _kibibytes(_STATUS.read_text(), name) * 1024 if _STATUS.exists() else 0
 
 
 def _kibibytes(text: str, name: str) -> int:
-    (line,) = (line for line in text.splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1])
+    lines = (line for line in text.splitlines() if line.startswith(f"{name}:"))
+    return next((int(line.split()[1]) for line in lines), 0)
 
 
 class GraphMemory:

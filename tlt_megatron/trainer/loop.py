@@ -249,6 +249,7 @@ class RLTrainer:
         """Record the peak memory of each phase since the last call, the maximum over ranks. Returns it as metrics."""
         ranks = gather_objects(self.phases.take_peaks(), self.world)
         peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
+        peaks = {phase: peak for phase, peak in peaks.items() if peak}  # 0: no rank can tell
         self.history.add_memory(peaks)
         return {f"memory/peak_gb/{phase}": peak / 1e9 for phase, peak in peaks.items()}
 

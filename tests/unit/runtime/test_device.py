@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tlt_megatron.runtime import device as device_module
 from tlt_megatron.runtime.device import select_device
 
 
@@ -31,3 +34,17 @@ def test_cpu_talks_gloo_and_has_memory_but_no_generator_of_its_own() -> None:
     assert device.free_bytes() > 0
     assert device.rng_state() is None
     device.synchronize()
+
+
+def test_a_system_that_tells_no_peak_costs_the_number_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a sandbox does: no VmHWM, and clear_refs refuses to be written."""
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    2048 kB\n")
+    (tmp_path / "clear_refs").mkdir()
+    monkeypatch.setattr(device_module, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(device_module, "_CLEAR_PEAK", tmp_path / "clear_refs")
+    device = select_device("cpu")
+    device.reset_peak()
+    assert device.peak_bytes() == 0
+    assert device.process_bytes() == 2048 * 1024
