@@ -112,6 +112,7 @@ class RunHistory:
             "generation_seconds": self.generation_seconds,
             "evals": self.evals,
             "series": self.series,
+            "peak_bytes": self.peak_bytes,
             "seconds": self._seconds(),
         }
 
@@ -122,6 +123,7 @@ class RunHistory:
         self.generation_seconds = state["generation_seconds"]
         self.evals = [(step, accuracy) for step, accuracy in state["evals"]]
         self.series |= state["series"]
+        self.peak_bytes = dict(state.get("peak_bytes", {}))
         self.seconds_before = state["seconds"]
 
     def _seconds(self) -> float:
