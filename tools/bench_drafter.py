@@ -1,17 +1,17 @@
-"""What packing and asynchronous, selective checkpoints bring to the training of a drafter.
+"""Measures what packing and asynchronous, selective checkpoints gain in drafter training.
 
     python tools/bench_drafter.py --model build/tiny_policy --drafter build/tiny_drafter
 
-Packing: the policy answers prompts, and the drafter is trained on the answers, with their real long-tailed lengths, for one
-pass over all of them: in packed batches; in batches of as many sequences (on average), padded to their longest; and padded
-after sorting by length, which padding is often saved with and which gives up the random order. Same drafter, same arithmetic
-on every real row; all variants in every round, ratios within a round, CPU time of this process.
+Packing: the policy answers prompts, and the drafter trains for one pass on the answers, with their real long-tailed lengths.
+There are three variants: packed batches; batches of as many sequences (on average), padded to the longest; and padded batches
+sorted by length, which reduces padding but gives up the random order. All use the same drafter and the same arithmetic on every
+real row. Every round runs all variants. Ratios are taken within a round, in CPU time of this process.
 
-Checkpoints: seconds that the trainer waits. Full: parameters, moments and the borrowed embedding and head into one
-safetensors file, fsynced, by the caller. Own: the same without the borrowed. Async: `AsyncDrafterCheckpointer`. For a drafter
-with the proportions of a real target (a vocabulary of 32,768; `checkpoint_blocking_ratio`), and for the one of `--model`,
-whose 24 tokens leave nothing to leave out. Wall time, all three in every round, ratios within a round.
-Writes build/bench/drafter.json.
+Checkpoints: seconds that the trainer waits. Full: parameters, moments and the borrowed embedding and head go into one
+safetensors file, fsynced, by the caller. Own: the same without the borrowed tensors. Async: `AsyncDrafterCheckpointer`. Two
+drafters are measured. One has the proportions of a real target (a vocabulary of 32,768; `checkpoint_blocking_ratio`). The other
+is that of `--model`, whose 24 tokens make the borrowed tensors tiny. Every round runs all three; ratios are taken within a
+round, in wall time. Writes build/bench/drafter.json.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tools.warmup_drafter import collect_sequences
 
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
 FULL, SELECTIVE, ASYNCHRONOUS = "full", "own", "async"
-# A target of 80M parameters, of which the vocabulary is 40 %, as in models of 0.5 to 3 billion.
+# A target of 80M parameters. The vocabulary takes 40 %, as in models of 0.5 to 3 billion.
 REAL_TARGET = ModelConfig(
     model_type="llama",
     vocab_size=32768,
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
-    """One batch of all `sequences`, each filled up to the longest; the filling is computed and not trained."""
+    """Return one batch of all `sequences`, each padded to the longest. Padding is computed but not trained on."""
     longest = max(sequence.token_ids.numel() for sequence in sequences)
     batch = pack_batch([_fill_up(sequence, longest) for sequence in sequences])
     num_rows = torch.tensor([sequence.num_rows for sequence in sequences])
@@ -145,7 +145,7 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
 
 
 def _collect(options: argparse.Namespace) -> list[DraftSequence]:
-    """Answers of the policy, in the order in which they finished."""
+    """Return answers of the policy in random order."""
     engine = load_engine(options.model, dtype="float32", max_new_tokens=options.max_new_tokens)
     tokenizer = load_tokenizer(options.model)
     section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
@@ -159,7 +159,7 @@ def _collect(options: argparse.Namespace) -> list[DraftSequence]:
         seed=options.seed,
     )
     sequences = collect_sequences(engine, prompts, params)
-    # Finished together means equally long: as a buffer gives them out, they come in random order.
+    # Responses that finish together have equal lengths, so shuffle them, as a buffer returns them in random order.
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(options.seed))
     return [sequences[index] for index in order.tolist()]
 
@@ -187,7 +187,7 @@ def _make_real_trainer() -> DrafterTrainer:
 def measure_blocking(
     trainer: DrafterTrainer, folder: Path, rounds: int
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds that the trainer waits for a checkpoint, by variant and round, and the median of the thread's seconds."""
+    """Return the seconds that the trainer waits for a checkpoint, by variant and round, and the thread's median seconds."""
     model = trainer.model
     borrowed = {"target.embedding": model.embedding_VD, "target.lm_head": model.lm_head_VD}
     checkpointer = AsyncDrafterCheckpointer(folder / "asynchronous", model)
@@ -209,7 +209,7 @@ def measure_blocking(
             before = checkpointer.writing_s
             spent = wall_seconds(save)
             checkpointer.wait()  # the next variant finds the disk idle
-            if round_index > 0:  # the first round makes files and memory
+            if round_index > 0:  # the first round creates files and memory
                 seconds[name].append(spent)
                 if name == ASYNCHRONOUS:
                     written.append(checkpointer.writing_s - before)

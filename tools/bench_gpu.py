@@ -1,14 +1,14 @@
-"""What captured graphs and speculation bring on a GPU, in three tables.
+"""Measures what captured graphs and speculation gain on a GPU, in three tables.
 
     python tools/bench_gpu.py --model build/tiny_policy --drafter build/tiny_drafter
 
 (a) speed by batch size against plain decoding, with graphs: chains, a tree, both selectors
-(b) bytes of the graph pool, measured: every strategy captured for itself, each graph in memory of its own, against ours
+(b) bytes of the graph pool, measured: every strategy captured alone, each graph in its own memory, against ours
 (c) graphs against eager passes, plain and speculative
 
-(a) and (c) are wall time of the embedded engine, each variant between two runs of plain decoding, captures not counted;
-`--deepen` puts identity layers behind the policy, as in tools/bench_speculation.py. (b) has the widths of Qwen2.5-7B and fewer
-layers. Writes build/bench/gpu.json. Ends with an error where torch sees no CUDA device.
+(a) and (c) are wall time of the embedded engine, without captures. Each variant runs between two runs of plain decoding.
+`--deepen` adds identity layers to the policy, as in tools/bench_speculation.py. (b) has the widths of Qwen2.5-7B and fewer
+layers. Writes build/bench/gpu.json. Exits with an error if torch sees no CUDA device.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _variants(setting: Setting, options: argparse.Namespace) -> dict[str, Variant]:
-    """Fixed strategies and both selectors with the policy's own drafter."""
+    """Return fixed strategies and both selectors, with the policy's own drafter."""
     drafts = make_drafts(setting, options.drafter, None)
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
     return make_variants({GOOD: drafts[GOOD]}, strategies)
@@ -109,7 +109,7 @@ def _graphs_over_eager(
     chain: str,
     console: Console,
 ) -> dict[str, dict[str, float]]:
-    """Seconds per token of eager passes over those of captured ones."""
+    """Return seconds per token of eager passes divided by those of captured passes."""
     table = Table(title="(c) captured graphs over eager passes, in speed")
     for column in ("batch", "plain", chain):
         table.add_column(column, justify="right")

@@ -1,11 +1,11 @@
-"""Bytes of captured graphs: every strategy captured for itself, one strategy alone, and the pool of the embedded engine.
+"""Counts bytes of captured graphs: every strategy captured alone, one strategy alone, and the embedded engine's pool.
 
     python tools/bench_graph_bytes.py
 
-Counted from the capture plan (engines/embedded/graph_plan.py), for a 7B policy, without a GPU, for several sets of strategies
-and longest responses; tools/bench_speculation.py has the default set in its table (e). The paper's figures (arXiv 2511.16665,
-table 5): naive 30.39 GB, single 7.81, pool 10.69, so 2.84x. What a driver keeps for each kernel of a graph differs between
-versions, so two values are shown.
+Counted from the capture plan (engines/embedded/graph_plan.py) for a 7B policy, without a GPU, for several sets of strategies
+and longest responses. Table (e) of tools/bench_speculation.py has the default set. The paper's figures (arXiv 2511.16665, table
+5): naive 30.39 GB, single 7.81, pool 10.69, so 2.84x. The memory that a driver keeps per kernel of a graph depends on the
+version, so two values are shown.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from tools.speculation_bench.graph_bytes import QWEN_2_5_7B
 MAX_BATCH_SIZE = 64
 _SETS = {
     "default": tuple(SpeculationSection().strategies),
-    # What the paper's code ships with; it counts the root among the tokens to verify, we do not.
+    # The default of the paper's code. It counts the root as a token to verify; we do not.
     "paper": ("8_4_47", "8_4_31", "8_4_15", "8_4_8"),
 }
-_RESPONSES = {"2k": 2048, "32k": 32768}  # longest response, behind 1024 tokens of prompt
+_RESPONSES = {"2k": 2048, "32k": 32768}  # longest response, after 1024 tokens of prompt
 _MAX_PROMPT_TOKENS = 1024
 _KERNEL_KIB = (64, 16)
 _KINDS = ("naive", "single", "ours")
 
 
 def bench_graph_bytes(console: Console) -> dict[str, object]:
-    """Print the table; {set: {longest response: {KiB a kernel: bytes by kind and their ratios}}} and the smallest ratio."""
+    """Print the table and return {set: {longest response: {KiB a kernel: bytes by kind and their ratios}}}, and the smallest
+    ratio.
+    """
     table = Table(
         title=f"(e) bytes of captured graphs, 7B in bfloat16, batches of 1-{MAX_BATCH_SIZE} (GiB, from the plan)"
     )
@@ -77,7 +79,7 @@ def bench_graph_bytes(console: Console) -> dict[str, object]:
 
 
 def _make_plan(strategies: tuple[str, ...], num_tokens: int, kernel_kib: int) -> GraphPlan:
-    longest = _MAX_PROMPT_TOKENS + num_tokens + PAGE_TOKENS  # a page for what is drafted
+    longest = _MAX_PROMPT_TOKENS + num_tokens + PAGE_TOKENS  # a page for drafted tokens
     return GraphPlan(
         QWEN_2_5_7B,
         [SpeculationStrategy.parse(text) for text in strategies],

@@ -1,16 +1,17 @@
-"""Tokens per second of the embedded engine against `transformers` generate, on the same long-tailed requests.
+"""Measures tokens per second of the embedded engine against `transformers` generate, on the same long-tailed requests.
 
     python tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
         --num-requests 128 --rounds 3 --out build/bench/rollout.json
 
-Both sides must do the same work though both sample: how long each response is comes from the model itself, drawn once
-beforehand with its own stop tokens, and is then replayed. In the measured runs nobody looks at stop tokens; the engine
-takes the lengths as limits of single requests, transformers gets a StoppingCriteria that ends each row at its length
-(an ended row becomes padding, as in any batched generate, and a batch ends with its longest row). transformers runs its
-plain best: left-padded batches, KV cache, SDPA, the same dtype and threads, and the best batch size: of those in
-`--hf-batch-sizes` the two fastest on these requests both run in every round, with the engine before each, and the faster
-run of either side counts. So the two alternate in one process; the ratio is taken per round.
-Without `--prompts`, prompts are random tokens and lengths lognormal: for models that cannot write.
+Both sides sample, but must do the same work. So the model first draws each response's length with its own stop tokens, and the
+measured runs replay these lengths and ignore stop tokens. The engine gets them as limits of single requests. transformers gets
+a StoppingCriteria that ends each row at its length. As in any batched generate, an ended row becomes padding, and a batch ends
+with its longest row.
+
+transformers runs with left-padded batches, KV cache, SDPA and the same dtype and threads. Of `--hf-batch-sizes`, the two
+fastest on these requests run in every round, with the engine before each. The faster run of either side counts, and the ratio
+is taken per round, in one process. Without `--prompts`, prompts are random tokens and lengths are lognormal, for models that
+cannot write.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from tools.measure import spread, wall_seconds, write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The requests of every measured run: each prompt answered `num_samples` times with these lengths."""
+    """The requests of every measured run: `num_samples` answers per prompt, with these lengths."""
 
     prompts: list[Prompt]
     num_samples: int
@@ -58,18 +59,18 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens of one run."""
+        """Return the number of generated tokens of one run."""
         return sum(map(sum, self.lengths))
 
 
 class StopAtLengths(StoppingCriteria):
-    """Ends each row of a batch when it has its own number of new tokens."""
+    """Ends each row of a batch at its own number of new tokens."""
 
     def __init__(self, prompt_length: int, lengths_B: torch.Tensor) -> None:
         self._ends_B = lengths_B + prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-        """[B] bool."""
+        """Return which rows have ended, [B] bool."""
         return self._ends_B <= input_ids.shape[1]
 
 
@@ -90,7 +91,7 @@ def main() -> None:
     ).eval()
     sweep = {size: wall_seconds(lambda s=size: _run_hf(hf, workload, s)) for size in options.hf_batch_sizes}  # fmt: skip
     finalists = sorted(sweep, key=sweep.__getitem__)[:2]
-    wall_seconds(lambda: _run_engine(engine, workload, options))  # warm, as transformers is by now
+    wall_seconds(lambda: _run_engine(engine, workload, options))  # warm up, like transformers
     seconds: list[tuple[float, float]] = []
     for _ in range(options.rounds):
         pairs = [

@@ -1,19 +1,19 @@
-"""What speculation brings on this machine, in five tables.
+"""Measures what speculation gains on this machine, in five tables.
 
     python tools/bench_speculation.py --model build/tiny_policy --drafter build/tiny_drafter --dtype both
 
-(a) speed by batch size, for fixed strategies and both selectors; the adaptive one with useless drafters too
+(a) speed by batch size, for fixed strategies and both selectors; the adaptive one also with useless drafters
 (b) a long-tailed set of requests end to end
 (c) accept length by kind of tree, temperature and the target's entropy
 (d) the selectors against the best strategy of each batch size, live and on a recorded trace
 (e) bytes of captured graphs
 
-and what `rollout.batch_invariant` costs.
+It also measures what `rollout.batch_invariant` costs.
 
-`--deepen N` puts N identity layers (attention output and MLP output zero) behind the policy's own: its tokens stay what they
-are, its cost becomes that of a model N layers deeper, as the drafter's one layer is meant to be small beside its target. The
-tables say so. `--quick` shows within two minutes that all works; its figures mean little. Writes
-build/bench/speculation.json; with `--dtype both` bfloat16 stands at the top and float32 beneath its name.
+`--deepen N` adds N identity layers (attention and MLP output zero) after the policy's own. Its tokens do not change, and its
+cost is that of a model N layers deeper: the drafter's one layer should be small beside its target. The tables say so. `--quick`
+checks within two minutes that everything works; its numbers mean little. Writes build/bench/speculation.json. With `--dtype
+both`, bfloat16 is at the top level and float32 under its name.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
 def _bench_one_dtype(
     options: argparse.Namespace, dtype: str, policies: Sequence[Policy], console: Console
 ) -> dict[str, object]:
-    """All tables but (c) in one dtype."""
+    """Run all tables except (c) in one dtype."""
     setting = make_setting(options, dtype)
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
     drafts = make_drafts(setting, options.drafter, policies[1].drafter)
@@ -120,7 +120,7 @@ def _bench_one_dtype(
 
 
 def _mismatch(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """By variant, over all that it has decoded."""
+    """Return mismatches per token by variant, over everything that it decoded."""
     records: dict[str, list[Record]] = {}
     for comparison in comparisons:
         for name, record in comparison.records.items():
@@ -134,7 +134,7 @@ def _mismatch(comparisons: Sequence[Comparison]) -> dict[str, float]:
 def _for_long_tail(
     variants: Mapping[str, Variant], by_batch: Mapping[int, Comparison], fixed: Sequence[str]
 ) -> dict[str, Variant]:
-    """Both selectors, and the strategy that was best at the batch size nearest to 8."""
+    """Return both selectors, and the best strategy at the batch size nearest to 8."""
     near = min(by_batch, key=lambda size: abs(size - 8))
     best = best_fixed(by_batch[near], fixed)
     names = [BEG_MAB, COST_MODEL] if best == PLAIN else [best, BEG_MAB, COST_MODEL]

@@ -1,17 +1,21 @@
-"""What TLT brings to an RL step, and that it changes nothing else: the same run, same seeds, four times.
+"""Measures what TLT gains in an RL step, and checks that it changes nothing else: the same run and seeds, four variants.
 
     python tools/bench_step.py                       # speed, exactness, mismatch
-    python tools/bench_step.py --parts drift         # a policy that moves fast
+    python tools/bench_step.py --parts drift         # a policy that changes fast
     python tools/bench_step.py --quick               # all of it small
 
-Variants: `off` (no speculation), `frozen` (a warmed-up drafter that stays as it is), `tlt` (the same drafter, trained on idle
-ranks), `cold_start` (tlt from random weights). Speed: training runs cannot alternate step by step in one process, so they
-alternate in rounds: each round takes every variant, one after the other, a few steps further, from its checkpoint; the order
-turns from round to round, and the first step of a round is not timed. Step k of one variant is compared with step k of
-another. Exactness: tokens and rewards of a shorter run with float64 rollouts are compared, all of them. Mismatch: tokens
-that rounding swaps in float32 and bfloat16, while the policy stands still. Drift: a large learning rate and one fixed
-strategy, so that accept lengths say how good the drafter is. Packing and checkpoints: from tools/bench_drafter.py.
-Writes build/bench/step.json; parts that were not asked for keep what the file says of them.
+Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same drafter, trained on idle
+ranks), `cold_start` (tlt from random weights).
+
+- Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In each round every variant
+  continues from its checkpoint for a few steps. The order rotates, and the first step of a round is not timed. Step k of one
+  variant is compared with step k of another.
+- Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
+- Mismatch: tokens that rounding swaps in float32 and bfloat16, while the policy does not change.
+- Drift: a large learning rate and one fixed strategy, so that accept lengths show the quality of the drafter.
+- Packing and checkpoints: from tools/bench_drafter.py.
+
+Writes build/bench/step.json. Parts that do not run keep their values in the file.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ RECOVERED_SHARE = 0.9  # of the warmed-up drafter's accept length
 
 
 def variant_overrides(drafter: str) -> dict[str, tuple[str, ...]]:
-    """Settings by variant, off first: all others are compared with it."""
+    """Return settings by variant. The first is off, which all others are compared with."""
     speculate = ("speculation.enabled=true",)
     warm = (*speculate, f"speculation.drafter={drafter}")
     return {
@@ -85,20 +89,20 @@ def variant_overrides(drafter: str) -> dict[str, tuple[str, ...]]:
 
 
 def turned(names: Sequence[str], round_index: int) -> list[str]:
-    """The order of a round: each variant is first, second, ... equally often."""
+    """Return the order of a round: each variant is first, second, ... equally often."""
     start = round_index % len(names)
     return [*names[start:], *names[:start]]
 
 
 def own_words(output: str, num_lines: int = 30) -> str:
-    """The end of what the ranks said of a run that failed, without torchrun's account of it."""
+    """Return the end of the ranks' own output of a failed run, without torchrun's report."""
     lines = output.splitlines()
     ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line)
     return "\n".join(lines[: next(ends, len(lines))][-num_lines:])
 
 
 class Launcher:
-    """Runs the trainer in folders below `root`, with the settings that all runs share."""
+    """Runs the trainer in folders below `root`, with settings that all runs share."""
 
     def __init__(
         self, root: Path, console: Console, *, config: str, ranks: int, overrides: Sequence[str]
@@ -110,7 +114,7 @@ class Launcher:
         self.overrides = tuple(overrides)
 
     def run(self, name: str, num_steps: int, *overrides: str) -> Run:
-        """The run `name`, from its checkpoint if it has one to step `num_steps`. RuntimeError if it fails."""
+        """Run `name` up to step `num_steps`, from its checkpoint if it has one. RuntimeError if it fails."""
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         command = [
@@ -139,7 +143,7 @@ class Launcher:
         return read_run(folder)
 
     def settings(self, name: str) -> dict[str, dict[str, object]]:
-        """Every setting of the run `name`."""
+        """Return every setting of the run `name`."""
         return yaml.safe_load((self.root / name / "config.yaml").read_text(encoding="utf-8"))
 
 
@@ -149,7 +153,7 @@ class Launcher:
 def bench_speed(
     launcher: Launcher, options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """Rounds of all variants over one course of steps."""
+    """Run rounds of all variants over the same steps."""
     variants = variant_overrides(options.drafter)
     runs: dict[str, Run] = {}
     for round_index in range(options.rounds):
@@ -204,7 +208,7 @@ def bench_speed(
 def bench_exact(
     launcher: Launcher, options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """All variants with float64 rollouts: every token and every reward."""
+    """Run all variants with float64 rollouts, and compare every token and every reward."""
     runs = {
         name: launcher.run(
             f"exact/{name}",
@@ -229,7 +233,7 @@ def bench_exact(
 def bench_mismatch(
     launcher: Launcher, options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """Tokens that rounding swaps. The policy stands still, so that one swap does not make later steps incomparable."""
+    """Count tokens that rounding swaps. The policy does not change, so one swap leaves later steps comparable."""
     variants = variant_overrides(options.drafter)
     result: dict[str, object] = {}
     for dtype in ("float32", "bfloat16"):
@@ -253,7 +257,7 @@ def bench_mismatch(
 def bench_drift(
     launcher: Launcher, options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """A policy that moves fast: the drafter that follows it against the one that does not, both from the same weights."""
+    """Compare a drafter that follows a fast-changing policy with one that does not, from the same weights."""
     variants = variant_overrides(options.drafter)
     fixed = (f"speculation.strategies=['{options.drift_strategy}']", "speculation.selector=fixed")
     runs = {
@@ -283,7 +287,7 @@ def bench_drift(
 
 
 def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """The two figures of tools/bench_drafter.py, which is run if it has not been."""
+    """Return the two numbers of tools/bench_drafter.py. Runs it if its file is missing."""
     path = Path(options.drafter_json)
     if not path.is_file():
         command = [sys.executable, "tools/bench_drafter.py", "--out", str(path.resolve())]
@@ -336,7 +340,7 @@ def main() -> None:
 
 
 def prepare(options: argparse.Namespace, root: Path) -> list[str]:
-    """Make the deep policy and the order of its prompts; the settings of all runs. SystemExit names what is missing."""
+    """Make the deep policy and the order of its prompts; return the settings of all runs. SystemExit names what is missing."""
     drafter = Path(options.drafter) / "config.json"
     if not drafter.is_file():
         raise SystemExit(f"--drafter {options.drafter}: no drafter there; `make drafter` trains it")

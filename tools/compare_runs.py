@@ -1,9 +1,9 @@
-"""Whether two RL runs drew the same tokens and got the same rewards: that speculation, or another engine, changed nothing.
+"""Checks that two RL runs drew the same tokens and got the same rewards, so speculation or an engine changed nothing.
 
     python tools/compare_runs.py runs/plain runs/speculative
 
-Both with logging.rollouts=true. Compares the steps that both have, response by response, and what the policy learned from
-them. Exit code 1 if a token or a reward differs, and the first step where one does is named.
+Both runs need logging.rollouts=true. The tool compares the steps that both have, response by response, and what the policy
+learned from them. If a token or a reward differs, it names the first such step and exits with code 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/ent
 
 
 def main() -> int:
-    """Print what is the same; 0 if all tokens and rewards are."""
+    """Print what is the same. Return 0 if all tokens and rewards are."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
     folders = parser.parse_args().runs
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def compare(one: Run, other: Run) -> tuple[list[str], bool]:
-    """What to print of the steps that both have, and whether all tokens and rewards are equal."""
+    """Return what to print for the steps that both have, and whether all tokens and rewards are equal."""
     steps = sorted(one.keys() & other.keys())
     differing = [step for step in steps if one[step].responses != other[step].responses]
     num_tokens = sum(one[step].num_tokens for step in steps)

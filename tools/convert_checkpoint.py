@@ -3,10 +3,10 @@
     python tools/convert_checkpoint.py --from build/tiny_policy --to build/megatron
     python tools/convert_checkpoint.py --from runs/quickstart --to build/hf
 
-The direction follows from `--from`: a folder with config.json and safetensors becomes a torch_dist checkpoint (weights, and
-the optimizer before its first step), as `policy/` of a run's checkpoint; a run, its checkpoints, one of them or its `policy/`
-becomes a Hugging Face model, whatever the layout that it was saved at. What is not weights (config, tokenizer) comes
-from `--model`, for a run by default the folder that it was started with.
+`--from` sets the direction. A folder with config.json and safetensors becomes a torch_dist checkpoint (weights, and the
+optimizer before its first step), like `policy/` of a run's checkpoint. A run, its checkpoints, one of them or its `policy/`
+becomes a Hugging Face model, for any layout that it was saved with. Config and tokenizer come from `--model`; for a run, the
+default is the folder that it was started with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TIMEOUT_S = 600.0
 
 
 def main() -> None:
-    """Convert and say what was done."""
+    """Convert and print what was done."""
     options = _parse()
     source, target = Path(options.source), Path(options.to)
     world = init_world("gloo", _TIMEOUT_S)
@@ -61,13 +61,15 @@ def main() -> None:
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether `path` is a Hugging Face model with weights."""
+    """Return whether `path` is a Hugging Face model with weights."""
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
 def find_policy(path: Path, world: Group) -> Path:
-    """The torch_dist folder in `path`: a run, a folder of checkpoints (the newest intact one counts), one of them, or
-    itself."""
+    """Return the torch_dist folder in `path`.
+
+    `path` is a run, a folder of checkpoints (the newest intact one is used), one checkpoint, or the folder itself.
+    """
     for root in (path, path / "checkpoints"):
         intact = find_intact(root, world) if is_checkpoint_root(root) else None
         if intact is not None:
@@ -82,7 +84,7 @@ def find_policy(path: Path, world: Group) -> Path:
 
 
 def find_model(path: Path) -> Path:
-    """The model that the run in or around `path` was started with."""
+    """Return the model that the run in or around `path` was started with."""
     for folder in (path, *path.resolve().parents):
         if (folder / "config.yaml").is_file():
             config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -93,7 +95,7 @@ def find_model(path: Path) -> Path:
 def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
     """Write the Hugging Face model in `source` as a torch_dist checkpoint to `target`, a new or empty folder.
 
-    A run loads it only with the same `dtype` as its model.dtype.
+    A run can load it only if its model.dtype is `dtype`.
     """
     policy = _build(source, dtype, world)
     try:
@@ -105,8 +107,11 @@ def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "fl
 def megatron_to_hf(
     source: Path, target: Path, model: Path, world: Group, *, dtype: str | None = None
 ) -> None:
-    """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, beside the config and tokenizer
-    of `model`; in `dtype`, by default that of its training."""
+    """Write the policy of the torch_dist checkpoint `source` to `target`, a new folder, with the config and tokenizer of
+    `model`.
+
+    `dtype` defaults to that of its training.
+    """
     if target.exists():
         raise ValueError(f"--to {target}: must not exist")
     common = torch.load(source / _COMMON_FILE, weights_only=True)

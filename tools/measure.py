@@ -1,4 +1,4 @@
-"""What the benchmarks share: clocks, spread over rounds, the machine in a line, the JSON file."""
+"""Shared by the benchmarks: clocks, spread over rounds, a description of the machine, the JSON file."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ import torch
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
-    """Seconds of this process alone: what else the machine does does not count."""
+    """Return the CPU seconds of this process, so that other load on the machine does not count."""
     started = time.process_time()
     run()
     return time.process_time() - started
 
 
 def wall_seconds(run: Callable[[], object]) -> float:
-    """Seconds that the caller waits, for the disk too."""
+    """Return the wall seconds that the caller waits, disk included."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, min and max over rounds."""
+    """Return median, min and max over rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
-    """Spread of slow / fast, taken within each round."""
+    """Return the spread of slow / fast, taken within each round."""
     return spread([s / f for s, f in zip(slow, fast, strict=True)])
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
-    """Write `result` with the machine and the command that gave it."""
+    """Write `result` with the machine and the command that produced it."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     whole = {**result, "machine": machine, "command": " ".join(["python", *sys.argv])}
     path.parent.mkdir(parents=True, exist_ok=True)

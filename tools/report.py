@@ -1,10 +1,9 @@
-"""What a run left, as one HTML page that needs no network, and as a picture.
+"""Writes a report of a run: one HTML page that needs no network, and a picture.
 
     python tools/report.py runs/quickstart-20260101-120000 --steps 40-41 --png docs/report.png
 
-Reads metrics.jsonl, summary.json, config.yaml, trace.json and speculation.jsonl of the run folder; the page goes to
-<run folder>/report.html unless `--out` says otherwise. What the run did not do is left out with a sentence. Needs
-`pip install -e .[report]`.
+Reads metrics.jsonl, summary.json, config.yaml, trace.json and speculation.jsonl of the run folder. The page goes to <run
+folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Needs `pip install -e .[report]`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tools.run_report.panels import build_panels
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 written, 2 a file is absent or broken, or a package that draws is."""
+    """Return the exit code: 0 written, 2 if a file is absent or broken or a plotting package is absent."""
     options = _parse(arguments)
     out = options.out or options.run_dir / "report.html"
     try:

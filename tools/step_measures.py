@@ -1,8 +1,8 @@
-"""What RL runs of the same seeds say beside each other: time by step, equal work, acceptance, idle time, rewards.
+"""Compares RL runs of the same seeds: time by step, equal work, acceptance, idle time, rewards.
 
-Pure functions over what runs leave behind (metrics.jsonl, rollouts/); tools/bench_step.py calls them. The one thing to know:
-speculation changes no token, so step k of one variant does the work of step k of another, and only times may differ. Where
-rounding swaps two tokens (float32, bfloat16) the courses part, and `same_tokens` says from where on.
+Pure functions over the files of a run (metrics.jsonl, rollouts/), called by tools/bench_step.py. Speculation changes no token,
+so step k of two variants does the same work and only times may differ. If rounding swaps two tokens (float32, bfloat16), the
+runs diverge; `same_tokens` shows from which step on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ResponseKey = tuple[int, int]  # (draw_index, sample_index)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """One line of rollouts/step_*.jsonl: what speculation must not change."""
+    """One line of rollouts/step_*.jsonl: the part that speculation must not change."""
 
     token_ids: tuple[int, ...]
     reward: float
@@ -36,12 +36,12 @@ class Response:
 class StepRecord:
     """One RL step of one run."""
 
-    metrics: dict[str, float]  # without those that were not finite
+    metrics: dict[str, float]  # without values that were not finite
     responses: dict[ResponseKey, Response]
 
     @property
     def num_tokens(self) -> int:
-        """Of all responses."""
+        """Return the tokens of all responses."""
         return sum(len(response.token_ids) for response in self.responses.values())
 
 
@@ -49,7 +49,7 @@ Run = dict[int, StepRecord]  # by step, from 1
 
 
 def read_run(folder: Path) -> Run:
-    """The steps of the run in `folder`, which had logging.rollouts=true."""
+    """Return the steps of the run in `folder`, which needs logging.rollouts=true."""
     metrics: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -77,21 +77,21 @@ def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
 
 
 def timed_steps(num_steps: int, steps_per_round: int) -> list[int]:
-    """All steps but the first of each round, which warms its process up."""
+    """Return all steps except the first of each round, which warms its process up."""
     return [step for step in range(1, num_steps + 1) if (step - 1) % steps_per_round > 0]
 
 
 def speedups(
     base: Run, other: Run, steps: Sequence[int], metric: str = STEP_SECONDS
 ) -> dict[str, float]:
-    """Spread over steps of base / other seconds, and `total`: the ratio of the sums."""
+    """Return the spread over steps of base / other seconds, and `total`, the ratio of the sums."""
     pairs = [(base[step].metrics[metric], other[step].metrics[metric]) for step in steps]
     each = spread([slow / fast for slow, fast in pairs])
     return each | {"total": sum(slow for slow, _ in pairs) / sum(fast for _, fast in pairs)}
 
 
 def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
-    """Mean seconds of a step by phase, largest over ranks; a phase that a run does not have is left out."""
+    """Return mean seconds of a step by phase, largest over ranks. Phases that a run does not have are left out."""
     names = {name for step in steps for name in run[step].metrics if name.startswith("timing_s/")}
     return {
         name.removeprefix("timing_s/"): statistics.fmean(
@@ -102,7 +102,7 @@ def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
 
 
 def rollout_share(run: Run, steps: Sequence[int]) -> float:
-    """Of the time of `steps`, what passes until the last response has ended."""
+    """Return the share of the time of `steps` that passes until the last response ends."""
     return _sum(run, steps, ROLLOUT_SECONDS) / _sum(run, steps, STEP_SECONDS)
 
 
@@ -110,7 +110,7 @@ def rollout_share(run: Run, steps: Sequence[int]) -> float:
 
 
 def idle_figures(run: Run, steps: Sequence[int]) -> dict[str, object]:
-    """Idle rank-seconds, what of them the drafter used, what the RL step paid for it."""
+    """Return idle rank-seconds, the part that the drafter used, and what the RL step paid for it."""
     idle_s = _sum(run, steps, "bubble/idle_s")
     preempt_ms = [run[step].metrics.get("spot/preempt_ms", 0.0) for step in steps]
     preempted = [value for value in preempt_ms if value > 0]  # steps that ended in a session
@@ -125,14 +125,14 @@ def idle_figures(run: Run, steps: Sequence[int]) -> dict[str, object]:
 
 
 def series(run: Run, metric: str) -> list[float | None]:
-    """`metric` by step; None where the step has none, e.g. an accept length without a drafted token."""
+    """Return `metric` by step; None if the step has none, e.g. an accept length without a drafted token."""
     return [record.metrics.get(metric) for record in run.values()]
 
 
 def first_step_at(
     values: Sequence[float | None], levels: Sequence[float | None], share: float
 ) -> int | None:
-    """The first step, from 1, whose value is at least `share` of the median of `levels`; None: no step is."""
+    """Return the first step, from 1, whose value is at least `share` of the median of `levels`; None if there is none."""
     known = [level for level in levels if level is not None]
     if not known:
         return None
@@ -145,27 +145,27 @@ def first_step_at(
 
 
 def same_tokens(one: StepRecord, other: StepRecord) -> bool:
-    """Every token of every response."""
+    """Return whether every token of every response is equal."""
     return {key: r.token_ids for key, r in one.responses.items()} == {
         key: r.token_ids for key, r in other.responses.items()
     }
 
 
 def is_identical(runs: Iterable[Run]) -> bool:
-    """Same steps, requests, tokens and rewards in all runs, exactly."""
+    """Return whether steps, requests, tokens and rewards are exactly equal in all runs."""
     first, *others = [{step: record.responses for step, record in run.items()} for run in runs]
     return all(run == first for run in others)
 
 
 def num_same_steps(one: Run, other: Run, steps: Sequence[int]) -> int:
-    """Steps in which both runs drew the same tokens."""
+    """Return the number of steps in which both runs drew the same tokens."""
     return sum(same_tokens(one[step], other[step]) for step in steps)
 
 
 def mismatch_per_token(one: Run, other: Run) -> tuple[int, int]:
-    """(first differences, tokens compared), for two runs whose policies are the same in every step.
+    """Return (first differences, tokens compared) for two runs whose policies are the same in every step.
 
-    What follows the first difference of a response is another text, and is not compared.
+    Tokens after the first difference of a response belong to another text and are not compared.
     """
     num_differing = num_compared = 0
     for step, record in one.items():
@@ -184,7 +184,7 @@ def mismatch_per_token(one: Run, other: Run) -> tuple[int, int]:
 
 
 def wilson_interval(num_right: float, num_all: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % band of a share (Wilson 1927). Siblings of a prompt are not independent: the true band is wider."""
+    """Return the 95 % band of a share (Wilson 1927). Siblings of a prompt are not independent, so the true band is wider."""
     if num_all < 1 or not 0 <= num_right <= num_all:
         raise ValueError(
             f"num_right={num_right} of num_all={num_all}: must be a share of at least 1"
@@ -197,7 +197,7 @@ def wilson_interval(num_right: float, num_all: int, z: float = 1.96) -> tuple[fl
 
 
 def reward_curve(run: Run) -> list[dict[str, float]]:
-    """Mean reward by step, with its Wilson band. ValueError for rewards other than 0 and 1."""
+    """Return the mean reward by step, with its Wilson band. ValueError for rewards other than 0 and 1."""
     curve = []
     for step, record in run.items():
         rewards = [response.reward for response in record.responses.values()]
@@ -211,7 +211,7 @@ def reward_curve(run: Run) -> list[dict[str, float]]:
 def reward_difference(
     base: Run, other: Run, *, num_draws: int = 2000, seed: int = 0
 ) -> dict[str, float]:
-    """Mean reward of `other` less that of `base`, with a 95 % bootstrap band over prompts, paired."""
+    """Return the mean reward of `other` minus that of `base`, with a 95 % bootstrap band over prompts, paired."""
     differences = []
     for step, record in base.items():
         by_prompt: dict[int, list[float]] = {}
@@ -239,9 +239,9 @@ def with_a_tail(
     tail_share: float,
     seed: int,
 ) -> list[Mapping[str, object]]:
-    """`rows` in an order in which every `num_prompts` of them hold one of the longest `tail_share`, at a random place.
+    """Order `rows` so that every `num_prompts` of them hold one of the longest `tail_share`, at a random place.
 
-    A step of a few prompts then has the tail that one of hundreds always has. Rows that do not fill a step are left out.
+    A step of a few prompts then has the tail that a step of hundreds always has. Rows that do not fill a step are left out.
     """
     if num_prompts < 2 or not 0 < tail_share < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The tables of tools/bench_step.py: one function each, from the same values that go into its JSON."""
+"""The tables of tools/bench_step.py: one function each, from the values that go into its JSON."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-_OVERLAPPING = ("wait",)  # passes on idle ranks while others generate
+_OVERLAPPING = ("wait",)  # spent on idle ranks while others generate
 
 
 def print_phases(
     console: Console, phases: Mapping[str, Mapping[str, float]], share: float, *, num_timed: int
 ) -> None:
-    """Mean seconds of a step by variant. `share` is that of the rollouts, speculation off."""
+    """Print mean seconds of a step by variant. `share` is the share of the rollouts with speculation off."""
     table = _table(f"mean seconds of an RL step, {num_timed} timed steps", "phase", *phases)
     names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds))
     whole = {variant: seconds["step"] for variant, seconds in phases.items()}
@@ -38,7 +38,9 @@ def print_speedups(
     *,
     num_steps: int,
 ) -> None:
-    """Against speculation off, by variant; "all" are ratios of sums. `same` of `num_steps` steps drew equal tokens."""
+    """Print speed-ups over speculation off, by variant; "all" are ratios of sums. `same` of `num_steps` steps drew equal
+    tokens.
+    """
     columns = ("step", "all steps", "rollout", "all rollouts", "equal tokens")
     table = _table("speed-up over speculation off, median (min-max) by step", "variant", *columns)
     for variant in steps:
@@ -51,7 +53,7 @@ def print_speedups(
 
 
 def print_idle(console: Console, idle: Mapping[str, Mapping[str, object]]) -> None:
-    """Use of idle rank-seconds and what it cost, from the second step on."""
+    """Print the use of idle rank-seconds and its cost, from the second step on."""
     columns = ("idle s", "used", "stall", "preempt ms", "longest", "updates/step")
     table = _table("spot training, from the second step on", "variant", *columns)
     for variant, figures in idle.items():
@@ -71,7 +73,7 @@ def print_idle(console: Console, idle: Mapping[str, Mapping[str, object]]) -> No
 def print_accept_lengths(
     console: Console, accepted: Mapping[str, Sequence[float | None]], title: str = "accept length"
 ) -> None:
-    """Tokens per drafting pass, by RL step; "-" where nothing was drafted."""
+    """Print tokens per drafting pass by RL step; "-" if nothing was drafted."""
     table = _table(title, "step", *accepted)
     for step, values in enumerate(zip(*accepted.values(), strict=True), start=1):
         table.add_row(str(step), *("-" if value is None else f"{value:.2f}" for value in values))
@@ -83,7 +85,7 @@ def print_rewards(
     curves: Mapping[str, Sequence[Mapping[str, float]]],
     differences: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Mean reward by step with 95 % bands, and the paired difference over all steps."""
+    """Print the mean reward by step with 95 % bands, and the paired difference over all steps."""
     table = _table("mean reward, 95 % band", "step", *curves)
     for step, points in enumerate(zip(*curves.values(), strict=True), start=1):
         cells = (f"{p['mean']:.2f} {p['low']:.2f}-{p['high']:.2f}" for p in points)
@@ -101,7 +103,7 @@ def print_drift(
     lr: float,
     strategy: str,
 ) -> None:
-    """Accept lengths as a curve: what follows the policy against what does not."""
+    """Print accept lengths as a curve: a drafter that follows the policy against one that does not."""
     columns = {f"accept length, {name}": values for name, values in accepted.items()}
     columns |= {f"reward, {name}": [p["mean"] for p in points] for name, points in curves.items()}
     title = f"a policy that moves fast (learning rate {lr:g}, strategy {strategy})"

@@ -1,10 +1,10 @@
-"""Trains a drafter for a policy before any RL: the policy answers prompts, the drafter learns from those very passes.
+"""Trains a drafter for a policy before any RL: the policy answers prompts, and the drafter trains on those passes.
 
     python tools/warmup_drafter.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
         --eval build/tiny_policy/eval.jsonl --out build/tiny_drafter
 
-Prints the accept length on held-out prompts before and after, measured by decoding with the drafter. The folder holds an
-EAGLE checkpoint (config.json, safetensors) that SGLang's loader reads, and the optimizer's state beside it.
+Prints the accept length on hold-out prompts before and after, measured by decoding with the drafter. The folder holds an EAGLE
+checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
 def collect_sequences(
     engine: EmbeddedEngine, prompts: Sequence[Prompt], params: SamplingParams
 ) -> list[DraftSequence]:
-    """The policy's answers with the states that decoding computed anyway; too short ones are left out."""
+    """Return the policy's answers with the states that decoding computed. Too short ones are left out."""
     sequences: list[DraftSequence] = []
     hidden_size = engine.target_tensors()[0].shape[1]
 
@@ -119,7 +119,7 @@ def collect_sequences(
 
 
 def accept_length(groups: Sequence[RolloutGroup]) -> float:
-    """Tokens out per verify pass, bonus token included."""
+    """Return tokens out per verify pass, bonus token included."""
     lengths = [n for g in groups for r in g.rollouts for n in r.accept_lengths]
     return statistics.fmean(lengths) if lengths else 1.0
 
@@ -150,7 +150,7 @@ def train_drafter(
     seed: int,
     console: Console,
 ) -> None:
-    """So many optimizer steps over the sequences in random order, again and again."""
+    """Run `num_steps` optimizer steps over the sequences in random order, repeatedly."""
     order, shuffle = list(sequences), random.Random(seed)
     started, num_done = time.perf_counter(), 0
     while num_done < num_steps:

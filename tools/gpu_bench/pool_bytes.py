@@ -1,8 +1,8 @@
-"""Bytes that captured graphs take on this GPU: every strategy captured for itself, each graph in memory of its own, against the
-embedded engine's pool.
+"""Measures the bytes that captured graphs take on this GPU: strategies captured alone, against the embedded engine's pool.
 
-Called by tools/bench_gpu.py. What to know: weights are random, as a capture does not ask what it computes; the whole is what
-the driver says is gone, so what it keeps for the kernels of a graph counts, which torch's allocator does not see.
+When captured alone, each strategy has its own graphs, and each graph its own memory. Called by tools/bench_gpu.py. Weights are
+random, because a capture does not depend on values. The total is the GPU memory that the driver reports as used. So it includes
+what the driver keeps for the kernels of a graph, which torch's allocator does not see.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WEIGHT_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of what is captured for."""
+    """The sizes that graphs are captured for."""
 
     config: ModelConfig
     max_batch_size: int
@@ -47,34 +47,34 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """By the captures of one kind."""
+    """Memory taken by the captures of one kind."""
 
-    bytes: int  # as the driver says
-    allocator_bytes: int  # of these, what torch's allocator took: activations and static tensors
+    bytes: int  # as the driver reports
+    allocator_bytes: int  # of these, torch's allocator: activations and static tensors
     num_captures: int
     is_all: bool = True  # False: memory ran out before all were captured
 
     @property
     def driver_bytes(self) -> int:
-        """What the driver keeps for the graphs themselves."""
+        """Return what the driver keeps for the graphs themselves."""
         return self.bytes - self.allocator_bytes
 
 
 class SeparateMemories:
-    """Memory of its own for every graph; see `engines.embedded.graph_pool.GraphMemory`."""
+    """Separate memory for every graph; see `engines.embedded.graph_pool.GraphMemory`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `runtime.device.GraphMemory`."""
+        """Capture `work` in new memory. See `runtime.device.GraphMemory`."""
         memory = self._device.graph_memory()
         assert memory is not None
         return memory.capture(work)
 
 
 class Captures:
-    """A target and a drafter over lanes, as the embedded engine has them, to capture passes of."""
+    """A target and a drafter whose passes are captured as in the embedded engine, over lanes (one KV range per sequence)."""
 
     def __init__(self, sizes: Sizes, device: Device) -> None:
         self._sizes = sizes
@@ -101,7 +101,7 @@ class Captures:
             rotary.reserve(self._lane)
 
     def plan(self, strategies: Sequence[SpeculationStrategy]) -> GraphPlan:
-        """What is captured for these."""
+        """Return the plan of captures for these strategies."""
         return GraphPlan(
             self._sizes.config,
             strategies,
@@ -111,7 +111,7 @@ class Captures:
         )
 
     def capture(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> GraphPool:
-        """All of the plan."""
+        """Capture everything in the plan."""
         pool = GraphPool(plan, new_memory)
         pool.bind(
             lane_steps(self._model, self._cache, self._lane, self._draft),
@@ -139,7 +139,7 @@ class Captures:
     def measure(
         self, plans: Sequence[GraphPlan], new_memory: Callable[[], GraphMemory | None]
     ) -> Taken:
-        """What all captures of all plans take together. They are gone afterwards."""
+        """Return what all captures of all plans take together. They are freed afterwards."""
         before = self._in_use()
         pools, num_captures, is_all = [], 0, True
         try:
@@ -161,7 +161,7 @@ class Captures:
         )
 
     def _in_use(self) -> tuple[int, int]:
-        """Bytes of the GPU that are taken, and of these by torch's allocator."""
+        """Return the GPU bytes in use, and the part of torch's allocator."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -172,10 +172,10 @@ class Captures:
 def bench_pool_bytes(
     sizes: Sizes, strategies: Sequence[SpeculationStrategy], device: Device, console: Console
 ) -> dict[str, object]:
-    """Measured and planned bytes of both ways to capture."""
+    """Return measured and planned bytes of both ways to capture."""
     captures = Captures(sizes, device)
     plan = captures.plan(strategies)
-    captures.measure([captures.plan(())], device.graph_memory)  # libraries set themselves up
+    captures.measure([captures.plan(())], device.graph_memory)  # initializes libraries
     ours = captures.measure([plan], device.graph_memory)
     separate = [captures.plan([strategy]) for strategy in strategies]
     naive = captures.measure(separate, lambda: SeparateMemories(device))

@@ -1,7 +1,7 @@
-"""A run folder, read and checked: what the panels of the report are drawn from.
+"""Reads and checks a run folder for the panels of the report.
 
-Called by tools/report.py. The one thing to know: a file that is broken, or absent though the run's settings say that it
-was written, is a ValueError that names it; what the settings turned off is None, and the page says so in a sentence.
+Called by tools/report.py. ValueError names a file that is broken, or that is absent although the run's settings enabled it.
+Data that the settings disabled is None, and the page says so in a sentence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A span of trace.json, or a moment where both times are equal."""
+    """A span of trace.json. A moment has two equal times."""
 
     rank: int
     lane: str
@@ -29,7 +29,7 @@ class Span:
 
     @property
     def phase(self) -> str:
-        """The name without what is in brackets: "VERIFY"."""
+        """Return the name without the part in brackets: "VERIFY"."""
         return self.name.split("(")[0]
 
 
@@ -47,17 +47,17 @@ class RunData:
     passes: list[dict[str, object]] | None  # rows of speculation.jsonl; None: there is none
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Steps and values of a metric, where it was written; None where it was not finite."""
+        """Return steps and values of a metric where it was written; None for a value that was not finite."""
         rows = [row for row in self.rows if name in row]
         return [int(row["step"] or 0) for row in rows], [row[name] for row in rows]
 
     def is_on(self, section: str) -> bool:
-        """Whether `section`.enabled is set."""
+        """Return whether `section`.enabled is set."""
         return bool(self.config.get(section, {}).get("enabled"))
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read the folder. ValueError naming the file that is absent or broken."""
+    """Read the folder. ValueError names a file that is absent or broken."""
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such run folder")
     config_text = _read_text(run_dir / "config.yaml")
@@ -107,7 +107,7 @@ def _read_object(path: Path) -> dict[str, object]:
 
 
 def _read_lines(path: Path) -> list[tuple[int, dict[str, object]]]:
-    """Objects and their line numbers. A last line without its end belongs to a write that was cut off: left out."""
+    """Return objects and their line numbers. A last line without its end is an interrupted write and is left out."""
     text = _read_text(path)
     lines = text.split("\n")
     rows = []
@@ -150,7 +150,7 @@ def _read_passes(path: Path) -> list[dict[str, object]] | None:
 
 
 def _read_trace(path: Path) -> tuple[list[Span], list[Span]]:
-    """Spans and moments, in the order of the trace."""
+    """Return spans and moments, in the order of the trace."""
     events = _read_object(path).get("traceEvents")
     if not isinstance(events, list):
         raise ValueError(f"{path}: traceEvents must be a list of events")

@@ -1,6 +1,6 @@
-"""The words and figures at the top of the report: summary.json as cards, and what kind of run it was.
+"""The text and numbers at the top of the report: summary.json as cards, and the kind of run.
 
-Used by page.py and picture.py. Whatever summary.json holds as a number is shown; keys that are known get a better name.
+Used by page.py and picture.py. Every number in summary.json is shown; known keys get a better name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Figure:
 
 
 def headline(summary: dict[str, object]) -> list[Figure]:
-    """The numbers of summary.json, in its order."""
+    """Return the numbers of summary.json, in its order."""
     return [
         Figure(key=key, name=_NAMES.get(key, _words(key)), value=value, text=_text(key, value))
         for key, value in summary.items()
@@ -40,7 +40,7 @@ def headline(summary: dict[str, object]) -> list[Figure]:
 
 
 def facts(run: RunData) -> str:
-    """Model, ranks and settings in a line."""
+    """Return model, ranks and settings in one line."""
 
     def get(section: str, name: str) -> object:
         return run.config.get(section, {}).get(name)

@@ -1,7 +1,7 @@
-"""From spans to what a timeline shows: the window of some steps, and at any time the innermost span of a lane.
+"""Converts spans to a timeline: the window of some steps, and the innermost span of a lane at any time.
 
-Used by panels.py. The one thing to know: a step reaches from one SYNC of the policy to the next (the span's `version`
-is the step that it ends), so an evaluation or a checkpoint after step n is drawn at the start of step n + 1.
+A lane is one row of the timeline. Used by panels.py. A step lasts from one SYNC of the policy to the next (the span's `version`
+is the step that it ends). So an evaluation or a checkpoint after step n is drawn at the start of step n + 1.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from tools.run_report.data import MAIN_LANE, Span
 
-_RESOLUTION = 4000  # of a window: narrower neighbours of one kind are drawn as one
-_OPAQUE = "EVAL"  # drawn as one, though it decodes and scores as a rollout does
+_RESOLUTION = 4000  # per window: narrower neighbours of one kind are joined
+_OPAQUE = "EVAL"  # drawn as one bar, although it decodes and scores like a rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Segment:
     lane: str
     phase: str
     label: str  # short, for inside the bar: "6_4_16"
-    detail: str  # for the pointer: all that the span knows
+    detail: str  # for the tooltip: everything in the span
     start_s: float  # since the start of the window
     end_s: float
 
@@ -44,7 +44,7 @@ class Window:
 
 
 def outside_evaluations(spans: Sequence[Span]) -> list[Span]:
-    """Without what happened within an EVAL span of the same lane; the EVAL spans stay."""
+    """Drop spans inside an EVAL span of the same lane. The EVAL spans stay."""
     evaluations: dict[tuple[int, str], list[Span]] = {}
     for span in spans:
         if span.phase == _OPAQUE:
@@ -61,7 +61,7 @@ def outside_evaluations(spans: Sequence[Span]) -> list[Span]:
 
 
 def step_spans(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
-    """Start and end of every step over all ranks; of a step that a resumed run did again, the last time."""
+    """Return start and end of every step over all ranks. If a resumed run repeated a step, the last time is used."""
     syncs: dict[int, list[Span]] = {}
     for span in spans:
         if span.phase == "SYNC" and "version" in span.args:
@@ -83,7 +83,7 @@ def step_spans(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
 
 
 def choose_window(spans: Sequence[Span], steps: tuple[int, int] | None) -> Window:
-    """The window of `steps` (first, last), by default the last two. ValueError for steps that the trace lacks."""
+    """Return the window of `steps` (first, last), by default the last two. ValueError for steps that the trace lacks."""
     known = step_spans(spans)
     if not known:
         raise ValueError("trace.json: holds no complete step (no two SYNC spans with a version)")
@@ -105,7 +105,7 @@ def choose_window(spans: Sequence[Span], steps: tuple[int, int] | None) -> Windo
 
 
 def segments_of(spans: Iterable[Span], window: Window) -> list[Segment]:
-    """What is drawn, lane by lane, ranks ascending; times count from the start of the window."""
+    """Return what is drawn, lane by lane, ranks ascending. Times count from the start of the window."""
     by_lane: dict[tuple[int, bool, str], list[Span]] = {}
     for span in spans:
         if span.end_s > window.start_s and span.start_s < window.end_s:
@@ -119,7 +119,7 @@ def segments_of(spans: Iterable[Span], window: Window) -> list[Segment]:
 
 
 def moments_in(moments: Iterable[Span], window: Window) -> list[Segment]:
-    """Instants within the window, as segments without length."""
+    """Return instants within the window, as segments without length."""
     return [
         _segment(m, m.start_s - window.start_s, m.start_s - window.start_s)
         for m in moments
@@ -128,7 +128,7 @@ def moments_in(moments: Iterable[Span], window: Window) -> list[Segment]:
 
 
 def visible_parts(spans: Sequence[Span]) -> list[tuple[Span, float, float]]:
-    """(span, start, end) of the innermost span at any time of one lane."""
+    """Return (span, start, end) of the innermost span at any time of one lane."""
     parts: list[tuple[Span, float, float]] = []
     open_spans: list[Span] = []
     cursor = 0.0
@@ -155,7 +155,7 @@ def visible_parts(spans: Sequence[Span]) -> list[tuple[Span, float, float]]:
 def running_requests(
     spans: Iterable[Span], window: Window
 ) -> dict[int, tuple[list[float], list[int]]]:
-    """By rank: times at which the batch of running requests changed, and its size from then on."""
+    """Return, by rank, the times at which the batch of running requests changed, and its new sizes."""
     by_rank: dict[int, list[Span]] = {}
     for span in spans:
         if (
@@ -209,7 +209,7 @@ def _segment(span: Span, start_s: float, end_s: float) -> Segment:
 
 
 def _join_narrow(segments: Iterable[Segment], width_s: float) -> list[Segment]:
-    """Neighbours of one phase and label become one where either would be narrower than `width_s`."""
+    """Join neighbours of one phase and label if either would be narrower than `width_s`."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None

@@ -1,7 +1,7 @@
-"""The report as one HTML file: Jinja2 for the page, Plotly for the figures, plotly.js inlined; it loads nothing else.
+"""Writes the report as one HTML file that loads nothing else: Jinja2 for the page, Plotly (inlined) for the figures.
 
-Called by tools/report.py with the panels. The one thing to know: figures are plain JSON in the page (`figure-<key>`),
-so whoever wants a number reads it there.
+Called by tools/report.py with the panels. Figures are plain JSON in the page (`figure-<key>`), so every number can be read
+there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _AXIS = {
     "automargin": True,
 }
 _LANE_HEIGHT = 46
-_OWN_HEIGHT: Json = {"automargin": "height"}  # labels may not narrow a wide panel
-_WIDE_MARGIN = {"l": 110, "r": 24, "t": 8, "b": 10}  # the same, so that time axes agree
+_OWN_HEIGHT: Json = {"automargin": "height"}  # labels must not narrow a wide panel
+_WIDE_MARGIN = {"l": 110, "r": 24, "t": 8, "b": 10}  # equal margins, so that time axes line up
 _MODES: dict[str, Json] = {
     "lines": {"mode": "lines"},
     "dots": {"mode": "lines+markers"},
@@ -77,7 +77,7 @@ def write_page(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
 
 
 def figure(panel: Panel) -> Json:
-    """The panel as Plotly's data and layout."""
+    """Return the panel as Plotly's data and layout."""
     layout: Json = {
         "font": _FONT,
         "margin": {"l": 10, "r": 10, "t": 8, "b": 10},
@@ -111,7 +111,7 @@ def figure(panel: Panel) -> Json:
 def _curves(content: Lines, layout: Json) -> list[Json]:
     layout["hovermode"] = "x unified"
     axis: Json = dict(layout["yaxis"])  # type: ignore[call-overload]
-    if content.x_range is not None:  # a wide panel, on the axis of the timeline
+    if content.x_range is not None:  # a wide panel shares the axis of the timeline
         layout["xaxis"] = (
             _AXIS | {"title": layout["xaxis"]["title"], "range": [*content.x_range]} | _OWN_HEIGHT
         )  # type: ignore[index]
@@ -237,5 +237,5 @@ def _moments(content: Lanes) -> Json:
 
 
 def _script_json(value: Json) -> str:
-    """JSON that cannot end the script element that holds it."""
+    """Return JSON that cannot end the script element around it."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

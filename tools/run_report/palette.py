@@ -1,7 +1,7 @@
-"""The colours of the report, one for one thing on page and picture alike.
+"""The colours of the report: each thing has the same colour on the page and in the picture.
 
-From the palette of Okabe and Ito (2008, "Color Universal Design"), which readers with any colour vision tell apart, with
-a few darker and greyer ones for phases that take little time.
+They come from the palette of Okabe and Ito (2008, "Color Universal Design"), which works for all kinds of colour vision. Phases
+that take little time have some darker and greyer colours.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DEPTHS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#B5A80B")
 
 
 def phase_of(phase: str) -> tuple[str, str]:
-    """Name in the legend and colour of a phase; one that is not known keeps its name."""
+    """Return the legend name and the colour of a phase. An unknown phase keeps its name."""
     for names, label, color in _PHASES:
         if phase in names:
             return label, color
@@ -60,28 +60,28 @@ def phase_of(phase: str) -> tuple[str, str]:
 
 
 def legend_order(labels: Iterable[str]) -> list[str]:
-    """The labels, in the order of the legend."""
+    """Return the labels in the order of the legend."""
     order = [label for _, label, _ in _PHASES]
     return sorted(set(labels), key=lambda label: (label not in order, order.index(label) if label in order else 0, label))  # fmt: skip
 
 
 def timing_color(phase: str) -> str:
-    """Colour of timing_s/<phase>."""
+    """Return the colour of timing_s/<phase>."""
     return _TIMINGS.get(phase, OTHER)
 
 
 def text_on(color: str) -> str:
-    """Black or white, whichever reads better on `color`."""
+    """Return black or white, whichever is easier to read on `color`."""
     return "#FFFFFF" if color in _DARK else BLACK
 
 
 def depth_color(depth: int, deepest: int) -> str:
-    """From dark to light as depth goes from 1 to `deepest`."""
+    """Return a colour from dark to light as depth goes from 1 to `deepest`."""
     return blend(_DEPTHS, (depth - 1) / max(deepest - 1, 1))
 
 
 def blend(colors: tuple[str, ...], at: float) -> str:
-    """The colour at `at` in [0, 1] of a scale of evenly spaced colours."""
+    """Return the colour at `at` in [0, 1] of a scale of evenly spaced colours."""
     place = at * (len(colors) - 1)
     low = min(int(place), len(colors) - 2)
     first, second = (

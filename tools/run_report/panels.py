@@ -1,7 +1,7 @@
-"""The panels of the report as values: what is drawn, with which numbers and colours, by page.py and picture.py alike.
+"""The panels of the report as values: numbers and colours that page.py and picture.py draw.
 
-`build_panels` is called by tools/report.py. The one thing to know: every number comes from the run folder; what a run
-did not do becomes an `Absent` with a sentence in place of a panel.
+tools/report.py calls `build_panels`. Every number comes from the run folder. If a run did not do something, its panel is an
+`Absent` with a sentence.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tools.run_report.palette import (
 )
 
 Value = float | int | None
-_MIN_LABEL = 0.04  # of the window: bars that are narrower hold no text
+_MIN_LABEL = 0.04  # of the window: narrower bars have no text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One named row of numbers."""
+    """One named series of numbers."""
 
     name: str
     color: str
@@ -59,7 +59,7 @@ class Lines:
 
     @property
     def log_ticks(self) -> list[int]:
-        """1, 2, 5, 10, ... as far as they lie within the values."""
+        """Return 1, 2, 5, 10, ... within the range of the values."""
         values = [y for series in self.series for y in series.y if y]
         steps = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
         return [step for step in steps if min(values) <= step <= max(values)] if values else []
@@ -67,7 +67,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedBars:
-    """A bar for each x; `marks` are drawn over the stacks."""
+    """A bar for each x. `marks` are drawn over the stacks."""
 
     series: tuple[Series, ...]
     marks: Series | None = None
@@ -75,7 +75,7 @@ class StackedBars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Shares in [0, 1]; None: nothing was measured there."""
+    """Shares in [0, 1]; None for a cell without a measurement."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]  # bottom to top
@@ -93,23 +93,23 @@ class Lanes:
 
     @property
     def names(self) -> list[str]:
-        """The lanes, top to bottom."""
+        """Return the lanes, top to bottom."""
         return list(dict.fromkeys(segment.lane for segment in self.segments))
 
     @property
     def width_s(self) -> float:
-        """Of the window."""
+        """Return the width of the window."""
         return self.window.end_s - self.window.start_s
 
     def label_of(self, segment: Segment) -> str:
-        """What is written into the bar: its label, where there is room for it."""
+        """Return the text inside the bar: its label if there is room for it."""
         is_wide = segment.end_s - segment.start_s > _MIN_LABEL * self.width_s
         return segment.label if is_wide else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One figure with its words."""
+    """One figure with its text."""
 
     key: str
     title: str
@@ -122,21 +122,21 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absent:
-    """Why a figure is not there."""
+    """The reason why a figure is missing."""
 
     title: str
     sentence: str
 
 
 def percent(share: float | None) -> str:
-    """Of a cell of a heat map; nothing where nothing is."""
+    """Return the text of a heat map cell; empty for None or 0."""
     if not share:
         return ""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
-    """All panels in the order of the page. `steps` is the window of the timeline, None: the last two."""
+    """Return all panels in the order of the page. `steps` is the window of the timeline; None: the last two."""
     return [
         *_timeline(run, steps),
         _acceptance(run),

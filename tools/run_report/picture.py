@@ -1,6 +1,6 @@
-"""The main panels as one static image, for a README: Matplotlib, with the numbers and colours of the page.
+"""Draws the main panels as one static image for a README: Matplotlib, with the numbers and colours of the page.
 
-Called by tools/report.py with the same panels. Wide panels come first and take a row each; the others share rows.
+Called by tools/report.py with the same panels. Wide panels come first, one per row; the others share rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STYLES = {
 
 
 def write_picture(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
-    """Draw what there is to `out`, in the format of its suffix."""
+    """Draw all panels that are present to `out`, in the format of its suffix."""
     drawn = [panel for panel in panels if isinstance(panel, Panel)]
     wide = [panel for panel in drawn if panel.is_wide]
     narrow = [panel for panel in drawn if not panel.is_wide]
@@ -213,7 +213,7 @@ def _draw_lanes(content: Lanes, axes: Axes) -> None:
 
 
 def _legend(axes: Axes, *, is_wide: bool) -> int:
-    """Above the axes, in as many rows as it needs; returns how many."""
+    """Draw the legend above the axes, in as many rows as it needs. Returns the number of rows."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return 1

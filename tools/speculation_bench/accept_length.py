@@ -1,6 +1,6 @@
-"""Accept length by the kind of tree, the target's entropy and the temperature: same drafter, same token budget.
+"""Measures accept length by kind of tree, the target's entropy and temperature: same drafter, same token budget.
 
-Called by tools/bench_speculation.py. One thing to know: no time is measured here, so a busy machine does not matter.
+Called by tools/bench_speculation.py. It measures no time, so a busy machine does not matter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, Ranking]] = {
     "n-gram": ("ngram_16", Ranking.NOISE),
     "tree and n-gram": ("6_4_12+ngram_4", Ranking.NOISE),
 }
-_NUM_WARM_UP = 16  # prompts on which the calibration of draft logits settles
+_NUM_WARM_UP = 16  # prompts for the calibration of draft logits to converge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class _Bench:
 def bench_accept_lengths(
     policies: Sequence[Policy], options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
-    """kind -> temperature -> entropy (nats per token at temperature 1, two digits) -> tokens out per verify pass."""
+    """Return kind -> temperature -> entropy (nats per token at temperature 1, two digits) -> tokens out per verify pass."""
     lengths: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in KINDS}
     gains: dict[str, dict[str, float]] = {}
     table = Table(title="(c) tokens out per verify pass of 16 drafted tokens")
@@ -97,7 +97,7 @@ def _load(policy: Policy, options: argparse.Namespace) -> _Bench:
 
 
 def _entropy(bench: _Bench) -> float:
-    """Nats per token: minus the mean log-probability of what the policy draws at temperature 1."""
+    """Return nats per token: minus the mean log-probability of what the policy draws at temperature 1."""
     bench.engine.set_speculation(None)
     groups = bench.engine.generate(bench.eval, bench.params, policy_version=VERSION)
     logprobs = torch.cat([r.policy_logprobs for g in groups for r in g.rollouts])
@@ -105,7 +105,7 @@ def _entropy(bench: _Bench) -> float:
 
 
 def _measure(bench: _Bench, kind: str, temperature: float) -> float:
-    """After a few other prompts, so that calibration has settled; no prompt comes a second time."""
+    """Return the accept length after a few warm-up prompts, so that calibration has converged. No prompt is used twice."""
     text, ranking = KINDS[kind]
     strategy = SpeculationStrategy.parse(text)
     params = dataclasses.replace(bench.params, temperature=temperature)

@@ -1,4 +1,4 @@
-"""What `rollout.batch_invariant` costs, and that tokens with and without speculation are then the same in any dtype.
+"""Measures what `rollout.batch_invariant` costs, and that speculation then changes no token in any dtype.
 
 Called by tools/bench_speculation.py for each dtype.
 """
@@ -32,9 +32,9 @@ def bench_batch_invariant(
     strategies: Sequence[SpeculationStrategy],
     console: Console,
 ) -> dict[str, object]:
-    """Plain seconds with the mode on over those with it off, and differing tokens per token with it on, by batch size.
+    """Return, by batch size, plain seconds with the mode on over off, and differing tokens per token with it on.
 
-    Where the machine's kernels do not allow the mode, why not.
+    If the machine's kernels do not allow the mode, return the reason.
     """
     try:
         invariant = make_setting(options, setting.dtype, batch_invariant=True)
@@ -59,7 +59,7 @@ def bench_batch_invariant(
         for round_index in range(_NUM_ROUNDS + 1):
             spent, _ = _run(setting.engine, prompts, params)
             spent_on, plain = _run(invariant.engine, prompts, params)
-            if round_index > 0:  # the first allocates
+            if round_index > 0:  # the first round allocates
                 off.append(spent)
                 on.append(spent_on)
         num_differing = num_compared = 0

@@ -1,7 +1,7 @@
-"""Bytes of captured graphs, from the plan that an engine makes before it captures anything.
+"""Counts bytes of captured graphs from the plan that an engine makes before it captures anything.
 
-Called by tools/bench_speculation.py. Naive: every strategy captured by itself, drafting and verifying together, at every
-batch size, in memory of its own. Single: the widest strategy alone captured like that. Pool: what this engine captures.
+Called by tools/bench_speculation.py. Naive: every strategy is captured alone, drafting and verifying together, at every batch
+size, in separate memory. Single: only the widest strategy, captured like that. Pool: what this engine captures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
-# As its config.json has it.
+# Values from its config.json.
 QWEN_2_5_7B = ModelConfig(
     model_type="qwen2",
     vocab_size=152064,
@@ -37,7 +37,7 @@ _REAL_MAX_BATCH_SIZE, _REAL_MAX_LENGTH = 64, 16384
 
 
 def bench_graph_bytes(plan: GraphPlan, console: Console) -> Mapping[str, Mapping[str, float]]:
-    """Of the benchmark's own engine, and of one for a model of 7B parameters with the strategies that are default."""
+    """Return the bytes for the benchmark's own engine, and for a 7B model with the default strategies."""
     strategies = [SpeculationStrategy.parse(text) for text in SpeculationSection().strategies]
     real = GraphPlan(
         QWEN_2_5_7B,

@@ -1,8 +1,8 @@
-"""Speculation against plain decoding on the same requests, side by side in one process.
+"""Compares speculation with plain decoding on the same requests, side by side in one process.
 
-Called by the speed tables. What to know: plain decoding runs before and after every variant that must be judged closely, and
-a ratio is taken against the mean of the two, so what the machine does in between falls on both. Time is that of this process
-alone. The first round is told apart: selectors learn in it, and a run goes on for hours.
+Called by the speed tables. Plain decoding runs before and after every variant with small differences. A ratio uses the mean of
+the two, so changes of the machine's speed affect both. Only this process's time counts. The first round is reported separately,
+because selectors learn in it and a real run takes hours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to decode. `is_close`: judged by small differences, so plain decoding runs right before and right after."""
+    """A way to decode. With `is_close`, plain decoding runs right before and right after, to judge small differences."""
 
     speculation: Speculation
     is_close: bool = False
@@ -34,7 +34,7 @@ class Variant:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What one variant did, by round."""
+    """The results of one variant, by round."""
 
     ratios: list[float] = field(default_factory=list)  # plain seconds over its own, per token
     seconds_per_token: list[float] = field(default_factory=list)
@@ -45,17 +45,17 @@ class Record:
 
     @property
     def ratio(self) -> dict[str, float]:
-        """Spread over all rounds but the first, which comes beside it."""
+        """Return the spread over all rounds except the first, which is added as `first_round`."""
         return {**spread(self.ratios[1:] or self.ratios), "first_round": self.ratios[0]}
 
     @property
     def mismatch_per_token(self) -> float:
-        """First differences per token compared."""
+        """Return first differences per token compared."""
         return self.num_differing / max(self.num_compared, 1)
 
 
 class Comparison:
-    """All variants on the same requests, and plain decoding."""
+    """All variants and plain decoding on the same requests."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Comparison:
         clock: Clock = cpu_seconds,
         num_warm_ups: int = 0,
     ) -> None:
-        """Each variant answers its batches `num_warm_ups` times before it is timed: on a GPU it captures its graphs then."""
+        """Each variant answers its batches `num_warm_ups` times before it is timed. On a GPU it captures its graphs then."""
         self._engine = engine
         self._clock = clock
         self._num_warm_ups = num_warm_ups
@@ -75,7 +75,7 @@ class Comparison:
     def run_round(
         self, batches: Sequence[Sequence[Prompt]], params: SamplingParams, names: Sequence[str]
     ) -> None:
-        """One round over the variants `names`: each answers every batch, one after the other."""
+        """Run one round over the variants `names`. Each answers every batch, one after the other."""
         order = with_plain(names, {name for name in names if self._variants[name].is_close})
         ran = [self._run(name, batches, params) for name in order]
         plain_at = [index for index, name in enumerate(order) if name == PLAIN]
@@ -118,12 +118,12 @@ class Comparison:
 
     @property
     def plain_tokens_per_s(self) -> float:
-        """Median over all runs."""
+        """Return the median over all runs."""
         return 1.0 / statistics.median(self.plain.seconds_per_token)
 
 
 def with_plain(names: Sequence[str], close: Collection[str]) -> list[str]:
-    """`names` with plain decoding first, last, on both sides of every one in `close`, and after every second other."""
+    """Insert plain decoding into `names`: first, last, around each one in `close`, and after every second other one."""
     order = [PLAIN]
     for name in names:
         has_two = order[-1] != PLAIN and order[-2] != PLAIN
@@ -136,8 +136,10 @@ def with_plain(names: Sequence[str], close: Collection[str]) -> list[str]:
 
 
 def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(first differences, tokens compared): two candidates closer than the rounding error may swap, and what follows such
-    a token is another text."""
+    """Return (first differences, tokens compared).
+
+    Two candidates closer than the rounding error may swap, and tokens after such a swap belong to another text.
+    """
     num_differing = num_compared = 0
     for a, b in zip(plain, other, strict=True):
         first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)

@@ -1,7 +1,7 @@
-"""The selectors against an oracle that knows the best strategy of each batch size, because all of them were run.
+"""Compares the selectors with an oracle that knows the best strategy of each batch size, because all of them were run.
 
-Called by tools/bench_speculation.py with what the speed tables measured. Live, noise counts against the selectors: the best
-of several strategies is partly the luckiest, and a pass is measured once. On the recorded trace it does not.
+Called by tools/bench_speculation.py with the results of the speed tables. Live, noise counts against the selectors: the best of
+several strategies is partly the luckiest, and a pass is measured once. On the recorded trace this does not apply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_EPOCHS = 5  # of the rollout whose batch sizes are replayed
 
 
 def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> str:
-    """The fixed strategy, plain decoding among them, of the highest median speed."""
+    """Return the fixed strategy, or plain decoding, with the highest median speed."""
     medians = {name: comparison.records[name].ratio["median"] for name in fixed} | {PLAIN: 1.0}
     return max(medians, key=medians.__getitem__)
 
@@ -35,7 +35,7 @@ def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> str:
 def live_oracle(
     measured: Mapping[int, Comparison], fixed: Sequence[str], console: Console
 ) -> dict[str, object]:
-    """Selectors over the best fixed strategy of each batch size, which was found by running all of them."""
+    """Compare selectors with the best fixed strategy of each batch size, found by running all of them."""
     table = Table(title="(d) selectors over the best fixed strategy of each batch size, live")
     for column in ("batch", "best", "speed-up", COST_MODEL, BEG_MAB):
         table.add_column(column, justify="right")
@@ -48,7 +48,7 @@ def live_oracle(
             by_size[str(size)] = spread([value / ratio for value in rounds[1:] or rounds])
         cells = [f"{by_size[str(size)]['median']:.3f}" for by_size in live.values()]
         table.add_row(str(size), best, f"{ratio:.2f}", *cells)
-    # As many passes at each batch size; the harmonic mean of rates over equal work.
+    # Equal weight for each batch size: the harmonic mean of rates over equal work.
     overall = {
         name: statistics.harmonic_mean([each["median"] for each in by_size.values()])
         for name, by_size in live.items()
@@ -64,8 +64,10 @@ def replayed_oracle(
     rollout: Sequence[PassRecord],
     console: Console,
 ) -> dict[str, object]:
-    """Fresh selectors over the passes that the fixed strategies and plain decoding made, along the batch sizes that the
-    `rollout` went through, again and again. Judged in the first epoch, and in all after it."""
+    """Run fresh selectors over recorded passes of the fixed strategies and plain decoding.
+
+    They follow the batch sizes of the `rollout`, repeatedly. The first epoch and all later ones are judged separately.
+    """
     passes = [
         _trace_of(record)
         for comparison in measured.values()

@@ -1,4 +1,4 @@
-"""Policies of several entropies, each with a drafter of its own: early checkpoints of the tiny policy.
+"""Policies of several entropies, each with its own drafter: early checkpoints of the tiny policy.
 
 Made once and kept in a folder. Called by tools/bench_speculation.py.
 """
@@ -22,7 +22,7 @@ from tools import make_tiny_policy
 from tools.load_engine import MAX_PROMPT_TOKENS, load_engine
 from tools.warmup_drafter import collect_sequences, train_drafter
 
-# Of pre-training: they come out near 1.4, 0.75 and 0.4 nats per token; what they have is measured.
+# Pre-training steps. Entropies are near 1.4, 0.75 and 0.4 nats per token; the real values are measured.
 CHECKPOINT_STEPS = (100, 200, 340)
 _PRETRAINING_STEPS = 360
 _DRAFTER_STEPS = 300
@@ -40,7 +40,7 @@ class Policy:
 
 
 def make_policies(folder: Path, console: Console) -> list[Policy]:
-    """Those of CHECKPOINT_STEPS, of falling entropy; what is there already is kept."""
+    """Return the policies of CHECKPOINT_STEPS, of falling entropy. Existing ones are kept."""
     make_tiny_policy.main(
         [
             *("--out", str(folder / "policies"), "--steps", str(_PRETRAINING_STEPS)),
@@ -69,7 +69,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _warm_up(policy: Policy, console: Console) -> None:
-    """A drafter trained on the policy's own answers, as tools/warmup_drafter.py does it."""
+    """Train a drafter on the policy's own answers, like tools/warmup_drafter.py."""
     engine = load_engine(policy.model, dtype="float32", max_new_tokens=300)
     tokenizer = load_tokenizer(policy.model)
     section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)

@@ -1,6 +1,6 @@
-"""What the speed tables run on: an engine, its prompts, and drafters from good to useless.
+"""The setting of the speed tables: an engine, its prompts, and drafters from good to useless.
 
-Made once for each dtype by tools/bench_speculation.py.
+tools/bench_speculation.py makes one for each dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A policy in one dtype, ready to answer."""
+    """A policy in one dtype, ready to generate."""
 
     engine: EmbeddedEngine
     prompts: Sequence[Prompt]
@@ -50,9 +50,10 @@ class Setting:
 def make_setting(
     options: argparse.Namespace, dtype: str, *, device: str = "cpu", **settings: int
 ) -> Setting:
-    """The policy of `options.model`, deepened by `options.deepen` identity layers; `settings` go to RolloutSection.
+    """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection.
 
-    On a GPU wall time counts, and what a variant captures it captures before it is timed."""
+    On a GPU, wall time is measured, and a variant captures its graphs before it is timed.
+    """
     is_cuda = device == "cuda"
     engine = load_engine(
         options.model,
@@ -79,8 +80,10 @@ def make_setting(
 def make_drafts(
     setting: Setting, drafter: str | Path, other: Path | None
 ) -> dict[str, DraftInference]:
-    """Drafters by name: that of this policy, an untrained one, and (with `other`) one trained for another policy of the
-    same sizes, which its fingerprint would have the engine refuse."""
+    """Return drafters by name: that of this policy, an untrained one, and (with `other`) one of another policy.
+
+    The other policy has the same sizes. An engine would reject its drafter by the fingerprint.
+    """
     embedding, head = setting.engine.target_tensors()
     config = make_draft_config(load_model_config(setting.model), "eagle", embedding)
     models = {
@@ -96,7 +99,7 @@ def make_drafts(
 def make_variants(
     drafts: dict[str, DraftInference], strategies: Sequence[SpeculationStrategy]
 ) -> dict[str, Variant]:
-    """Every strategy and both selectors with the good drafter, and the cost model with every other."""
+    """Return every strategy and both selectors with the good drafter, and the cost model with every other drafter."""
     good = drafts[GOOD]
     variants = {
         str(s): Variant(speculation=Speculation(good, FixedSelector(s), [s])) for s in strategies
@@ -110,12 +113,12 @@ def make_variants(
 
 
 def adaptive_name(drafter: str) -> str:
-    """Of the variant in which the cost model chooses for this drafter."""
+    """Return the name of the variant in which the cost model uses this drafter."""
     return COST_MODEL if drafter == GOOD else f"{COST_MODEL}/{drafter}"
 
 
 def long_prompts(setting: Setting, num_tokens: int) -> list[Prompt]:
-    """Prompts that the policy itself answers at length: what it is made to write after its end is nothing to measure."""
+    """Return prompts that the policy itself answers at length. Text forced after its end would not be representative."""
     params = SamplingParams(
         max_new_tokens=num_tokens, stop_token_ids=setting.tokenizer.stop_token_ids, seed=1
     )

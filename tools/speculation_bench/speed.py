@@ -1,7 +1,7 @@
-"""Speed by batch size, and a long-tailed set of requests end to end.
+"""Measures speed by batch size, and a long-tailed set of requests end to end.
 
-Called by tools/bench_speculation.py. One thing to know: selectors live as long as the process, as in a training run, so what
-they learned at one batch size they know at the next; the first round at each is told apart from the later ones.
+Called by tools/bench_speculation.py. Selectors live as long as the process, as in a training run, so they carry what they
+learned to the next batch size. The first round at each batch size is reported separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.speculation_bench.interleaved import PLAIN, Comparison, Record, Varia
 from tools.speculation_bench.setting import COST_MODEL, Setting, adaptive_name, long_prompts
 
 _LEAST_REQUESTS = 4  # of a run
-_LONG_TAIL_ROUNDS = 3  # at most, after one that warms up
+_LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
 
 
 def bench_batch_sizes(
@@ -28,8 +28,10 @@ def bench_batch_sizes(
     options: argparse.Namespace,
     console: Console,
 ) -> dict[int, Comparison]:
-    """Every variant at every batch size, each response of the same length; the adaptive ones with bad drafters, which are
-    judged by small differences, for more rounds."""
+    """Run every variant at every batch size, with responses of equal length.
+
+    Adaptive variants with bad drafters run more rounds, because their differences are small.
+    """
     prompts = long_prompts(setting, options.num_tokens)
     if not prompts:
         raise ValueError(f"--num-tokens {options.num_tokens}: no response is that long")
@@ -65,7 +67,7 @@ def bench_batch_sizes(
 
 
 def _batches(prompts: Sequence[Prompt], batch_size: int, round_index: int) -> list[list[Prompt]]:
-    """Other prompts in every round; several small batches one after the other, as one prompt says little."""
+    """Return other prompts in every round. A small size gets several batches in sequence, as one prompt says little."""
     num_batches = max(_LEAST_REQUESTS // batch_size, 1)
     first = round_index * num_batches * batch_size
     numbers = [
@@ -78,7 +80,7 @@ def _batches(prompts: Sequence[Prompt], batch_size: int, round_index: int) -> li
 
 
 def num_tokens_at(batch_size: int, num_tokens: int) -> int:
-    """Large batches bring many tokens with few passes."""
+    """Return the tokens per response: large batches generate many tokens with few passes."""
     return num_tokens if batch_size <= 16 else max(num_tokens // 2, 1)
 
 
@@ -88,7 +90,7 @@ def bench_long_tail(
     options: argparse.Namespace,
     console: Console,
 ) -> Comparison:
-    """A rollout as training has it: each response as long as the policy makes it."""
+    """Run a rollout as in training: each response is as long as the policy makes it."""
     prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
     comparison = Comparison(
         setting.engine, variants, setting.clock, num_warm_ups=setting.num_warm_ups
@@ -120,7 +122,7 @@ def bench_long_tail(
 def adaptive_minima(
     measured: Mapping[int, Comparison], drafters: Sequence[str], console: Console
 ) -> dict[str, dict[str, float]]:
-    """The cost model's smallest median over batch sizes for each drafter, and the smallest of the first rounds."""
+    """Return the cost model's smallest median over batch sizes for each drafter, and the smallest of the first rounds."""
     table = Table(title="(a) cost_model over plain decoding, smallest over batch sizes")
     for column in ("drafter", "median", "at batch", "first round"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
