@@ -2,11 +2,11 @@
 
     python tools/make_tiny_policy.py --out build/tiny_policy
 
-The policy is pre-trained on derivations of tools/reasoning_task.py, a share of which hold one slip: a model of a corpus
-that people wrote. So it knows the method (greedy it is nearly always right), but at temperature 1 it slips as often as
-the corpus does, and reinforcement learning can take the slips away. It cannot see whether it has slipped already, so
-its slips come independently, slip_share of them per derivation: sampled accuracy is about exp(-slip_share). The problems of eval.jsonl are in neither the corpus nor train.jsonl.
-A finished folder made with the same settings and sources is kept as it is.
+The policy is pre-trained on derivations of tools/reasoning_task.py. A share of them contain one error (a "slip"), like text
+written by people. So the policy knows the method: greedy decoding is nearly always right. At temperature 1 it makes as many
+slips as the corpus, and reinforcement learning can remove them. It cannot see its earlier slips, so slips are independent,
+slip_share per derivation, and sampled accuracy is about exp(-slip_share). The problems of eval.jsonl are in neither the corpus
+nor train.jsonl. A finished folder made with the same settings and sources is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads crawl on a busy machine
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads are slow on a busy machine
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
@@ -60,7 +60,7 @@ _WARMUP_STEPS, _DECAY_SHARE = 30, 0.4  # of the learning rate: linear up, flat, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides the result, together with the sources."""
+    """The settings that, with the sources, determine the result."""
 
     size: str = "small"
     steps: int = 1200  # optimizer steps
@@ -68,7 +68,7 @@ class Settings:
     slip_share: float = 0.85  # of the corpus's derivations
     batch_tokens: int = 2048  # of a training batch, padding included
     lr: float = 3e-3
-    checkpoint_steps: tuple[int, ...] = ()  # also saved, each as a model of its own
+    checkpoint_steps: tuple[int, ...] = ()  # also saved, each as a separate model
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -82,7 +82,7 @@ class Settings:
             raise ValueError(f"checkpoint_steps={late}: must be in 1..steps={self.steps}")
 
     def key(self) -> str:
-        """Hash of the settings and of the sources that make the result."""
+        """Return a hash of the settings and of the sources that make the result."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
         for source in (__file__, reasoning_task.__file__):
             digest.update(Path(source).read_bytes())
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def is_made(out: Path, settings: Settings) -> bool:
-    """Whether `out` holds a finished model made with these settings and sources."""
+    """Return whether `out` holds a finished model made with these settings and sources."""
     path = out / MADE_WITH
     return (
         path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("key") == settings.key()
@@ -113,14 +113,14 @@ def is_made(out: Path, settings: Settings) -> bool:
 
 
 def split_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """The problems of train.jsonl and of eval.jsonl, without overlap."""
+    """Return the problems of train.jsonl and of eval.jsonl, without overlap."""
     held_out = ProblemSampler().draw_distinct(_NUM_EVAL, random.Random(f"eval-{seed}"))
     sampler = ProblemSampler(frozenset(held_out))
     return sampler.draw_distinct(_NUM_TRAIN, random.Random(f"train-{seed}")), held_out
 
 
 def write_rows(path: Path, problems: list[Problem]) -> None:
-    """One JSON line for each problem, in slime's keys."""
+    """Write one JSON line for each problem, in slime's keys."""
     rows = []
     for problem in problems:
         right = reasoning_task.render(problem, reasoning_task.derive(problem))
@@ -132,7 +132,7 @@ def write_rows(path: Path, problems: list[Problem]) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character, and one for the answer mark; the vocabulary is filled up to a multiple of 8."""
+    """Return a tokenizer with one token per character and one for the answer mark, padded to a multiple of 8 tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -153,7 +153,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(size: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained model; set torch's seed first."""
+    """Return an untrained model. Set torch's seed first."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, ffn, layers, heads, kv_heads = SIZES[size]
@@ -177,7 +177,7 @@ def make_model(size: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalL
 def corpus_batches(
     settings: Settings, excluded: list[Problem], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (token ids [B, T], labels [B, T]) of similar lengths; labels are -100 on prompts and padding."""
+    """Yield (token ids [B, T], labels [B, T]) of similar lengths without end. Labels are -100 on prompts and padding."""
     sampler, rng = ProblemSampler(frozenset(excluded)), random.Random(f"corpus-{settings.seed}")
     while True:
         prompts, texts = [], []
@@ -220,7 +220,7 @@ def train(
     settings: Settings,
     console: Console,
 ) -> Iterator[int]:
-    """Train for `settings.steps` steps in fp32; yields the number of steps done at each checkpoint and at the end."""
+    """Train for `settings.steps` steps in fp32. Yields the number of steps done at each checkpoint and at the end."""
     import torch
 
     optimizer = torch.optim.AdamW(
@@ -264,14 +264,14 @@ def evaluate(
     temperature: float,
     seed: int,
 ) -> dict[str, float]:
-    """Answer every problem `num_samples` times: accuracy, how often any sample is right, entropy in nats, lengths."""
+    """Answer every problem `num_samples` times. Returns accuracy, how often any sample is right, entropy in nats, lengths."""
     import torch
 
     from tlt_megatron.rewards.builtin import score_exact
 
     torch.manual_seed(seed)
     model.eval()
-    # alike lengths share a batch, so that few rows wait for the longest
+    # similar lengths share a batch, so that few rows wait for the longest
     problems = sorted(problems, key=lambda p: len(reasoning_task.derive(p)))
     rewards: list[list[float]] = []
     lengths: list[int] = []
@@ -281,7 +281,7 @@ def evaluate(
         rows = [p for p in chunk for _ in range(num_samples)]
         response_BT, entropy_BT = _generate(model, tokenizer, rows, temperature)
         is_stop_BT = response_BT == tokenizer.eos_token_id
-        # tokens up to the first stop, with it
+        # tokens up to and including the first stop
         is_kept_BT = (is_stop_BT.cumsum(1) - is_stop_BT.long()) == 0
         lengths += is_kept_BT.sum(1).tolist()
         entropy_sum += float((entropy_BT * is_kept_BT).sum())
@@ -309,7 +309,7 @@ def _generate(
     rows: list[Problem],
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Responses [B, T], filled up with padding after the stop token, and the entropy of each token at temperature 1."""
+    """Return responses [B, T], padded after the stop token, and the entropy of each token at temperature 1."""
     import torch
 
     inputs = tokenizer(
@@ -338,7 +338,7 @@ def _generate(
 def _make(
     folder: Path, settings: Settings, eval_samples: int, console: Console
 ) -> dict[str, object]:
-    """Write everything into `folder`; returns the measured results."""
+    """Write everything into `folder`; return the measured results."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -390,7 +390,7 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
 
 @contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its place on success and leaves no trace on failure."""
+    """Yield a folder beside `out`. It replaces `out` on success and is removed on failure."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:

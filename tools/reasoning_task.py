@@ -1,15 +1,15 @@
-"""A synthetic reasoning task whose answers can be checked and whose response lengths have a long tail by nature.
+"""A synthetic reasoning task with answers that can be checked and response lengths with a long tail.
 
-A problem is (multiplier k, start n): as long as n > 1, an even n becomes n/2 and an odd n becomes k*n + 1; how many
-steps were odd? k=1 sinks quickly (easy, short), k=3 is the Collatz map (some starts take a hundred steps). The
-response writes every step, so that each is a small local computation, and the answer needs all of them:
+A problem is (multiplier k, start n). While n > 1, an even n becomes n/2 and an odd n becomes k*n + 1. The answer is the number
+of odd steps. k=1 reaches 1 quickly (easy, short); k=3 is the Collatz map (some starts take a hundred steps). The response
+writes every step, so each step is a small local computation, and the answer needs all of them:
 
     prompt    3n+1;6=
     response  6/3*1:01/5*2:61/8/4/2/1####2
 
-Numbers in the derivation stand with their LEAST significant digit first (the order in which carries run); "/" is a
-halving, "*c:" the c-th odd step. The prompt's start and the answer are in the usual order. Used by make_tiny_policy.py;
-`slip` lets a derivation go wrong the way people do, which is what the policy is pre-trained on and what RL removes.
+Numbers in the derivation have their LEAST significant digit first, the order of carries. "/" is a halving, "*c:" the c-th odd
+step. The prompt's start and the answer are in the usual order. Used by make_tiny_policy.py. `slip` adds an error as people make
+it; the policy is pre-trained on such derivations, and RL removes the errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONG_TOKENS = 360
 
 
 class Slip(StrEnum):
-    """A way to get one step wrong; the steps after it go on correctly from the wrong value."""
+    """A way to get one step wrong. Later steps continue correctly from the wrong value."""
 
     FORGOT_ONE = "forgot_one"  # k*n instead of k*n + 1
     DROPPED_CARRY = "dropped_carry"  # one carry between two digits is lost
@@ -37,10 +37,10 @@ class Slip(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """How many odd steps does `start` take to 1 under n -> n/2 (even), multiplier * n + 1 (odd)?"""
+    """Asks how many odd steps `start` takes to 1 under n -> n/2 (even), multiplier * n + 1 (odd)."""
 
     multiplier: int  # 1 or 3
-    start: int  # >= 3, no power of two
+    start: int  # >= 3, not a power of two
 
     @property
     def prompt(self) -> str:
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One line of a derivation: the value reached, and how many odd steps were counted so far."""
+    """One line of a derivation: the value reached, and the odd steps counted so far."""
 
     value: int
     num_odd: int
@@ -57,17 +57,17 @@ class Step:
 
 
 def derive(problem: Problem) -> list[Step]:
-    """The right derivation, without the start."""
+    """Return the right derivation, without the start."""
     return list(_continue(problem.multiplier, problem.start, 0))
 
 
 def label(problem: Problem) -> str:
-    """The right answer."""
+    """Return the right answer."""
     return str(derive(problem)[-1].num_odd)
 
 
 def render(problem: Problem, steps: list[Step]) -> str:
-    """The response: the start, the steps, the answer that the last step claims."""
+    """Return the response: the start, the steps, and the answer of the last step."""
     parts = [str(problem.start)[::-1]]
     for step in steps:
         parts.append(f"*{step.num_odd}:" if step.is_odd_step else "/")
@@ -76,9 +76,9 @@ def render(problem: Problem, steps: list[Step]) -> str:
 
 
 def slip(problem: Problem, rng: random.Random) -> tuple[list[Step], Slip]:
-    """A derivation that went wrong at one random step and therefore ends in a wrong answer that fits the length.
+    """Return a derivation that goes wrong at one random step, and its kind of slip.
 
-    Slips that happen not to change the answer are drawn again: every result is wrong.
+    It ends in a wrong answer that fits its length: slips that do not change the answer are drawn again.
     """
     right = derive(problem)
     while True:
@@ -94,19 +94,19 @@ def slip(problem: Problem, rng: random.Random) -> tuple[list[Step], Slip]:
 
 
 def num_tokens(response: str) -> int:
-    """Tokens of a rendered response, with the end-of-sequence token."""
+    """Return the tokens of a rendered response, including the end-of-sequence token."""
     return len(response.replace(ANSWER_MARK, "#")) + 1
 
 
 def all_problems(multiplier: int) -> list[Problem]:
-    """Every problem of this multiplier whose right response fits; powers of two have no odd step and are left out."""
+    """Return every problem of this multiplier whose right response fits. Powers of two have no odd step and are excluded."""
     starts = (start for start in range(3, MAX_START + 1) if start & (start - 1))
     problems = (Problem(multiplier=multiplier, start=start) for start in starts)
     return [p for p in problems if num_tokens(render(p, derive(p))) <= MAX_RESPONSE_TOKENS]
 
 
 class ProblemSampler:
-    """Draws problems: most are short, a fixed share is long, so that one batch already shows the tail.
+    """Draws problems. Most are short and a fixed share is long, so that one batch already has the tail.
 
     Starts of short problems are log-uniform, which keeps the median low.
     """
@@ -121,7 +121,7 @@ class ProblemSampler:
         self._middle_weights = [1 / p.start for p in self._middle]
 
     def draw(self, rng: random.Random) -> Problem:
-        """One problem; the same may come again."""
+        """Draw one problem. Problems may repeat."""
         u = rng.random()
         if u < _SHORT_SHARE:
             return rng.choices(self._easy, self._easy_weights)[0]
@@ -130,7 +130,7 @@ class ProblemSampler:
         return rng.choice(self._long)
 
     def draw_distinct(self, count: int, rng: random.Random) -> list[Problem]:
-        """`count` different problems, in the order in which they were first drawn."""
+        """Draw `count` different problems, in the order of their first draw."""
         drawn: dict[Problem, None] = {}
         while len(drawn) < count:
             drawn[self.draw(rng)] = None
@@ -148,7 +148,7 @@ def _continue(multiplier: int, value: int, num_odd: int) -> Iterator[Step]:
 def _slip_step(
     problem: Problem, right: list[Step], at: int, kind: Slip, rng: random.Random
 ) -> Step | None:
-    """Step `at` of the derivation `right` with a slip of this kind in it; None where it cannot happen."""
+    """Return step `at` of the derivation `right` with a slip of this kind; None if it is not possible."""
     step = right[at]
     before = right[at - 1].value if at else problem.start
     if kind is Slip.DROPPED_CARRY:
@@ -162,7 +162,7 @@ def _slip_step(
 
 
 def _dropped_carries(value: int, multiplier: int) -> list[int]:
-    """What `multiplier * value + 1` (multiplier 0: value / 2) becomes when one of its carries is lost; no zeros."""
+    """Return the values of `multiplier * value + 1` (multiplier 0: value / 2) with one carry lost; no zeros."""
     digits = [int(c) for c in reversed(str(value))]
     results = []
     if multiplier:
