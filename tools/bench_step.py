@@ -301,7 +301,7 @@ def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, 
     return {name: figures[name] for name in names} | {"drafter_command": figures["command"]}
 
 
-# ---- the whole
+# ---- the command
 
 
 def main() -> None:

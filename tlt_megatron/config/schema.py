@@ -314,11 +314,11 @@ class RunSection:
 
     dir: str = ""  # run folder; empty: runs/<config name>-<time>
     on_used_dir: str = (
-        "refuse"  # where dir holds a run that is not resumed: refuse | set_aside (rename it)
+        "refuse"  # if dir holds a run that is not resumed: refuse | set_aside (rename it)
     )
     num_steps: int = 10  # RL steps
     seed: int = 0  # of sampling noise
-    device: str = "auto"  # auto: cuda where there is one | cpu | cuda
+    device: str = "auto"  # auto: cuda if there is one | cpu | cuda
     group_timeout_s: float = 1800.0  # a collective that waits longer fails and names the ranks
     heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
     max_bad_updates: int = 3  # skipped or not finite, in a row; the run then ends with exit code 1

@@ -67,8 +67,8 @@ def load_checkpoint(
     """Restore what `save_checkpoint` wrote, at this or another tensor x pipeline x data layout. All ranks must call it.
 
     Settings (learning rate, weight decay, ...) stay those of this run; the position in the schedule is restored. Random states
-    are restored if the layout is the same, and kept otherwise. ValueError if `path` holds no checkpoint, if the model's dtype,
-    its shapes or the kind of optimizer differ, or if it holds more than plain values and tensors.
+    are restored if the layout is the same, and kept otherwise. ValueError if `path` holds no checkpoint, or more than plain
+    values and tensors. ValueError also if the model's dtype, its shapes or the kind of optimizer differ.
     """
     from megatron.core import dist_checkpointing
 

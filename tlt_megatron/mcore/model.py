@@ -44,8 +44,8 @@ def build_model(
 ) -> GPTModel:
     """Build the layers of this rank's pipeline stage, with the embedding on the first and the output layer on the last.
 
-    Needs `initialize_model_parallel`. Every rank must call it. The output is this rank's shard of the vocabulary, [B, T, V /
-    tp]. ValueError for a setting or a model that Megatron cannot represent.
+    Needs `initialize_model_parallel`. Every rank must call it. The output [B, T, V / tp] is this rank's shard of the
+    vocabulary. ValueError for a setting or a model that Megatron cannot represent.
     """
     transformer = transformer_config(
         config, parallel=parallel, section=section, dtype=dtype, device=device

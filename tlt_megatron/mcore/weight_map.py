@@ -234,8 +234,8 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shard of the unwrapped `model` from `source`. Reads only the tensors of its own stage.
 
-    Every rank must call it. ValueError, the same on every rank, lists all missing tensors, wrong shapes, parameters that the
-    table does not know, and a separate output layer when embeddings are tied.
+    Every rank must call it. ValueError, the same on every rank, lists all problems: missing tensors, wrong shapes, parameters
+    that the table does not know, and a separate output layer when embeddings are tied.
     """
     parameters = dict(model.named_parameters())
     rows = stage_rows(model, config)

@@ -31,7 +31,7 @@ def balance_by_tokens(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return as few balanced packs as possible of at most `max_tokens` each. A longer sequence gets its own pack."""
+    """Return the fewest balanced packs found, of at most `max_tokens` each. A longer sequence gets its own pack."""
     num_packs = max(1, -(-sum(sizes) // max_tokens)) if sizes else 0
     while True:
         packs = balance_by_tokens(sizes, num_packs)

@@ -54,8 +54,7 @@ def score_exact(
     ground_truth: str,
     extra_info: Mapping[str, object] | None = None,
 ) -> float:
-    """Return 1.0 if the text after the last "####" equals the ground truth, else 0.0. Without "####", the whole response
-    counts.
+    """Return 1.0 if the text after the last "####" (or the whole response without one) is the ground truth, else 0.0.
 
     White space around both is ignored. Example: "3 + 4 = 7\\n#### 7" has the answer "7".
     """

@@ -36,7 +36,7 @@ def keep(life_fd: int, control_fd: int) -> None:
             os._exit(1)
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the trainer alone decides when scoring ends
+        signal.signal(number, signal.SIG_IGN)  # only the trainer decides when scoring ends
     os.close(control_fd)
     for descriptor in (1, 2):  # the output pipe must close when the worker ends
         os.dup2(0, descriptor)

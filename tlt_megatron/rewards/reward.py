@@ -85,7 +85,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"reward.function={spec!r}: {path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look their module up there
+    sys.modules[module_spec.name] = module  # dataclasses and pickle search for their module there
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:

@@ -121,7 +121,7 @@ def _outlive_signals() -> None:
     """Ignore SIGINT and SIGTERM: the trainer decides when scoring ends, by closing the socket.
 
     The handler does nothing. SIG_IGN would be inherited by programs that a reward function starts, and they could not be
-    terminated. The parent blocked both signals until this point.
+    terminated. The trainer blocked both signals until this point.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

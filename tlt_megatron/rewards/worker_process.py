@@ -24,7 +24,7 @@ _ASYNC_GRACE_S = 2.0  # extra time: an async worker ends its tasks at the timeou
 _END_GRACE_S = 1.0  # for a worker that was told to end or has closed its socket
 _KILL_TIMEOUT_S = 10.0  # for the keeper to end the tree; only a process in the kernel takes longer
 _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from another writer
-# the worker imports from where the trainer does, installed or not
+# the worker uses the trainer's import path, whether the package is installed or not
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); life, control = map(int, sys.argv[2:4]); "
     "from tlt_megatron.rewards.keeper import keep; keep(life, control); "

@@ -54,7 +54,7 @@ _FILE_WIDTH = 120  # of a table without a terminal
 
 
 class Progress:
-    """Display of `num_steps` RL steps, of which `first_step` are already done. Mode auto is live on a terminal, else lines.
+    """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on a terminal, else lines.
 
     With `enabled` False (every rank but the first) or mode none it does nothing. `console` is for tests.
     """

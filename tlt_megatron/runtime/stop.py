@@ -48,10 +48,9 @@ class StopRequest:
         self._is_closed = False
 
     def listen(self) -> None:
-        """Take the signals from now on. Call it in the main thread before any other thread starts: threads inherit blocked
-        signals.
+        """Take the signals from now on. Call it in the main thread before any other thread starts.
 
-        Child processes inherit them too, because a signal to the rank's process group must not end them.
+        Threads and child processes inherit the blocked signals. So a signal to the rank's process group does not end a child.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)

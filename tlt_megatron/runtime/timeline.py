@@ -2,8 +2,8 @@
 
 Every rank has a Timeline (trainer/build.py); rank 0 merges them when the run ends (trainer/finish.py). A time is the wall time,
 read once, plus the monotonic clock since then. So ranks of one machine share a clock, and time never runs backwards.
-`align_clocks` shifts the ranks of other machines to the clock of the first machine. The project's phases: ROLLOUT DECODE VERIFY
-IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
+`align_clocks` shifts the ranks of other machines to the clock of the first machine.
+The project's phases: ROLLOUT DECODE VERIFY IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 
 from __future__ import annotations
