@@ -32,13 +32,13 @@ from tools.warmup_drafter import collect_sequences
 
 _Scheme = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
 _WIDTHS = (2, 4)  # drafts at one node
-_NUM_DRAWS = 64  # for each row, where no formula is known
+_NUM_DRAWS = 64  # for each row, if no formula is known
 
 
 def acceptances(
     target_NV: Tensor, draft_NV: Tensor, generator: torch.Generator
 ) -> dict[str, float]:
-    """Mean chance over the rows that the policy's token is among the drafts, by scheme."""
+    """Return, by scheme, the mean probability over the rows that the policy's token is among the drafts."""
     p, q = target_NV.double(), draft_NV.double()
     rows_N = torch.arange(len(p))
     result = {
@@ -56,7 +56,7 @@ def acceptances(
 
 
 def shared_noise(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """[N]: chance that argmax(log p + noise) = argmax(log q + noise) for the same Gumbel noise."""
+    """Return [N]: the probability that argmax(log p + noise) = argmax(log q + noise) for the same Gumbel noise."""
     tiny = torch.finfo(p_NV.dtype).tiny
     p, q = p_NV.clamp(min=tiny), q_NV.clamp(min=tiny)
     ratios_NVV = torch.maximum(p.unsqueeze(1) / p.unsqueeze(2), q.unsqueeze(1) / q.unsqueeze(2))
@@ -71,14 +71,14 @@ def _mean(
 
 
 def _best_by_noise(p_NV: Tensor, q_NV: Tensor, width: int, generator: torch.Generator) -> Tensor:
-    """[N] bool: the policy's draw is among the drafter's best `width` under the same noise."""
+    """Return [N] bool: whether the policy's draw is among the drafter's best `width` under the same noise."""
     noise_NV = -torch.empty_like(p_NV).exponential_(generator=generator).log()
     drawn_N1 = (p_NV.log() + noise_NV).argmax(1, keepdim=True)
     return ((q_NV.log() + noise_NV).topk(width).indices == drawn_N1).any(1)
 
 
 def _specinfer(p_NV: Tensor, q_NV: Tensor, width: int, generator: torch.Generator) -> Tensor:
-    """[N] bool: one of `width` drafts, drawn without replacement, is accepted by recursive rejection."""
+    """Return [N] bool: whether recursive rejection accepts one of `width` drafts, drawn without replacement."""
     accepted_N = torch.zeros(len(p_NV), dtype=torch.bool)
     for _ in range(width):
         draft_N1 = torch.multinomial(q_NV, 1, generator=generator)
@@ -90,7 +90,7 @@ def _specinfer(p_NV: Tensor, q_NV: Tensor, width: int, generator: torch.Generato
 
 
 def _normalized(weights_NV: Tensor) -> Tensor:
-    """Rows that sum to 1; uniform where nothing is left, which no accepted draft follows."""
+    """Scale rows to sum 1. An empty row becomes uniform; it occurs only after an accepted draft."""
     sums_N1 = weights_NV.sum(1, keepdim=True)
     uniform = torch.full_like(weights_NV, 1.0 / weights_NV.shape[1])
     return torch.where(sums_N1 > 1e-300, weights_NV / sums_N1.clamp(min=1e-300), uniform)
