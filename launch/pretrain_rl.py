@@ -160,8 +160,9 @@ class _Launch:
         from tlt_megatron.runtime.heartbeat import RanksLost
 
         if isinstance(error, UnhealthyTrainingError):  # the same on every rank
-            self._stop.end(1, str(error))
-            log.log(logging.ERROR if self._rank == 0 else logging.INFO, "%s", error)
+            # Rank 0 may be ended before it comes here, if it is slow: the first to end says it.
+            is_first = self._stop.end(1, str(error))
+            log.error("%s", error, extra={} if is_first else FILE_ONLY)
             self._stop.linger()
             return 1
         code, line = 1, describe_failure(error, self._phase(), self._rank)
@@ -187,7 +188,7 @@ class _Launch:
 
 if __name__ == "__main__":
     exit_code = main()
-    if exit_code == 1:
+    if exit_code != 0:
         # A communicator may wait for a lost peer when the interpreter destroys it.
         sys.stdout.flush()
         sys.stderr.flush()

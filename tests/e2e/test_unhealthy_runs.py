@@ -59,10 +59,9 @@ def test_updates_skipped_in_a_row_end_the_run_and_keep_the_good_checkpoints(
         *("optimizer.lr=1e15", "run.num_steps=99", "run.max_bad_updates=2"),
     )
     assert [code for code, _ in results] == [1, 1]
-    (line,) = said(results[0][1])
+    (line,) = [line for _, stderr in results for line in said(stderr)]
     assert "step 4: 2 updates in a row were skipped or not finite" in line
     assert "gradient norm nan" in line
-    assert said(results[1][1]) == []
     assert saved_steps(tmp_path) == ["iter_0000001", "iter_0000002"]
     rows = {row["step"]: row for row in metric_rows(tmp_path)}
     assert rows[2]["actor/num_skipped_updates"] == 0
@@ -128,7 +127,7 @@ def test_difference_above_the_users_bound_ends_the_run(config: Path, tmp_path: P
     arguments = ("rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5", *EVERY_STEP)
     results = run_forked(2, "--config", config, f"run.dir={tmp_path}", *arguments)
     assert [code for code, _ in results] == [1, 1]
-    (line,) = said(results[0][1])
+    (line,) = [line for _, stderr in results for line in said(stderr)]
     assert "allowed is mean 1e-05 (model.dtype=float32, rollout.dtype=bfloat16)" in line
     assert saved_steps(tmp_path) == []
 
