@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 AGENT_PID = "TLT_AGENT_PID"  # set by launch/torchrun.py: the process that starts the ranks
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -22,5 +23,14 @@ def end_with_parent() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
-    if os.getppid() != parent:  # the parent ended before prctl took effect
+    # A profiler or a shell script may stand between the two.
+    if os.getppid() != parent and _has_ended(parent):  # before the kernel knew
         os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
