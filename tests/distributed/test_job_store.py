@@ -61,6 +61,24 @@ def test_keys_of_two_jobs_never_meet_and_parts_of_one_do_not_either() -> None:
     assert run_ranks(2, body) == [(b"one", b"other", False, False)] * 2
 
 
+def test_sockets_of_other_kinds_are_left_alone() -> None:
+    """Netlink is what RDMA libraries hold open; its address has no host. Nor have sockets with an abstract name."""
+
+    def body() -> bool:
+        netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
+        netlink.bind((0, 0))
+        server, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+        server.bind(f"\0job-store-{os.getpid()}")
+        server.listen()
+        client.connect(server.getsockname())
+        store = open_job_store(world_group(), 10.0)
+        store.connect("a").set(str(dist.get_rank()), "here")
+        dist.barrier()
+        return all(os.fstat(kind.fileno()) for kind in (netlink, server, client))  # still open
+
+    assert run_ranks(2, body) == [True, True]
+
+
 def test_every_call_to_a_frozen_host_ends(tmp_path: Path) -> None:
     markers = Markers(tmp_path)
 

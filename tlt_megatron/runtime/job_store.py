@@ -142,10 +142,12 @@ def _bound_exchanges(store: dist.Store, answer_timeout_s: float) -> None:
         except OSError:  # no socket
             continue
         try:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
             address, port, *_ = connection.getpeername()
             if (address.removeprefix("::ffff:"), port) == (inner.host, inner.port):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        except (OSError, ValueError):  # not connected, or no network socket
+        except OSError:  # not connected
             pass
         finally:
             connection.detach()
