@@ -62,7 +62,6 @@ class MemoryLedger:
 
     def lines(self) -> list[str]:
         """Return a table in MiB: one row per claim, one column per phase, and the sums."""
-        width = max(len(claim.name) for claim in self.claims) if self.claims else 0
         rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
         for claim in sorted(self.claims, key=lambda claim: -claim.num_bytes):
             shown = f"{claim.num_bytes / _MIB:,.0f}"

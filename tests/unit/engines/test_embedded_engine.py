@@ -334,4 +334,4 @@ def test_the_memory_plan_is_what_is_allocated(tiny_path: Path, dtype: str) -> No
         config, num_pages=plan.kv_tokens // 64, page_size=64, dtype=torch_dtype, device=device
     )
     assert plan.kv_bytes == cache.num_bytes()
-    assert plan.total_bytes > plan.weights_bytes + plan.kv_bytes
+    assert plan.activations_bytes > 0

@@ -25,11 +25,6 @@ class MemoryPlan:
         int  # estimate: the larger of a prefill pass and a decode pass with its logits
     )
 
-    @property
-    def total_bytes(self) -> int:
-        """Return the sum of all parts."""
-        return self.weights_bytes + self.kv_bytes + self.activations_bytes
-
 
 def lane_tokens(section: RolloutSection, *, max_prompt_tokens: int, draft_slots: int) -> int:
     """Return the length of a lane (KV slots of one row): longest prompt + longest response + `draft_slots`, in full pages."""
