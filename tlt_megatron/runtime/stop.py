@@ -104,7 +104,9 @@ class StopRequest:
         name = number.name
         if not self._is_training:
             line = f"{name} during set-up: the run ends, there is nothing to save"
-            self._exit(128 + number, line, is_shown=self.end(128 + number, line))
+            is_shown = self.end(128 + number, line)
+            self.linger()
+            self._exit(128 + number, line, is_shown=is_shown)
         # torchrun passes a second Ctrl-C on as SIGTERM.
         if self._first == signal.SIGINT and number != signal.SIGUSR1:
             line = "second Ctrl-C: the run ends at once, nothing more is saved"
