@@ -229,9 +229,14 @@ def _agent(
         signal.signal(number, lambda number, _: received.append(number))
     ranks: dict[int, int] = {}
     for rank in range(num_ranks):
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
-            _rank(folder, arguments, plan, rank, num_ranks, port)
+            os.close(read_end)
+            _rank(folder, arguments, plan, rank, num_ranks, port, write_end)
+        os.close(write_end)
+        os.read(read_end, 1)  # ends when the rank would hear a signal
+        os.close(read_end)
         ranks[pid] = rank
     alive, closing, has_failed = dict(ranks), None, False
     while alive:
@@ -266,12 +271,14 @@ def _rank(
     rank: int,
     num_ranks: int,
     port: int,
+    ready: int,
 ) -> None:
-    """Become rank `rank`, from the top of the program; never returns."""
+    """Become rank `rank`, from the top of the program; never returns. Closes `ready` once signals have their default effect."""
     os.setsid()
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.close(ready)
     atexit._clear()
     os.environ.update(
         RANK=str(rank),
