@@ -9,10 +9,12 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.case import Case
 from tests.faults.signal_faults import TRAINING, steps_saved
+from tlt_megatron.trainer.manifest import hash_file, read_manifest, write_manifest
 
 POINTER = "latest_checkpointed_iteration.txt"
 _DISK_BYTES = 24 << 20
@@ -267,7 +269,10 @@ _DAMAGES: dict[str, Callable[[Case, Path], str]] = {
 
 
 def _seal(folder: Path) -> None:
-    """Whoever crafts a file can craft its checksum too. Filled in once checkpoints have checksums."""
+    """Give every file in the manifest the checksum that it has now. A person who crafts a file can do so, too."""
+    manifest = read_manifest(folder)
+    files = {name: hash_file(folder / name) for name in manifest.files}
+    write_manifest(folder, replace(manifest, files=files))
 
 
 def _fingerprint(folder: Path) -> dict[str, str]:

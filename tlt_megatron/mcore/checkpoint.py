@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
-from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common
+from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from tlt_megatron.runtime.collectives import barrier, gather_objects
@@ -74,6 +74,7 @@ def load_checkpoint(
 
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
+    read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
     common = read_common(path)
     for name, value in _identity(model, optimizer).items():
         if common["identity"][name] != value:
