@@ -188,7 +188,7 @@ class _Launch:
 
 if __name__ == "__main__":
     exit_code = main()
-    if exit_code != 0:
+    if exit_code != 0 and "torch" in sys.modules:
         # A communicator may wait for a lost peer when the interpreter destroys it.
         sys.stdout.flush()
         sys.stderr.flush()
