@@ -74,8 +74,8 @@ def load_checkpoint(
 
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"checkpoint path={str(path)!r}: holds no complete torch_dist checkpoint")
-    read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
     common = read_common(path)
+    read_metadata(path)  # refused here in one line; torch's loader would log a traceback of its own
     for name, value in _identity(model, optimizer).items():
         if common["identity"][name] != value:
             raise ValueError(
