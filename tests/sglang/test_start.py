@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -62,18 +63,23 @@ def rank(policy_folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
     """The process of RANK, which has begun."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
+    path = os.pathsep.join(
+        [str(REPO), os.environ["PYTHONPATH"]]
+    )  # the script lies elsewhere and imports tests
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", script, policy_folder],
-        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begin\n"
-    yield process
-    process.kill()
-    process.wait()
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begin\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def sglang_children(rank: subprocess.Popen) -> list[psutil.Process]:
