@@ -48,7 +48,7 @@ def descendants(pid: int | None = None) -> dict[int, str]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (status := _status(int(entry))) is not None:
             parent, state = status
-            if state != "Z":
+            if state != "Z" or _num_threads(int(entry)) > 1:
                 children.setdefault(parent, []).append(int(entry))
     found: dict[int, str] = {}
     queue = list(children.get(pid, []))
@@ -64,6 +64,14 @@ def kill_all(pids: Mapping[int, str] | Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _num_threads(pid: int) -> int:
+    """A zombie with threads is still ending: they hold its files and file locks."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _status(pid: int) -> tuple[int, str] | None:

@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis.stateful import rule
@@ -197,6 +199,28 @@ def test_processes_below_processes_are_found() -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     kill_all([process.pid])  # nothing, where it has ended
+
+
+def test_process_whose_first_thread_has_ended_still_counts() -> None:
+    """It is a zombie by its state and holds its file locks until the last thread ends."""
+    program = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "print('started', flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+            deadline = time.monotonic() + 20
+            while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert process.pid in descendants()
+        finally:
+            process.kill()
 
 
 class NeverGrows(Coordinator):
