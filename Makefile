@@ -87,6 +87,7 @@ $(SGLANG_VENV)/.done: tests/sglang/requirements.txt setup.py
 test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins for its kernels
 	@echo "test-sglang: pytest"
 	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) -W ignore -m pytest -W ignore tests/sglang
+	@TRITON_INTERPRET=1 $(SGLANG_PY) -m pytest tests/kernels  # this environment has triton
 
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
@@ -99,6 +100,7 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 test-gpu: setup  ## the tests that need a GPU; without one each is skipped and says so
 	@echo "test-gpu: pytest"
 	@$(PY) -m pytest -m gpu -rs tests/gpu
+	@$(PY) -m pytest -rs tests/kernels
 
 bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/bench/gpu.json
 	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("bench-gpu needs a CUDA device: torch " + torch.__version__ + " sees none here")'

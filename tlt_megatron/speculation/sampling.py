@@ -8,15 +8,17 @@ function of (seed, position, token id). Sharing it makes the output independent 
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 _MASK_64 = (1 << 64) - 1
 # SplitMix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finalizer.
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
@@ -47,14 +49,14 @@ def _signed(value: int) -> int:
 
 def _mix(value: int) -> int:
     value &= _MASK_64
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+    for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=False):
         value = ((value ^ (value >> shift)) * multiplier) & _MASK_64
     return value ^ (value >> _SHIFTS[2])
 
 
 def _mix_(value: Tensor) -> Tensor:
     """Apply `_mix` to an int64 tensor in place. Multiplications wrap; masks turn arithmetic shifts into logical ones."""
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+    for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=False):
         value ^= (value >> shift) & ((1 << (64 - shift)) - 1)
         value *= _signed(multiplier)
     value ^= (value >> _SHIFTS[2]) & ((1 << (64 - _SHIFTS[2])) - 1)
@@ -63,9 +65,9 @@ def _mix_(value: Tensor) -> Tensor:
 
 def request_seed(seed: int, draw_index: int, sample_index: int) -> int:
     """Return the signed 64-bit noise seed of one request, from the run's seed, draw index and sample index."""
-    key = _mix(seed + _GOLDEN)
-    key = _mix(key + draw_index * _GOLDEN + 1)
-    return _signed(_mix(key + sample_index * _GOLDEN + 2))
+    key = _mix(seed + GOLDEN)
+    key = _mix(key + draw_index * GOLDEN + 1)
+    return _signed(_mix(key + sample_index * GOLDEN + 2))
 
 
 def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
@@ -73,7 +75,7 @@ def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:
 
     Both give the same noise: response position 0 follows sequence position num_prompt_tokens - 1.
     """
-    return _signed(seed - (num_prompt_tokens - 1) * _GOLDEN)
+    return _signed(seed - (num_prompt_tokens - 1) * GOLDEN)
 
 
 def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
@@ -82,10 +84,11 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     A position is the index of the token in the response, from 0. `seeds_B` and `positions_B` are int64. The noise is
     always finite: within [-3.6, 36.8].
     """
-    keys_B = _mix_(positions_B * _signed(_GOLDEN) + seeds_B)
-    num_rows, device = seeds_B.shape[0], seeds_B.device
-    chunk = vocab_size
-    if device.type == "cpu" and num_rows * vocab_size > _NOISE_CHUNK:
+    keys_B = row_keys(seeds_B, positions_B)
+    if _has_kernels(keys_B):
+        return _kernels().fill_gumbel(keys_B, vocab_size)
+    num_rows, chunk = seeds_B.shape[0], vocab_size
+    if num_rows * vocab_size > _NOISE_CHUNK and not keys_B.is_cuda:
         chunk = max(_NOISE_CHUNK // num_rows, 256)
     parts = [
         _gumbel_of_keys(keys_B, start, min(start + chunk, vocab_size))
@@ -94,8 +97,32 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
+def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without writing the noise on CUDA."""
+    if _has_kernels(seeds_B):
+        return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+    noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
+    return noise_BV.add_(logits_BV).argmax(dim=-1)
+
+
+def row_keys(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """Return [B] int64: the hash of seed and position, to which the token id is added."""
+    return _mix_(positions_B * _signed(GOLDEN) + seeds_B)
+
+
+def _has_kernels(like: Tensor) -> bool:
+    return like.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> ModuleType:
+    """Imported when needed: CPU builds of torch come without triton."""
+    from tlt_megatron.speculation import noise_kernel
+
+    return noise_kernel
+
+
 def _gumbel_of_keys(keys_B: Tensor, start: int, end: int) -> Tensor:
-    steps_V = torch.arange(start + 1, end + 1, device=keys_B.device) * _signed(_GOLDEN)
+    steps_V = torch.arange(start + 1, end + 1, device=keys_B.device) * _signed(GOLDEN)
     bits_BV = _mix_(keys_B.unsqueeze(1) + steps_V)
     bits_BV >>= 64 - _UNIFORM_BITS
     bits_BV &= (1 << _UNIFORM_BITS) - 1
@@ -240,11 +267,10 @@ def sample(
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
     if noise_BV is not None:
         tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
+    elif noise_ahead is None or seeds_B.is_cuda:
+        tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
     else:
-        if noise_ahead is None:
-            noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
-        else:
-            noise_BV = noise_ahead.next(seeds_B, positions_B)
+        noise_BV = noise_ahead.next(seeds_B, positions_B)
         tokens_B1 = noise_BV.add_(scaled).argmax(dim=-1, keepdim=True)
     policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
     logprobs_B = policy_B

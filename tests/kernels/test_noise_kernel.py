@@ -1,0 +1,97 @@
+"""The Triton kernels against their torch forms. `make test-sglang` runs them on a CPU, with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_task import REPO
+from tlt_megatron.speculation.sampling import gumbel_noise, row_keys, sample
+
+pytest.importorskip(
+    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
+)
+if torch.cuda.is_available():
+    DEVICE = "cuda"
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    DEVICE = "cpu"
+else:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from tlt_megatron.speculation.noise_kernel import fill_gumbel, noisy_argmax
+
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0]
+ULPS = 4 * 2.0**-52 * 40  # the logarithms of the two libraries may round apart; noise is below 40
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tlt_megatron.speculation import noise_kernel
+
+outputs = {"vocab_size": "i32", "BLOCK": "constexpr"}
+argmax = {"logits": "*fp32", "keys": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
+for kernel, signature in (
+    (noise_kernel._fill, {"keys": "*i64", "noise": "*fp64"} | outputs),
+    (noise_kernel._argmax_of_block, argmax),
+):
+    source = ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": noise_kernel._BLOCK})
+    target = GPUTarget("cuda", 90, 32)
+    assert triton.compile(source, target=target, options=noise_kernel._OPTIONS).asm["cubin"]
+"""
+
+
+def keys() -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds and positions of 24 rows."""
+    seeds_B = torch.tensor(SEEDS, device=DEVICE).repeat_interleave(4)
+    positions_B = torch.tensor([0, 1, 777, 131_071], device=DEVICE).repeat(len(SEEDS))
+    return seeds_B, positions_B
+
+
+@pytest.mark.parametrize("vocab_size", [1, 48, 1024, 1025, 5000])
+def test_noise_is_that_of_the_torch_form(vocab_size: int) -> None:
+    seeds_B, positions_B = keys()
+    expected_BV = gumbel_noise(seeds_B.cpu(), positions_B.cpu(), vocab_size)
+    found_BV = fill_gumbel(row_keys(seeds_B, positions_B), vocab_size).cpu()
+    assert found_BV.dtype == torch.float64
+    torch.testing.assert_close(found_BV, expected_BV, rtol=0.0, atol=ULPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [1, 48, 1025, 5000])
+def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype) -> None:
+    seeds_B, positions_B = keys()
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits_BV = 3.0 * torch.randn(len(seeds_B), vocab_size, generator=generator, dtype=dtype)
+    expected = sample(logits_BV, seeds_B.cpu(), positions_B.cpu(), temperature=1.0)
+    tokens_B = noisy_argmax(logits_BV.to(DEVICE), row_keys(seeds_B, positions_B))
+    assert tokens_B.tolist() == expected.token_ids_B.tolist()
+
+
+def test_tokens_outside_the_allowed_set_are_never_drawn() -> None:
+    seeds_B, positions_B = keys()
+    logits_BV = torch.full((len(seeds_B), 3000), -torch.inf)
+    logits_BV[:, [5, 1500, 2999]] = 0.0
+    tokens_B = noisy_argmax(logits_BV.to(DEVICE), row_keys(seeds_B, positions_B))
+    assert set(tokens_B.tolist()) == {5, 1500, 2999}
+
+
+def test_rows_of_a_strided_view_are_read_as_they_lie() -> None:
+    seeds_B, positions_B = keys()
+    wide_BV = torch.randn(2 * len(seeds_B), 100, generator=torch.Generator().manual_seed(0))
+    row_keys_B = row_keys(seeds_B, positions_B)
+    tokens_B = noisy_argmax(wide_BV[::2].to(DEVICE), row_keys_B)
+    assert torch.equal(tokens_B, noisy_argmax(wide_BV[::2].clone().to(DEVICE), row_keys_B))
+
+
+def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted, nothing is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

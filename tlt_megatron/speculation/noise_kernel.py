@@ -1,0 +1,73 @@
+"""Triton kernels of the sampling noise, for CUDA. `sampling.py` calls them; its torch form is the reference.
+
+One kernel replaces about twenty elementwise ones: it hashes (row key, token id) to a uniform number and turns that into
+Gumbel noise in registers. `noisy_argmax` writes no noise at all. `TRITON_INTERPRET=1` runs both on a CPU: tests/kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_megatron.speculation import sampling
+
+_GOLDEN = tl.constexpr(sampling.GOLDEN)
+_FIRST = tl.constexpr(sampling.MULTIPLIERS[0])
+_SECOND = tl.constexpr(sampling.MULTIPLIERS[1])
+_BLOCK = 1024  # token ids of one program: 8 for each of its 128 threads
+_OPTIONS = {"enable_fp_fusion": False}  # every rounding as in the torch form
+
+
+@triton.jit
+def _gumbel(key, token_ids):
+    """`sampling._gumbel_of_keys`: SplitMix64, the upper 52 bits as a float64 in (0, 1), -log(-log(u))."""
+    bits = key.to(tl.uint64) + (token_ids + 1).to(tl.uint64) * _GOLDEN
+    bits = (bits ^ (bits >> 30)) * _FIRST
+    bits = (bits ^ (bits >> 27)) * _SECOND
+    bits = (bits ^ (bits >> 31)) >> 12
+    return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.0**-52))
+
+
+@triton.jit
+def _fill(keys, noise, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = _gumbel(tl.load(keys + row), token_ids)
+    tl.store(noise + row * vocab_size + token_ids, values, mask=token_ids < vocab_size)
+
+
+@triton.jit
+def _argmax_of_block(logits, keys, largest, winners, vocab_size, BLOCK: tl.constexpr):
+    """Of each block of token ids: the largest logit + noise and the first id that has it."""
+    row = tl.program_id(0).to(tl.int64)
+    token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token_ids < vocab_size
+    values = tl.load(logits + row * vocab_size + token_ids, mask=is_token, other=-float("inf"))
+    noisy = values.to(tl.float64) + _gumbel(tl.load(keys + row), token_ids)
+    best, index = tl.max(noisy, axis=0, return_indices=True)
+    cell = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(largest + cell, best)
+    tl.store(winners + cell, (tl.program_id(1) * BLOCK + index).to(tl.int64))
+
+
+def fill_gumbel(keys_B: Tensor, vocab_size: int) -> Tensor:
+    """Return [B, V] float64 noise of `sampling.row_keys`."""
+    noise_BV = keys_B.new_empty((keys_B.shape[0], vocab_size), dtype=torch.float64)
+    grid = (keys_B.shape[0], triton.cdiv(vocab_size, _BLOCK))
+    _fill[grid](keys_B, noise_BV, vocab_size, BLOCK=_BLOCK, **_OPTIONS)
+    return noise_BV
+
+
+def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
+    """Return [B] int64: the argmax over V of logits + noise. Of equal sums the lowest id wins."""
+    num_rows, vocab_size = logits_BV.shape
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    largest_BK = logits_BV.new_empty((num_rows, num_blocks), dtype=torch.float64)
+    winners_BK = keys_B.new_empty((num_rows, num_blocks))
+    grid = (num_rows, num_blocks)
+    arguments = (logits_BV.contiguous(), keys_B, largest_BK, winners_BK, vocab_size)
+    _argmax_of_block[grid](*arguments, BLOCK=_BLOCK, **_OPTIONS)
+    block_B1 = largest_BK.argmax(dim=1, keepdim=True)
+    return winners_BK.gather(1, block_B1).squeeze(1)
