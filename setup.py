@@ -26,6 +26,7 @@ setup(
         "math-verify>=0.8",
         "pyarrow",
         "psutil",
+        "packaging",
     ],
     # SGLang loads it in each of its processes; it acts in engines that this package starts, and in no other.
     entry_points={
@@ -36,6 +37,7 @@ setup(
         "report": ["jinja2>=3.1", "plotly>=6", "matplotlib>=3.8"],
         "wandb": ["wandb"],
         "sglang": ["sglang==0.5.23"],
-        "cuda": ["transformer-engine[pytorch]"],
+        # The range of megatron-core 0.16.1. It builds against the torch that is there: --no-build-isolation.
+        "cuda": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
     },
 )

@@ -7,7 +7,6 @@ attention and norm. Both have the same parameters, under names that `weight_map`
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.model_shape import check_megatron_rope
 from tlt_megatron.config.schema import McoreSection, ParallelSection
-from tlt_megatron.mcore import cpu
+from tlt_megatron.mcore import cpu, transformer_engine
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.runtime.device import Device
 
@@ -29,9 +28,17 @@ def has_transformer_engine(dtype: torch.dtype) -> bool:
     """Return whether the layers will be Transformer Engine's.
 
     This needs the package, a GPU and bfloat16: Transformer Engine has no float32 attention for packed sequences.
+    ValueError if the package is there and cannot be used.
     """
-    is_installed = importlib.util.find_spec("transformer_engine") is not None
-    return torch.cuda.is_available() and is_installed and dtype == torch.bfloat16
+    if not (torch.cuda.is_available() and dtype == torch.bfloat16):
+        return False
+    if not transformer_engine.installed_version():
+        return False
+    if reason := transformer_engine.problem():
+        raise ValueError(
+            f"transformer-engine {reason}. Mend it or uninstall it (python -m tlt_megatron.doctor)"
+        )
+    return True
 
 
 def build_model(

@@ -30,7 +30,7 @@ class Device:
         """Return the memory this rank can still take: of its GPU, or its share of what the host has available."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
-        return _host_available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return host_available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def process_bytes(self) -> int:
         """Return the host memory this process already holds on a CPU; 0 on a GPU."""
@@ -70,7 +70,13 @@ class Device:
         torch.cuda.set_rng_state(state, self.torch_device)
 
 
-def _host_available_bytes() -> int:
+def gpu_names() -> list[str]:
+    """Return a line for each GPU that torch sees: its name and memory."""
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties]
+
+
+def host_available_bytes() -> int:
     """Return what the host can give without swapping, page cache included, or less if a control group limits it."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():

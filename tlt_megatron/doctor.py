@@ -1,0 +1,145 @@
+"""`python -m tlt_megatron.doctor`: what this machine can run, what is missing, and how to get it. Exit code 1 if it can run nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+
+PINS = {"megatron-core": "0.16.1", "sglang": "0.5.23"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line: what was looked at, what is there, and what to do if it is missing or wrong."""
+
+    name: str
+    found: str
+    advice: str = ""
+    is_needed: bool = False  # without it nothing runs
+
+    def __str__(self) -> str:
+        mark = "ok" if not self.advice else "MISSING" if self.is_needed else "-"
+        text = f"{mark:8}{self.name:20}{self.found}"
+        return f"{text}\n{'':28}{self.advice}" if self.advice else text
+
+
+def examine() -> list[Finding]:
+    """Look at the interpreter, the packages and the devices. Imports torch."""
+    findings = [_python(), _package("torch", "pip install 'torch>=2.11,<2.15'")]
+    has_torch = importlib.util.find_spec("torch") is not None
+    findings.append(_package("megatron-core", "pip install megatron-core==0.16.1"))
+    if has_torch:
+        findings += [_memory(), _gpus(), _collectives()]
+    findings += [_transformer_engine(has_torch), _apex(), _sglang()]
+    return findings
+
+
+def main() -> int:
+    """Print the findings and what follows from them."""
+    findings = examine()
+    for finding in findings:
+        print(finding)
+    missing = [f.name for f in findings if f.is_needed and f.advice]
+    if missing:
+        print(
+            f"This machine can run nothing yet: {', '.join(missing)}. On a fresh clone `make setup` installs them."
+        )
+        return 1
+    present = {f.name for f in findings if not f.advice}
+    policy = "Megatron on GPUs" if "GPUs" in present else "Megatron on CPU (gloo)"
+    engines = "embedded and sglang" if "SGLang" in present else "embedded"
+    print(
+        f"This machine runs: policy: {policy}; rollout.engine: {engines}. Try it: make quickstart"
+    )
+    return 0
+
+
+def _python() -> Finding:
+    advice = "" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "must be Python 3.11 or 3.12"
+    found = f"{platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
+    return Finding(name="Python", found=found, advice=advice, is_needed=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _package(name: str, how: str) -> Finding:
+    version, pin = _version(name), PINS.get(name, "")
+    is_right = bool(version) and pin in ("", version)
+    return Finding(
+        name=name,
+        found=version or "not installed",
+        advice="" if is_right else how,
+        is_needed=True,
+    )
+
+
+def _memory() -> Finding:
+    from tlt_megatron.runtime.device import host_available_bytes
+
+    free = host_available_bytes() / 2**30
+    advice = "" if free >= 4 else "the quickstart takes about 4 GiB with its two ranks"
+    return Finding(name="free memory", found=f"{free:.1f} GiB", advice=advice)
+
+
+def _gpus() -> Finding:
+    from tlt_megatron.runtime.device import gpu_names
+
+    names = gpu_names()
+    advice = "" if names else "runs on the CPU. With a GPU: a driver and a CUDA build of torch"
+    return Finding(name="GPUs", found="; ".join(names) or "torch sees none", advice=advice)
+
+
+def _collectives() -> Finding:
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
+    advice = "" if "gloo" in backends else "install a build of torch with gloo"
+    return Finding(
+        name="collectives", found=", ".join(backends) or "none", advice=advice, is_needed=True
+    )
+
+
+def _transformer_engine(has_torch: bool) -> Finding:
+    how = "GPUs only: pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'"
+    version = _version("transformer-engine")
+    if not version or not has_torch:
+        return Finding(name="Transformer Engine", found=version or "not installed", advice=how)
+    from tlt_megatron.mcore import transformer_engine
+
+    return Finding(name="Transformer Engine", found=version, advice=transformer_engine.problem())
+
+
+def _apex() -> Finding:
+    """The registry's package of this name is another one; NVIDIA's has fused kernels."""
+    if importlib.util.find_spec("apex") is None:
+        return Finding(
+            name="NVIDIA apex", found="not installed", advice="optional: github.com/NVIDIA/apex"
+        )
+    is_nvidia = importlib.util.find_spec("amp_C") is not None
+    advice = (
+        ""
+        if is_nvidia
+        else "this is the registry's package of that name, not NVIDIA's: pip uninstall apex"
+    )
+    return Finding(name="NVIDIA apex", found="installed", advice=advice)
+
+
+def _sglang() -> Finding:
+    version = _version("sglang")
+    how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
+    advice = "" if version == PINS["sglang"] else how
+    return Finding(name="SGLang", found=version or "not installed", advice=advice)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
