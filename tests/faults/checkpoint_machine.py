@@ -148,8 +148,11 @@ class CheckpointMachine(RuleBasedStateMachine):
         newest = list(self.intact)[-1]
         assert saved is not None
         assert (saved.folder, saved.state["value"]) == (newest, self.intact[newest])
-        self.manager.restore(saved)
-        assert self.manager.model.value == self.intact[newest]
+        value = self.intact.pop(newest)
+        folder = self.manager.restore(saved)
+        assert folder.suffix != ".tmp", "a resume finishes the rename of a sealed checkpoint"
+        assert self.manager.model.value == value
+        self.intact[folder] = value
         self.step = saved.step
 
     def find(self) -> SavedRun | None:

@@ -184,12 +184,22 @@ class CheckpointManager:
         self._current = step
         return final
 
-    def restore(self, saved: SavedRun) -> None:
-        """Load the weights and the optimizer state of `saved` into the model."""
-        self.model.load(saved.folder / "policy")
-        if saved.folder == self.folder(saved.step):
+    def restore(self, saved: SavedRun) -> Path:
+        """Load the weights and the optimizer state of `saved` into the model. Returns its folder.
+
+        A crash may have come between the manifest and the rename. If the folder is this run's, the rename is done first, so that
+        a new save of the same step does not delete the checkpoint before it is written again.
+        """
+        folder, final = saved.folder, self.folder(saved.step)
+        is_own = folder.parent.resolve() == self.root.resolve()
+        if is_own and folder.name == f"{final.name}.tmp":
+            self._together(lambda: self._publish(saved.folder, final, saved.step), final)
+            folder = final
+        self.model.load(folder / "policy")
+        if is_own and folder.name == final.name:
             self._current = saved.step
-        log.info("restored %s", saved.folder)
+        log.info("restored %s", folder)
+        return folder
 
     def _together(self, work: Callable[[], T], final: Path) -> list[T]:
         """Return the results of `work` on all ranks. If it fails on any rank, all ranks raise the same RuntimeError."""
@@ -237,17 +247,25 @@ class CheckpointManager:
     def _commit(
         self, temporary: Path, final: Path, step: int, files: Mapping[str, FileRecord]
     ) -> None:
-        """Write the manifest, rename and move the pointer. With a manifest, `temporary` counts as a checkpoint."""
+        """Write the manifest and publish. With a manifest, `temporary` counts as a checkpoint."""
         if not self.world.is_first:
             return
         newest = max((m.order for _, m in list_checkpoints(self.root).found), default=0)
         sync_tree(temporary)
         write_manifest(temporary, Manifest(step=step, order=newest + 1, files=files))
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        sync_path(self.root)
-        replace_text(self.root / POINTER, str(step))
-        self._drop_old()
+        self._publish(temporary, final, step)
+        try:
+            self._drop_old()
+        except OSError as error:
+            log.warning("%s is saved, but old checkpoints are not deleted: %s", final, error)
+
+    def _publish(self, temporary: Path, final: Path, step: int) -> None:
+        """Rename and move the pointer, on rank 0."""
+        if self.world.is_first:
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            sync_path(self.root)
+            replace_text(self.root / POINTER, str(step))
 
     def _drop_old(self) -> None:
         """Delete all but the newest checkpoints, by the order of writing. The pointer's target always stays."""

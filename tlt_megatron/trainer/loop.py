@@ -199,15 +199,16 @@ class RLTrainer:
         `attach_drafter` is called once the engine holds weights.
         """
         state = saved.state if saved is not None else {}
+        folder = None
         if saved is not None:
-            self.checkpoints.restore(saved)
+            folder = self.checkpoints.restore(saved)
             self.step = saved.step
             self.sampler.load_state_dict(state["sampler"])
             self.history.load_state_dict(state["history"])
         self.push_policy()
         self.upkeep = attach_drafter()
-        if saved is not None and resumed.has_drafter and self.upkeep is not None:
-            self.upkeep.load_from(saved.folder)
+        if folder is not None and resumed.has_drafter and self.upkeep is not None:
+            self.upkeep.load_from(folder)
         if saved is not None and len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
         if saved is not None and resumed.has_selector:

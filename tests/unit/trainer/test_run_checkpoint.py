@@ -105,6 +105,58 @@ def test_a_sealed_checkpoint_counts_wherever_the_crash_came(
     assert find(tmp_path).step == 3
 
 
+def test_a_resume_finishes_the_rename_that_a_crash_prevented(
+    tmp_path: Path, model: FileModel
+) -> None:
+    """Otherwise a second crash, while the same step is saved again, would fall back to the older checkpoint."""
+    checkpoints = manager(tmp_path, model)
+    checkpoints.save(1, {})
+    checkpoints.save(2, {}).rename(tmp_path / "iter_0000002.tmp")
+    (tmp_path / POINTER).write_text("1")
+    resumed = manager(tmp_path, model)
+    folder = resumed.restore(find(tmp_path))
+    assert folder == tmp_path / "iter_0000002"
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002"]
+    assert read_pointer(tmp_path) == 2
+    assert resumed.save(2, {}) == folder, "it stands, and is not written again"
+    model.fail = True
+    with pytest.raises(RuntimeError, match="disk full"):
+        manager(tmp_path, model).save(2, {})
+    assert find(tmp_path).step == 2
+
+
+def test_a_restore_from_another_runs_folder_changes_nothing_there(
+    tmp_path: Path, model: FileModel
+) -> None:
+    unfinished = manager(tmp_path / "theirs", model).save(2, {})
+    unfinished = unfinished.rename(unfinished.with_suffix(".tmp"))
+    saved = find(tmp_path / "theirs")
+    assert manager(tmp_path / "ours", model).restore(saved) == unfinished
+    assert names(tmp_path / "theirs") == ["iter_0000002.tmp"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning(
+    tmp_path: Path,
+    model: FileModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoints = manager(tmp_path, model, keep=1)
+    checkpoints.save(1, {})
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "iter_0000001":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    checkpoints.save(2, {})
+    assert find(tmp_path).step == read_pointer(tmp_path) == 2
+    assert "old checkpoints are not deleted" in caplog.text
+    assert "iter_0000001" in caplog.text
+
+
 def _remove(folder: Path) -> None:
     (folder / "policy" / "value").unlink()
 
