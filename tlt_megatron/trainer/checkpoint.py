@@ -276,11 +276,13 @@ class CheckpointManager:
         step = read_pointer(self.root)
         if step is not None:
             kept.add(self.folder(step))
-        for folder in folders:
-            if folder not in kept:
-                # Rename first: a partly deleted folder must not count as a broken checkpoint.
-                hidden = folder.with_suffix(".tmp")
-                if hidden != folder:
-                    shutil.rmtree(hidden, ignore_errors=True)
-                    folder.rename(hidden)
-                shutil.rmtree(hidden)
+        dropped = [folder for folder in folders if folder not in kept]
+        dropped.sort(
+            key=lambda folder: folder.suffix != ".tmp"
+        )  # they leave room for the renamed ones
+        for folder in dropped:
+            # Rename first: a partly deleted folder must not count as a broken checkpoint.
+            hidden = folder.with_suffix(".tmp")
+            if hidden != folder:
+                folder.rename(hidden)
+            shutil.rmtree(hidden)

@@ -13,7 +13,14 @@ import pytest
 from tests.ranks import run_ranks
 from tlt_megatron.runtime.process_groups import SINGLE, group_of
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
-from tlt_megatron.trainer.manifest import MANIFEST, POINTER, deal_files, read_manifest, read_pointer
+from tlt_megatron.trainer.manifest import (
+    MANIFEST,
+    POINTER,
+    checkpoint_folders,
+    deal_files,
+    read_manifest,
+    read_pointer,
+)
 
 
 class FileModel:
@@ -236,6 +243,17 @@ def test_only_the_newest_are_kept(tmp_path: Path, model: FileModel) -> None:
     for step in (1, 2, 3, 10):
         checkpoints.save(step, {})
     assert names(tmp_path) == ["iter_0000003", "iter_0000010"]
+
+
+def test_a_broken_folder_and_the_rest_of_a_save_of_its_step_are_both_deleted(
+    tmp_path: Path, model: FileModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, model, keep=1, world=SINGLE)
+    (manager.save(1, {}) / MANIFEST).write_text("?")
+    (tmp_path / "iter_0000001.tmp" / "policy").mkdir(parents=True)  # a save of step 1 again died
+    manager.save(2, {})
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["iter_0000002"]
+    assert caplog.messages == []
 
 
 def test_newest_is_by_the_order_of_writing_not_by_number(tmp_path: Path, model: FileModel) -> None:
