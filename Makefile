@@ -92,10 +92,10 @@ test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins fo
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
-	@$(PY) tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl
-	@$(PY) tools/bench_speculation.py --dtype bfloat16
-	@$(PY) tools/bench_drafter.py
-	@$(PY) tools/bench_step.py
+	@$(PY) -m tools.bench rollout --model build/tiny_policy --prompts build/tiny_policy/train.jsonl
+	@$(PY) -m tools.bench speculation --dtype bfloat16
+	@$(PY) -m tools.bench drafter
+	@$(PY) -m tools.bench step
 
 test-gpu: setup  ## the tests that need a GPU; without one each is skipped and says so
 	@echo "test-gpu: pytest"
@@ -106,7 +106,7 @@ bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/
 	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("bench-gpu needs a CUDA device: torch " + torch.__version__ + " sees none here")'
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
-	@$(PY) tools/bench_gpu.py
+	@$(PY) -m tools.bench gpu
 
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)

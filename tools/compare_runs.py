@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.step_measures import Run, StepRecord, read_run
+from tools.bench.step_measures import Run, StepRecord, read_run
 
 LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
 

@@ -27,7 +27,7 @@ from tlt_megatron.models.draft_model import DraftConfig, DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tools.speculation_bench.graph_bytes import QWEN_2_5_7B as QWEN_7B
+from tools.bench.graph_bytes import QWEN_2_5_7B as QWEN_7B
 
 TINY = dataclasses.replace(
     QWEN_7B, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32

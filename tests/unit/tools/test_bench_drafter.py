@@ -11,7 +11,7 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tools.bench_drafter import ASYNCHRONOUS, FULL, SELECTIVE, measure_blocking, pad_batch
+from tools.bench.drafter import ASYNCHRONOUS, FULL, SELECTIVE, measure_blocking, pad_batch
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "hass", "eagle3"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.speculation_bench.interleaved import PLAIN, Record, differences, with_plain
+from tools.bench.interleaved import PLAIN, Record, differences, with_plain
 
 
 def test_plain_decoding_runs_on_both_sides_of_what_is_judged_closely() -> None:

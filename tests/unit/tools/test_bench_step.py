@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.bench_step import COLD, OFF, own_words, turned, variant_overrides
-from tools.step_measures import (
+from tools.bench.step import COLD, OFF, own_words, turned, variant_overrides
+from tools.bench.step_measures import (
     STEP_SECONDS,
     Response,
     Run,
@@ -32,7 +32,7 @@ from tools.step_measures import (
     wilson_interval,
     with_a_tail,
 )
-from tools.step_tables import print_accept_lengths, print_idle, print_phases
+from tools.bench.step_tables import print_accept_lengths, print_idle, print_phases
 
 
 def make_run(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tools.bench.step_measures import Response, Run, StepRecord
 from tools.compare_runs import compare
-from tools.step_measures import Response, Run, StepRecord
 
 
 def make_run(*tokens: int, reward: float = 1.0, grad_norm: float = 0.5) -> Run:

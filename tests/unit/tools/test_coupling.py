@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tools.speculation_bench.coupling import acceptances, shared_noise
+from tools.bench.coupling import acceptances, shared_noise
 
 
 def test_shared_noise_on_two_tokens() -> None:

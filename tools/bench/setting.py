@@ -1,6 +1,6 @@
 """The setting of the speed tables: an engine, its prompts, and drafters from good to useless.
 
-tools/bench_speculation.py makes one for each dtype.
+tools/bench/speculation.py makes one for each dtype.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import FinishReason, Prompt, SamplingParams
+from tools.bench.interleaved import Clock, Variant
+from tools.bench.measure import cpu_seconds, wall_seconds
 from tools.load_engine import MAX_PROMPT_TOKENS, VERSION, load_engine
-from tools.measure import cpu_seconds, wall_seconds
-from tools.speculation_bench.interleaved import Clock, Variant
 
 GOOD, RANDOM, OTHER = "good", "random", "other_policy"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"

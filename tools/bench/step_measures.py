@@ -1,6 +1,6 @@
 """Compares RL runs of the same seeds: time by step, equal work, acceptance, idle time, rewards.
 
-Pure functions over the files of a run (metrics.jsonl, rollouts/), called by tools/bench_step.py. Speculation changes no token,
+Pure functions over the files of a run (metrics.jsonl, rollouts/), called by tools/bench/step.py. Speculation changes no token,
 so step k of two variants does the same work and only times may differ. If rounding swaps two tokens (float32, bfloat16), the
 runs diverge; `same_tokens` shows from which step on.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.measure import spread
+from tools.bench.measure import spread
 
 STEP_SECONDS = "timing_s/step"
 ROLLOUT_SECONDS = "timing_s/gen"

@@ -1,6 +1,6 @@
 """What exactness costs: acceptance of noise-keyed drafts and of rejection sampling, on the same distributions.
 
-    python -m tools.speculation_bench.coupling --model build/tiny_policy --drafter build/tiny_drafter \
+    python -m tools.bench coupling --model build/tiny_policy --drafter build/tiny_drafter \
         --prompts build/tiny_policy/eval.jsonl
 
 Both distributions, the policy's and the drafter's, are taken after responses of the policy. With one draft, rejection sampling
@@ -12,7 +12,7 @@ accepts 1 - TV(p, q), the upper bound for independent draws. Shared noise accept
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -97,9 +97,9 @@ def _normalized(weights_NV: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure at the first drafted token, print the table."""
-    options = _parse()
+    options = _parse(arguments)
     torch.set_num_threads(1)
     engine = load_engine(options.model, dtype="float32", max_new_tokens=options.num_tokens)
     tokenizer = load_tokenizer(options.model)
@@ -127,15 +127,13 @@ def main() -> None:
     Console(width=100).print(table)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools.bench coupling", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", default="build/tiny_policy")
     parser.add_argument("--drafter", default="build/tiny_drafter")
     parser.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--num-tokens", type=int, default=200)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    return parser.parse_args(arguments)

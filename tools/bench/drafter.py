@@ -1,6 +1,6 @@
 """Measures what packing and asynchronous, selective checkpoints gain in drafter training.
 
-    python tools/bench_drafter.py --model build/tiny_policy --drafter build/tiny_drafter
+    python -m tools.bench drafter --model build/tiny_policy --drafter build/tiny_drafter
 
 Packing: the policy answers prompts, and the drafter trains for one pass on the answers, with their real long-tailed lengths.
 There are three variants: packed batches; batches of as many sequences (on average), padded to the longest; and padded batches
@@ -18,15 +18,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
@@ -44,9 +39,9 @@ from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.types import SamplingParams
+from tools.bench.measure import cpu_seconds, ratios, spread, wall_seconds, write_json
 from tools.export_drafter import load_target
 from tools.load_engine import MAX_PROMPT_TOKENS, load_engine
-from tools.measure import cpu_seconds, ratios, spread, wall_seconds, write_json
 from tools.warmup_drafter import collect_sequences
 
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
@@ -70,9 +65,9 @@ REAL_TARGET = ModelConfig(
 )
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, print two tables, write JSON."""
-    options = _parse()
+    options = _parse(arguments)
     torch.set_num_threads(1)
     console = Console()
     result = _bench_packing(options, console) | _bench_checkpoints(options, console)
@@ -245,8 +240,10 @@ def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[st
     return {"checkpoint_blocking_ratio": result["real"]["ratio"], "checkpoints": result}
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools.bench drafter", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", default="build/tiny_policy")
     parser.add_argument("--drafter", default="build/tiny_drafter")
     parser.add_argument("--prompts", default="build/tiny_policy/train.jsonl")
@@ -261,8 +258,4 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--folder", default="build", help="on the disk that checkpoints go to")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--out", default="build/bench/drafter.json")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    return parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """Measures the bytes that captured graphs take on this GPU: strategies captured alone, against the embedded engine's pool.
 
-When captured alone, each strategy has its own graphs, and each graph its own memory. Called by tools/bench_gpu.py. Weights are
+When captured alone, each strategy has its own graphs, and each graph its own memory. Called by tools/bench/gpu.py. Weights are
 random, because a capture does not depend on values. The total is the GPU memory that the driver reports as used. So it includes
 what the driver keeps for the kernels of a graph, which torch's allocator does not see.
 """

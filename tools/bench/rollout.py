@@ -1,6 +1,6 @@
 """Measures tokens per second of the embedded engine against `transformers` generate, on the same long-tailed requests.
 
-    python tools/bench_rollout.py --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
+    python -m tools.bench rollout --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
         --num-requests 128 --rounds 3 --out build/bench/rollout.json
 
 Both sides sample, but must do the same work. So the model first draws each response's length with its own stop tokens, and the
@@ -18,16 +18,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; `--threads` raises it
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
@@ -45,8 +40,8 @@ from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.types import Prompt, SamplingParams
+from tools.bench.measure import spread, wall_seconds, write_json
 from tools.load_engine import VERSION, load_engine
-from tools.measure import spread, wall_seconds, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +69,9 @@ class StopAtLengths(StoppingCriteria):
         return self._ends_B <= input_ids.shape[1]
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, print a table, write JSON."""
-    options = _parse()
+    options = _parse(arguments)
     torch.set_num_threads(options.threads)
     engine = load_engine(
         options.model,
@@ -225,9 +220,9 @@ def _report(
     write_json(Path(options.out), result)
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tools.bench rollout", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--prompts", help=".jsonl; without it prompts and lengths are random")
@@ -241,8 +236,4 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="build/bench/rollout.json")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    return parser.parse_args(arguments)

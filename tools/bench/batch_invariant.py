@@ -1,6 +1,6 @@
 """Measures what `rollout.batch_invariant` costs, and that speculation then changes no token in any dtype.
 
-Called by tools/bench_speculation.py for each dtype.
+Called by tools/bench/speculation.py for each dtype.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
+from tools.bench.interleaved import differences
+from tools.bench.measure import cpu_seconds, ratios
+from tools.bench.setting import GOOD, Setting, make_drafts, make_setting
 from tools.load_engine import VERSION
-from tools.measure import cpu_seconds, ratios
-from tools.speculation_bench.interleaved import differences
-from tools.speculation_bench.setting import GOOD, Setting, make_drafts, make_setting
 
 _BATCH_SIZES = (1, 8, 64)
 _NUM_ROUNDS = 2

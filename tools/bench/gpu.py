@@ -1,13 +1,13 @@
 """Measures what captured graphs and speculation gain on a GPU, in three tables.
 
-    python tools/bench_gpu.py --model build/tiny_policy --drafter build/tiny_drafter
+    python -m tools.bench gpu --model build/tiny_policy --drafter build/tiny_drafter
 
 (a) speed by batch size against plain decoding, with graphs: chains, a tree, both selectors
 (b) bytes of the graph pool, measured: every strategy captured alone, each graph in its own memory, against ours
 (c) graphs against eager passes, plain and speculative
 
 (a) and (c) are wall time of the embedded engine, without captures. Each variant runs between two runs of plain decoding.
-`--deepen` adds identity layers to the policy, as in tools/bench_speculation.py. (b) has the widths of Qwen2.5-7B and fewer
+`--deepen` adds identity layers to the policy, as in tools/bench/speculation.py. (b) has the widths of Qwen2.5-7B and fewer
 layers. Writes build/bench/gpu.json. Exits with an error if torch sees no CUDA device.
 """
 
@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
@@ -30,12 +26,12 @@ from rich.table import Table
 
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tools.gpu_bench.pool_bytes import Sizes, bench_pool_bytes
-from tools.measure import write_json
-from tools.speculation_bench.graph_bytes import QWEN_2_5_7B
-from tools.speculation_bench.interleaved import Comparison, Variant
-from tools.speculation_bench.setting import GOOD, Setting, make_drafts, make_setting, make_variants
-from tools.speculation_bench.speed import bench_batch_sizes
+from tools.bench.graph_bytes import QWEN_2_5_7B
+from tools.bench.interleaved import Comparison, Variant
+from tools.bench.measure import write_json
+from tools.bench.pool_bytes import Sizes, bench_pool_bytes
+from tools.bench.setting import GOOD, Setting, make_drafts, make_setting, make_variants
+from tools.bench.speed import bench_batch_sizes
 
 _WIDTH = 140  # of tables in a file
 _QUICK = {
@@ -51,12 +47,12 @@ _QUICK = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, print the tables, write JSON."""
-    options = _parse()
+    options = _parse(arguments)
     if not torch.cuda.is_available():
         raise SystemExit(
-            f"tools/bench_gpu.py needs a CUDA device: torch {torch.__version__} sees none here"
+            f"tools/bench/gpu.py needs a CUDA device: torch {torch.__version__} sees none here"
         )
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     device = select_device("cuda")
@@ -130,8 +126,8 @@ def _graphs_over_eager(
     return result
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools.bench gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="build/tiny_policy")
     parser.add_argument("--drafter", default="build/tiny_drafter")
     parser.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
@@ -153,11 +149,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bytes-max-length", type=int, default=2048)
     parser.add_argument("--quick", action="store_true", help="shows that all works")
     parser.add_argument("--out", default="build/bench/gpu.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         vars(options).update(_QUICK)
     return options
-
-
-if __name__ == "__main__":
-    main()

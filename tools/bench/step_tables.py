@@ -1,4 +1,4 @@
-"""The tables of tools/bench_step.py: one function each, from the values that go into its JSON."""
+"""The tables of tools/bench/step.py: one function each, from the values that go into its JSON."""
 
 from __future__ import annotations
 

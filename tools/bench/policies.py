@@ -1,6 +1,6 @@
 """Policies of several entropies, each with its own drafter: early checkpoints of the tiny policy.
 
-Made once and kept in a folder. Called by tools/bench_speculation.py.
+Made once and kept in a folder. Called by tools/bench/speculation.py.
 """
 
 from __future__ import annotations

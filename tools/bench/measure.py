@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
@@ -38,9 +39,22 @@ def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
     return spread([s / f for s, f in zip(slow, fast, strict=True)])
 
 
+def make_table(title: str, *columns: str, num_names: int = 1) -> Table:
+    """Return a table of numbers, aligned to the right, after `num_names` columns of names."""
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < num_names else "right")
+    return table
+
+
+def command_line() -> str:
+    """Return the command of this process."""
+    return " ".join(["python -m tools.bench", *sys.argv[1:]])
+
+
 def write_json(path: Path, result: Mapping[str, object]) -> None:
     """Write `result` with the machine and the command that produced it."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    whole = {**result, "machine": machine, "command": " ".join(["python", *sys.argv])}
+    whole = {**result, "machine": machine, "command": command_line()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

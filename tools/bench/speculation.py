@@ -1,6 +1,6 @@
 """Measures what speculation gains on this machine, in five tables.
 
-    python tools/bench_speculation.py --model build/tiny_policy --drafter build/tiny_drafter --dtype both
+    python -m tools.bench speculation --model build/tiny_policy --drafter build/tiny_drafter --dtype both
 
 (a) speed by batch size, for fixed strategies and both selectors; the adaptive one also with useless drafters
 (b) a long-tailed set of requests end to end
@@ -19,33 +19,29 @@ both`, bfloat16 is at the top level and float32 under its name.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
 
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tools.measure import write_json
-from tools.speculation_bench.accept_length import bench_accept_lengths
-from tools.speculation_bench.batch_invariant import bench_batch_invariant
-from tools.speculation_bench.graph_bytes import bench_graph_bytes
-from tools.speculation_bench.interleaved import PLAIN, Comparison, Record, Variant
-from tools.speculation_bench.oracle import best_fixed, live_oracle, replayed_oracle
-from tools.speculation_bench.policies import Policy, make_policies
-from tools.speculation_bench.setting import (
+from tools.bench.accept_length import bench_accept_lengths
+from tools.bench.batch_invariant import bench_batch_invariant
+from tools.bench.graph_bytes import bench_graph_bytes
+from tools.bench.interleaved import PLAIN, Comparison, Record, Variant
+from tools.bench.measure import write_json
+from tools.bench.oracle import best_fixed, live_oracle, replayed_oracle
+from tools.bench.policies import Policy, make_policies
+from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
     make_drafts,
     make_setting,
     make_variants,
 )
-from tools.speculation_bench.speed import (
+from tools.bench.speed import (
     adaptive_minima,
     bench_batch_sizes,
     bench_long_tail,
@@ -67,9 +63,9 @@ _QUICK = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, print the tables, write JSON."""
-    options = _parse()
+    options = _parse(arguments)
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     policies = make_policies(Path(options.policies), console)
@@ -141,8 +137,10 @@ def _for_long_tail(
     return {name: variants[name] for name in names}
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools.bench speculation", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", default="build/tiny_policy")
     parser.add_argument("--drafter", default="build/tiny_drafter")
     parser.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
@@ -174,11 +172,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="build/bench/speculation.json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         vars(options).update(_QUICK)
     return options
-
-
-if __name__ == "__main__":
-    main()

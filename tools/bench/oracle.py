@@ -1,6 +1,6 @@
 """Compares the selectors with an oracle that knows the best strategy of each batch size, because all of them were run.
 
-Called by tools/bench_speculation.py with the results of the speed tables. Live, noise counts against the selectors: the best of
+Called by tools/bench/speculation.py with the results of the speed tables. Live, noise counts against the selectors: the best of
 several strategies is partly the luckiest, and a pass is measured once. On the recorded trace this does not apply.
 """
 
@@ -18,9 +18,9 @@ from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.replay import PassTrace, TraceTable, replay
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tools.measure import spread
-from tools.speculation_bench.interleaved import PLAIN, Comparison
-from tools.speculation_bench.setting import BEG_MAB, COST_MODEL
+from tools.bench.interleaved import PLAIN, Comparison
+from tools.bench.measure import spread
+from tools.bench.setting import BEG_MAB, COST_MODEL
 
 Spread = dict[str, float]
 _NUM_EPOCHS = 5  # of the rollout whose batch sizes are replayed

@@ -1,8 +1,8 @@
 """Measures what TLT gains in an RL step, and checks that it changes nothing else: the same run and seeds, four variants.
 
-    python tools/bench_step.py                       # speed, exactness, mismatch
-    python tools/bench_step.py --parts drift         # a policy that changes fast
-    python tools/bench_step.py --quick               # all of it small
+    python -m tools.bench step                       # speed, exactness, mismatch
+    python -m tools.bench step --parts drift         # a policy that changes fast
+    python -m tools.bench step --quick               # all of it small
 
 Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same drafter, trained on idle
 ranks), `cold_start` (tlt from random weights).
@@ -13,7 +13,7 @@ ranks), `cold_start` (tlt from random weights).
 - Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
 - Mismatch: tokens that rounding swaps in float32 and bfloat16, while the policy does not change.
 - Drift: a large learning rate and one fixed strategy, so that accept lengths show the quality of the drafter.
-- Packing and checkpoints: from tools/bench_drafter.py.
+- Packing and checkpoints: from tools/bench/drafter.py.
 
 Writes build/bench/step.json. Parts that do not run keep their values in the file.
 """
@@ -32,15 +32,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by every rank
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import yaml
 from rich.console import Console
 
-from tools.expand_layers import expand_policy
-from tools.measure import write_json
-from tools.step_measures import (
+from tools.bench.measure import command_line, write_json
+from tools.bench.step_measures import (
     HOLDOUT_ACCEPT_LENGTH,
     LIVE_ACCEPT_LENGTH,
     ROLLOUT_SECONDS,
@@ -60,7 +56,7 @@ from tools.step_measures import (
     timed_steps,
     with_a_tail,
 )
-from tools.step_tables import (
+from tools.bench.step_tables import (
     print_accept_lengths,
     print_drift,
     print_idle,
@@ -68,8 +64,9 @@ from tools.step_tables import (
     print_rewards,
     print_speedups,
 )
+from tools.expand_layers import expand_policy
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
 PARTS = ("speed", "exact", "mismatch", "drift", "drafter")
 STANDSTILL_LR = 1e-12  # below the rounding of any weight
@@ -287,10 +284,10 @@ def bench_drift(
 
 
 def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Return the two numbers of tools/bench_drafter.py. Runs it if its file is missing."""
+    """Return the two numbers of tools/bench/drafter.py. Runs it if its file is missing."""
     path = Path(options.drafter_json)
     if not path.is_file():
-        command = [sys.executable, "tools/bench_drafter.py", "--out", str(path.resolve())]
+        command = [sys.executable, "-m", "tools.bench", "drafter", "--out", str(path.resolve())]
         if options.quick:
             command += ["--rounds", "1", "--checkpoint-rounds", "5", "--num-requests", "64"]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -304,9 +301,9 @@ def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, 
 # ---- the command
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Make what is missing, run the parts, print, write."""
-    options = _parse()
+    options = _parse(arguments)
     console = Console()
     parts: dict[str, Callable[[Launcher, argparse.Namespace, Console], dict[str, object]]] = {
         "speed": bench_speed,
@@ -334,7 +331,7 @@ def main() -> None:
         for name in options.parts:
             load = os.getloadavg()[0]
             result |= parts[name](launcher, options, console)
-            provenance[name] = {"command": " ".join(sys.argv), "load_at_start": load}
+            provenance[name] = {"command": command_line(), "load_at_start": load}
     result |= {"parts": provenance, "versions": _versions(), "ranks": options.ranks}
     write_json(out, result)
 
@@ -370,8 +367,8 @@ def _versions() -> Mapping[str, str]:
     return found | {"python": sys.version.split()[0]}
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools.bench step", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="examples/bench_step.yaml")
     parser.add_argument("--drafter", default="build/tiny_drafter", help="warmed up")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all but drift")
@@ -393,7 +390,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--drafter-json", default="build/bench/drafter.json")
     parser.add_argument("--out", default="build/bench/step.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
     sizes = {
         "rounds": (4, 1),
         "steps": (6, 4),
@@ -410,7 +407,3 @@ def _parse() -> argparse.Namespace:
     if options.drift and "drift" not in options.parts:
         options.parts.append("drift")
     return options
-
-
-if __name__ == "__main__":
-    main()

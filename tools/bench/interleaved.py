@@ -16,8 +16,8 @@ from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
+from tools.bench.measure import cpu_seconds, spread
 from tools.load_engine import VERSION
-from tools.measure import cpu_seconds, spread
 from tools.warmup_drafter import accept_length
 
 PLAIN = "off"

@@ -1,6 +1,6 @@
 """Measures accept length by kind of tree, the target's entropy and temperature: same drafter, same token budget.
 
-Called by tools/bench_speculation.py. It measures no time, so a busy machine does not matter.
+Called by tools/bench/speculation.py. It measures no time, so a busy machine does not matter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, SamplingParams
+from tools.bench.policies import Policy
 from tools.load_engine import MAX_PROMPT_TOKENS, VERSION, load_engine
-from tools.speculation_bench.policies import Policy
 from tools.warmup_drafter import accept_length
 
 NOISE, PROBABILITY = "tree by noise", "tree by probability"

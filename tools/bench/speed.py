@@ -1,6 +1,6 @@
 """Measures speed by batch size, and a long-tailed set of requests end to end.
 
-Called by tools/bench_speculation.py. Selectors live as long as the process, as in a training run, so they carry what they
+Called by tools/bench/speculation.py. Selectors live as long as the process, as in a training run, so they carry what they
 learned to the next batch size. The first round at each batch size is reported separately.
 """
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_megatron.types import Prompt, SamplingParams
-from tools.speculation_bench.interleaved import PLAIN, Comparison, Record, Variant
-from tools.speculation_bench.setting import COST_MODEL, Setting, adaptive_name, long_prompts
+from tools.bench.interleaved import PLAIN, Comparison, Record, Variant
+from tools.bench.setting import COST_MODEL, Setting, adaptive_name, long_prompts
 
 _LEAST_REQUESTS = 4  # of a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round

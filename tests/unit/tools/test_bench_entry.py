@@ -1,0 +1,36 @@
+"""`python -m tools.bench NAME`: every benchmark that is listed has a file with options of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench.__main__ import _BENCHES, main
+
+
+@pytest.mark.parametrize("name", _BENCHES)
+def test_a_listed_benchmark_explains_its_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: tools.bench {name} " in capsys.readouterr().out
+
+
+def test_a_name_that_is_not_listed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["rollouts"])
+    assert ended.value.code == 2
+    assert "'rollouts' (choose from" in capsys.readouterr().err
+
+
+def test_bytes_of_graphs_are_written_with_their_ratios(tmp_path: Path) -> None:
+    out = tmp_path / "graphs.json"
+    main(["graph-bytes", "--out", str(out)])
+    result = json.loads(out.read_text())["graph_pool_bytes"]
+    figures = result["paper"]["2k"]["64"]
+    assert figures["naive_over_ours"] == figures["naive_bytes"] / figures["ours_bytes"]
+    assert 1 < result["min_naive_over_ours"] <= figures["naive_over_ours"]

@@ -1,1 +1,0 @@
-"""The parts of tools/bench_gpu.py."""

@@ -1,1 +1,0 @@
-"""The parts of tools/bench_speculation.py: one file for each question that it answers."""
