@@ -1,46 +1,116 @@
-"""Creates an embedded engine from a Hugging Face folder, for tools that use one outside a run."""
+"""A policy from a Hugging Face folder in an embedded engine, for tools that use one outside a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.schema import DataSection, RolloutSection
+from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
 from tlt_megatron.runtime.device import select_device
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
 
 VERSION = 0  # of the weights that are loaded
 MAX_PROMPT_TOKENS = 256
 
 
-def load_engine(
-    model: str | Path,
-    *,
-    dtype: str,
-    num_identity_layers: int = 0,
-    tap_layers: tuple[int, ...] = (),
-    device: str = "cpu",
-    **settings: int,
-) -> EmbeddedEngine:
-    """Return an engine with the weights of `model` loaded as VERSION. `settings` go to RolloutSection.
+class LoadedPolicy:
+    """An engine that holds the weights of `folder` as VERSION, its tokenizer, and what a drafter borrows from it."""
 
-    `num_identity_layers` are added after the policy's own. They change no token and cost as much as a layer.
-    """
-    config = load_model_config(model)
-    tensors = [(name, tensor.to(getattr(torch, dtype))) for name, tensor in HfReader(model).items()]
-    tensors = with_identity_layers(tensors, config.num_layers, num_identity_layers)
-    engine = EmbeddedEngine(
-        dataclasses.replace(config, num_layers=config.num_layers + num_identity_layers),
-        RolloutSection(dtype=dtype, **settings),
-        select_device(device),
-        max_prompt_tokens=MAX_PROMPT_TOKENS,
-        tap_layers=tap_layers,
-    )
-    total = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
-    engine.load_weights(tensors, version=VERSION, checksum=lambda: total)
-    return engine
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str = "float32",
+        num_identity_layers: int = 0,
+        tap_layers: tuple[int, ...] = (),
+        device: str = "cpu",
+        **settings: int,
+    ) -> None:
+        """`settings` go to RolloutSection. Identity layers follow the policy's own; they change no token and cost time."""
+        self._config = load_model_config(folder)
+        num_layers = self._config.num_layers
+        named = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(folder).items()]
+        named = with_identity_layers(named, num_layers, num_identity_layers)
+        self.tokenizer = load_tokenizer(folder)
+        self.num_layers = num_layers + num_identity_layers
+        self.engine = EmbeddedEngine(
+            dataclasses.replace(self._config, num_layers=self.num_layers),
+            RolloutSection(dtype=dtype, **settings),
+            select_device(device),
+            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            tap_layers=tap_layers,
+        )
+        total = sum(checksum_tensor(name, tensor) for name, tensor in named) % CHECKSUM_MODULUS
+        self.engine.load_weights(named, version=VERSION, checksum=lambda: total)
+
+    def prompts(self, path: str | Path, limit: int = 0) -> tuple[Prompt, ...]:
+        """Return the first `limit` prompts of a file; 0 returns all."""
+        section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
+        return load_prompts(str(path), self.tokenizer, section).prompts(limit)
+
+    def params(self, max_new_tokens: int, *, seed: int = 0, **settings: float) -> SamplingParams:
+        """Return sampling settings with the policy's stop tokens."""
+        stops = self.tokenizer.stop_token_ids
+        return SamplingParams(
+            max_new_tokens=max_new_tokens, stop_token_ids=stops, seed=seed, **settings
+        )
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+        """Return the responses to `prompts`."""
+        return self.engine.generate(prompts, params, policy_version=VERSION)
+
+    def load_drafter(self, folder: str | Path) -> DraftModel:
+        """Return the drafter in `folder`. ValueError if it belongs to another policy."""
+        embedding_VD, lm_head_VD = self.engine.target_tensors()
+        return load_drafter(folder, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+
+    def new_drafter(
+        self,
+        architecture: str = "eagle",
+        aux_layer_ids: tuple[int, ...] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> DraftModel:
+        """Return a random drafter. `dtype` is that of the borrowed tensors, by default the engine's; training needs float32."""
+        embedding_VD, lm_head_VD = self.engine.target_tensors()
+        return DraftModel(
+            make_draft_config(self._config, architecture, embedding_VD, aux_layer_ids),
+            embedding_VD=embedding_VD.to(dtype or embedding_VD.dtype),
+            lm_head_VD=lm_head_VD.to(dtype or lm_head_VD.dtype),
+            seed=seed,
+        )
+
+    def draft_sequences(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[DraftSequence]:
+        """Return responses with the states that decoding computed, to train a drafter. Too short ones are left out."""
+        sequences: list[DraftSequence] = []
+
+        def keep(rollout: Rollout, features_TF: torch.Tensor) -> None:
+            features_TF = features_TF.float().cpu()
+            sequence = DraftSequence.of_rollout(rollout, features_TF, self._config.hidden_size)
+            if sequence.num_rows > 0:
+                sequences.append(sequence)
+
+        self.engine.generate(prompts, params, policy_version=VERSION, on_features=keep)
+        return sequences
+
+
+def accept_length(groups: Sequence[RolloutGroup]) -> float:
+    """Return tokens out per verify pass, the bonus token included; 1 if nothing was drafted."""
+    lengths = [n for group in groups for r in group.rollouts for n in r.accept_lengths]
+    return statistics.fmean(lengths) if lengths else 1.0

@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from tlt_megatron.config.schema import DataSection, DrafterSection
-from tlt_megatron.data.prompts import load_prompts
-from tlt_megatron.data.tokenizer import load_tokenizer
-from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.loss import make_objective, unroll_draft
 from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.types import SamplingParams
-from tools.load_engine import MAX_PROMPT_TOKENS, load_engine
-from tools.warmup_drafter import collect_sequences
+from tools.bench.measure import make_table
+from tools.load_engine import LoadedPolicy
 
 _Scheme = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
 _WIDTHS = (2, 4)  # drafts at one node
@@ -101,16 +95,12 @@ def main(arguments: Sequence[str]) -> None:
     """Measure at the first drafted token, print the table."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    engine = load_engine(options.model, dtype="float32", max_new_tokens=options.num_tokens)
-    tokenizer = load_tokenizer(options.model)
-    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
-    prompts = load_prompts(options.prompts, tokenizer, section).prompts(options.num_prompts)
-    params = SamplingParams(
-        max_new_tokens=options.num_tokens, stop_token_ids=tokenizer.stop_token_ids, seed=4
-    )
-    batch = pack_batch(collect_sequences(engine, prompts, params))
-    embedding, head_VD = engine.target_tensors()
-    model = load_drafter(Path(options.drafter), embedding_VD=embedding, lm_head_VD=head_VD)
+    policy = LoadedPolicy(options.model, max_new_tokens=options.num_tokens)
+    prompts = policy.prompts(options.prompts, options.num_prompts)
+    params = policy.params(options.num_tokens, seed=4)
+    batch = pack_batch(policy.draft_sequences(prompts, params))
+    model = policy.load_drafter(options.drafter)
+    head_VD = model.lm_head_VD
     objective = make_objective(DrafterSection(algorithm="hass"))
     _, head_inputs = unroll_draft(model, batch, objective)
     rows_M = batch.loss_mask.nonzero().squeeze(-1)
@@ -119,9 +109,8 @@ def main(arguments: Sequence[str]) -> None:
     generator = torch.Generator().manual_seed(0)
     measured = acceptances(target_MV, draft_MV, generator)
     entropy = -(target_MV * target_MV.clamp(min=1e-30).log()).sum(1).mean()
-    table = Table(title=f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy")
-    table.add_column("drafts: scheme")
-    table.add_column("accepted", justify="right")
+    title = f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy"
+    table = make_table(title, "drafts: scheme", "accepted")
     for name, value in measured.items():
         table.add_row(name, f"{value:.3f}")
     Console(width=100).print(table)

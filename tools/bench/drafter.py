@@ -21,16 +21,15 @@ import dataclasses
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
-from tlt_megatron.config.schema import DataSection, DrafterSection
-from tlt_megatron.data.prompts import load_prompts
-from tlt_megatron.data.tokenizer import load_tokenizer
+from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
@@ -38,11 +37,17 @@ from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
-from tlt_megatron.types import SamplingParams
-from tools.bench.measure import cpu_seconds, ratios, spread, wall_seconds, write_json
+from tools.bench.measure import (
+    cpu_seconds,
+    interleave,
+    make_table,
+    ratios,
+    spread,
+    wall_seconds,
+    write_json,
+)
 from tools.export_drafter import load_target
-from tools.load_engine import MAX_PROMPT_TOKENS, load_engine
-from tools.warmup_drafter import collect_sequences
+from tools.load_engine import LoadedPolicy
 
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
 FULL, SELECTIVE, ASYNCHRONOUS = "full", "own", "async"
@@ -71,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     console = Console()
     result = _bench_packing(options, console) | _bench_checkpoints(options, console)
-    write_json(Path(options.out), result)
+    write_json(options.out, result)
 
 
 def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
@@ -85,16 +90,15 @@ def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
 
 def _fill_up(sequence: DraftSequence, num_tokens: int) -> DraftSequence:
     def fill(tensor: torch.Tensor) -> torch.Tensor:
-        filled = tensor.new_zeros(num_tokens, *tensor.shape[1:])
-        filled[: tensor.shape[0]] = tensor
-        return filled
+        other_dims = [0, 0] * (tensor.dim() - 1)
+        return F.pad(tensor, [*other_dims, 0, num_tokens - len(tensor)])
 
     final = sequence.final_hidden
-    return DraftSequence(
+    return dataclasses.replace(
+        sequence,
         token_ids=fill(sequence.token_ids),
         features=fill(sequence.features),
         final_hidden=None if final is None else fill(final),
-        loss_start=sequence.loss_start,
     )
 
 
@@ -108,20 +112,20 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
         PADDED: [pad_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)],
         SORTED: [pad_batch(by_length[i : i + size]) for i in range(0, len(sequences), size)],
     }
-    trainers = {name: _make_trainer(options) for name in batches}
-    seconds: dict[str, list[float]] = {name: [] for name in batches}
-    for round_index in range(options.rounds + 1):
-        for name, trainer in trainers.items():
-            spent = cpu_seconds(lambda t=trainer, b=batches[name]: [t.step(batch) for batch in b])
-            if round_index > 0:  # the first round warms up
-                seconds[name].append(spent)
-    lengths = sorted(sequence.num_rows for sequence in sequences)
+
+    def run(name: str, trainer: DrafterTrainer) -> Callable[[], object]:
+        return lambda: [trainer.step(batch) for batch in batches[name]]
+
+    runs = {name: run(name, _make_trainer(options)) for name in batches}
+    seconds = interleave(runs, options.rounds, cpu_seconds)
+    against = {name: ratios(values, seconds[PACKED]) for name, values in seconds.items()}
+    lengths = [sequence.num_rows for sequence in by_length]
     num_rows = sum(lengths)
     described = f"median {statistics.median(lengths):.0f}, p95 {lengths[int(0.95 * (len(lengths) - 1))]}, max {lengths[-1]}"
-    table = Table(title=f"{len(lengths)} sequences, rows {described}; {size} per padded batch")
-    for column in ("batches", "rows computed", "tokens/s", "packed over it", "min", "max"):
-        table.add_column(column, justify="left" if column == "batches" else "right")
-    against = {name: ratios(values, seconds[PACKED]) for name, values in seconds.items()}
+    table = make_table(
+        f"{len(lengths)} sequences, rows {described}; {size} per padded batch",
+        *("batches", "rows computed", "tokens/s", "packed over it", "min", "max"),
+    )
     for name, values in seconds.items():
         computed = sum(batch.num_rows for batch in batches[name])
         rate = num_rows / statistics.median(values)
@@ -141,19 +145,12 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
 
 def _collect(options: argparse.Namespace) -> list[DraftSequence]:
     """Return answers of the policy in random order."""
-    engine = load_engine(options.model, dtype="float32", max_new_tokens=options.max_new_tokens)
-    tokenizer = load_tokenizer(options.model)
-    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
-    prompts = load_prompts(options.prompts, tokenizer, section).prompts(
-        options.num_requests // options.num_samples
+    policy = LoadedPolicy(options.model, max_new_tokens=options.max_new_tokens)
+    prompts = policy.prompts(options.prompts, options.num_requests // options.num_samples)
+    params = policy.params(
+        options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
     )
-    params = SamplingParams(
-        num_samples=options.num_samples,
-        max_new_tokens=options.max_new_tokens,
-        stop_token_ids=tokenizer.stop_token_ids,
-        seed=options.seed,
-    )
-    sequences = collect_sequences(engine, prompts, params)
+    sequences = policy.draft_sequences(prompts, params)
     # Responses that finish together have equal lengths, so shuffle them, as a buffer returns them in random order.
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(options.seed))
     return [sequences[index] for index in order.tolist()]
@@ -192,31 +189,30 @@ def measure_blocking(
         save_file(trainer.state_dict() | extra, file)
         sync_path(file)
 
+    written = [checkpointer.writing_s]
+
+    def blocked_seconds(save: Callable[[], object]) -> float:
+        seconds = wall_seconds(save)
+        checkpointer.wait()  # the next variant finds the disk idle
+        written.append(checkpointer.writing_s)
+        return seconds
+
     variants: dict[str, Callable[[], None]] = {
         FULL: lambda: save_now(**borrowed),
         SELECTIVE: save_now,
         ASYNCHRONOUS: lambda: checkpointer.save(trainer.state_dict(), {}),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    written: list[float] = []
-    for round_index in range(rounds + 1):
-        for name, save in variants.items():
-            before = checkpointer.writing_s
-            spent = wall_seconds(save)
-            checkpointer.wait()  # the next variant finds the disk idle
-            if round_index > 0:  # the first round creates files and memory
-                seconds[name].append(spent)
-                if name == ASYNCHRONOUS:
-                    written.append(checkpointer.writing_s - before)
+    seconds = interleave(variants, rounds, blocked_seconds)
     checkpointer.close()
-    return seconds, statistics.median(written)
+    return seconds, statistics.median(b - a for a, b in pairwise(written) if b > a)
 
 
 def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    table = Table(title="milliseconds that the trainer waits for a checkpoint: full / async")
-    columns = ("drafter", "MB full", "MB own", FULL, SELECTIVE, ASYNCHRONOUS, "thread")
-    for column in (*columns, "less by", "min", "max"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
+    table = make_table(
+        "milliseconds that the trainer waits for a checkpoint: full / async",
+        *("drafter", "MB full", "MB own", FULL, SELECTIVE, ASYNCHRONOUS, "thread"),
+        *("less by", "min", "max"),
+    )
     result: dict[str, dict[str, object]] = {}
     for name, trainer in (("real", _make_real_trainer()), ("tiny", _make_trainer(options))):
         own = sum(tensor.nbytes for tensor in trainer.state_dict().values()) / 1e6
@@ -244,18 +240,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools.bench drafter", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--model", default="build/tiny_policy")
-    parser.add_argument("--drafter", default="build/tiny_drafter")
-    parser.add_argument("--prompts", default="build/tiny_policy/train.jsonl")
-    parser.add_argument("--algorithm", default="hass", choices=("eagle", "hass"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="rows of a packed batch")
-    parser.add_argument("--num-requests", type=int, default=256)
-    parser.add_argument("--num-samples", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=600)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--checkpoint-rounds", type=int, default=15)
-    parser.add_argument("--folder", default="build", help="on the disk that checkpoints go to")
-    parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--out", default="build/bench/drafter.json")
+    add = parser.add_argument
+    add("--model", default="build/tiny_policy")
+    add("--drafter", default="build/tiny_drafter")
+    add("--prompts", default="build/tiny_policy/train.jsonl")
+    add("--algorithm", default="hass", choices=("eagle", "hass"))
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--batch-tokens", type=int, default=4096, help="rows of a packed batch")
+    add("--num-requests", type=int, default=256)
+    add("--num-samples", type=int, default=8)
+    add("--max-new-tokens", type=int, default=600)
+    add("--rounds", type=int, default=5)
+    add("--checkpoint-rounds", type=int, default=15)
+    add("--folder", default="build", help="on the disk that checkpoints go to")
+    add("--seed", type=int, default=2)
+    add("--out", default="build/bench/drafter.json")
     return parser.parse_args(arguments)

@@ -1,27 +1,23 @@
 """Compares speculation with plain decoding on the same requests, side by side in one process.
 
-Called by the speed tables. Plain decoding runs before and after every variant with small differences. A ratio uses the mean of
-the two, so changes of the machine's speed affect both. Only this process's time counts. The first round is reported separately,
-because selectors learn in it and a real run takes hours.
+Plain decoding runs before and after every variant with small differences. A ratio uses the mean of the two, so changes of the
+machine's speed affect both. The first round is reported separately, because selectors learn in it and a real run takes hours.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlt_megatron.engines.base import PassRecord
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
-from tools.bench.measure import cpu_seconds, spread
-from tools.load_engine import VERSION
-from tools.warmup_drafter import accept_length
+from tools.bench.measure import cpu_seconds, first_differences, spread, wall_seconds
+from tools.load_engine import LoadedPolicy, accept_length
 
 PLAIN = "off"
-Clock = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +44,20 @@ class Record:
         """Return the spread over all rounds except the first, which is added as `first_round`."""
         return {**spread(self.ratios[1:] or self.ratios), "first_round": self.ratios[0]}
 
-    @property
-    def mismatch_per_token(self) -> float:
-        """Return first differences per token compared."""
-        return self.num_differing / max(self.num_compared, 1)
-
 
 class Comparison:
-    """All variants and plain decoding on the same requests."""
+    """All variants and plain decoding on the same requests.
+
+    On a GPU, wall time counts, and each variant answers its batches once before it is timed: it captures its graphs then. On
+    a CPU, only the time of this process counts.
+    """
 
     def __init__(
-        self,
-        engine: EmbeddedEngine,
-        variants: Mapping[str, Variant],
-        clock: Clock = cpu_seconds,
-        num_warm_ups: int = 0,
+        self, policy: LoadedPolicy, variants: Mapping[str, Variant], *, is_cuda: bool
     ) -> None:
-        """Each variant answers its batches `num_warm_ups` times before it is timed. On a GPU it captures its graphs then."""
-        self._engine = engine
-        self._clock = clock
-        self._num_warm_ups = num_warm_ups
+        self._policy = policy
+        self._clock = wall_seconds if is_cuda else cpu_seconds
+        self._num_warm_ups = int(is_cuda)
         self._variants = variants
         self.records = {name: Record() for name in variants}
         self.plain = Record()
@@ -78,48 +68,53 @@ class Comparison:
         """Run one round over the variants `names`. Each answers every batch, one after the other."""
         order = with_plain(names, {name for name in names if self._variants[name].is_close})
         ran = [self._run(name, batches, params) for name in order]
+        seconds = [spent / sum(map(len, tokens)) for spent, tokens in ran]
         plain_at = [index for index, name in enumerate(order) if name == PLAIN]
-        plain_tokens = ran[0][1]
-        for index, (name, (seconds, tokens, passes, length)) in enumerate(
-            zip(order, ran, strict=True)
-        ):
-            record = self.plain if name == PLAIN else self.records[name]
-            record.seconds_per_token.append(seconds)
-            record.passes.append(passes)
+        for index, name in enumerate(order):
             if name == PLAIN:
+                self.plain.seconds_per_token.append(seconds[index])
                 continue
+            record = self.records[name]
+            record.seconds_per_token.append(seconds[index])
             before = max(at for at in plain_at if at < index)
             after = min(at for at in plain_at if at > index)
-            record.ratios.append((ran[before][0] + ran[after][0]) / 2 / seconds)
-            record.accept_lengths.append(length)
-            num_differing, num_compared = differences(plain_tokens, tokens)
+            record.ratios.append((seconds[before] + seconds[after]) / 2 / seconds[index])
+            num_differing, num_compared = first_differences(
+                zip(ran[0][1], ran[index][1], strict=True)
+            )
             record.num_differing += num_differing
             record.num_compared += num_compared
 
     def _run(
         self, name: str, batches: Sequence[Sequence[Prompt]], params: SamplingParams
-    ) -> tuple[float, list[list[int]], list[PassRecord], float]:
-        engine = self._engine
+    ) -> tuple[float, list[list[int]]]:
+        """Return the seconds and the tokens of all responses. Records passes and accept lengths."""
+        policy, engine = self._policy, self._policy.engine
+        record = self.plain if name == PLAIN else self.records[name]
         engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
-        engine.generate(batches[0][:1], warm_up, policy_version=VERSION)  # allocates the KV
+        policy.generate(batches[0][:1], warm_up)  # allocates the KV
         for prompts in [*batches] * self._num_warm_ups:
-            engine.generate(prompts, params, policy_version=VERSION)
+            policy.generate(prompts, params)
         groups: list[RolloutGroup] = []
         passes: list[PassRecord] = []
         seconds = 0.0
         for prompts in batches:
-            seconds += self._clock(
-                lambda p=prompts: groups.extend(engine.generate(p, params, policy_version=VERSION))
-            )
+            seconds += self._clock(lambda p=prompts: groups.extend(policy.generate(p, params)))
             passes += engine.take_passes()
-        tokens = [r.token_ids.tolist() for g in groups for r in g.rollouts]
-        return seconds / sum(map(len, tokens)), tokens, passes, accept_length(groups)
+        record.passes.append(passes)
+        record.accept_lengths.append(accept_length(groups))
+        return seconds, [r.token_ids.tolist() for group in groups for r in group.rollouts]
 
     @property
     def plain_tokens_per_s(self) -> float:
         """Return the median over all runs."""
         return 1.0 / statistics.median(self.plain.seconds_per_token)
+
+
+def mismatch_per_token(records: Collection[Record]) -> float:
+    """Return the responses that differ from plain decoding, per token compared."""
+    return sum(r.num_differing for r in records) / max(sum(r.num_compared for r in records), 1)
 
 
 def with_plain(names: Sequence[str], close: Collection[str]) -> list[str]:
@@ -133,16 +128,3 @@ def with_plain(names: Sequence[str], close: Collection[str]) -> list[str]:
         if name in close:
             order.append(PLAIN)
     return order if order[-1] == PLAIN else [*order, PLAIN]
-
-
-def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return (first differences, tokens compared).
-
-    Two candidates closer than the rounding error may swap, and tokens after such a swap belong to another text.
-    """
-    num_differing = num_compared = 0
-    for a, b in zip(plain, other, strict=True):
-        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        num_differing += first is not None
-        num_compared += len(a) if first is None else first + 1
-    return num_differing, num_compared

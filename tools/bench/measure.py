@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: clocks, spread over rounds, a description of the machine, the JSON file."""
+"""Shared by the benchmarks: clocks, interleaved rounds, spread over rounds, tables, the JSON file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from rich.table import Table
+
+Clock = Callable[[Callable[[], object]], float]
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
@@ -29,6 +31,17 @@ def wall_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def interleave(
+    variants: Mapping[str, Callable[[], object]], rounds: int, clock: Clock
+) -> dict[str, list[float]]:
+    """Run every variant in every round. Return its seconds by round, without those of a first round that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds + 1):
+        for name, run in variants.items():
+            seconds[name].append(clock(run))
+    return {name: values[1:] for name, values in seconds.items()}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, min and max over rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -37,6 +50,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
     """Return the spread of slow / fast, taken within each round."""
     return spread([s / f for s, f in zip(slow, fast, strict=True)])
+
+
+def first_differences(
+    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
+) -> tuple[int, int]:
+    """Return (responses that differ, tokens compared).
+
+    Two candidates closer than the rounding error may swap. Tokens after the first difference of a response belong to another
+    text and are not compared.
+    """
+    num_differing = num_compared = 0
+    for one, other in pairs:
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        if at is None and len(one) != len(other):
+            at = min(len(one), len(other)) - 1
+        num_differing += at is not None
+        num_compared += len(one) if at is None else at + 1
+    return num_differing, num_compared
 
 
 def make_table(title: str, *columns: str, num_names: int = 1) -> Table:
@@ -52,9 +83,9 @@ def command_line() -> str:
     return " ".join(["python -m tools.bench", *sys.argv[1:]])
 
 
-def write_json(path: Path, result: Mapping[str, object]) -> None:
+def write_json(path: str | Path, result: Mapping[str, object]) -> None:
     """Write `result` with the machine and the command that produced it."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     whole = {**result, "machine": machine, "command": command_line()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

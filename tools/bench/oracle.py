@@ -1,7 +1,7 @@
 """Compares the selectors with an oracle that knows the best strategy of each batch size, because all of them were run.
 
-Called by tools/bench/speculation.py with the results of the speed tables. Live, noise counts against the selectors: the best of
-several strategies is partly the luckiest, and a pass is measured once. On the recorded trace this does not apply.
+Live, noise counts against the selectors: the best of several strategies is partly the luckiest, and a pass is measured once. On
+the recorded trace this does not apply.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.speculation.beg_mab import BegMabSelector
@@ -19,30 +18,30 @@ from tlt_megatron.speculation.replay import PassTrace, TraceTable, replay
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.bench.interleaved import PLAIN, Comparison
-from tools.bench.measure import spread
+from tools.bench.measure import make_table, spread
 from tools.bench.setting import BEG_MAB, COST_MODEL
 
-Spread = dict[str, float]
 _NUM_EPOCHS = 5  # of the rollout whose batch sizes are replayed
 
 
-def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> str:
-    """Return the fixed strategy, or plain decoding, with the highest median speed."""
+def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> tuple[str, float]:
+    """Return the fixed strategy with the highest median speed over plain decoding, which may itself be the best."""
     medians = {name: comparison.records[name].ratio["median"] for name in fixed} | {PLAIN: 1.0}
-    return max(medians, key=medians.__getitem__)
+    return max(medians.items(), key=lambda item: item[1])
 
 
 def live_oracle(
     measured: Mapping[int, Comparison], fixed: Sequence[str], console: Console
 ) -> dict[str, object]:
     """Compare selectors with the best fixed strategy of each batch size, found by running all of them."""
-    table = Table(title="(d) selectors over the best fixed strategy of each batch size, live")
-    for column in ("batch", "best", "speed-up", COST_MODEL, BEG_MAB):
-        table.add_column(column, justify="right")
-    live: dict[str, dict[str, Spread]] = {COST_MODEL: {}, BEG_MAB: {}}
+    table = make_table(
+        "(d) selectors over the best fixed strategy of each batch size, live",
+        *("batch", "best", "speed-up", COST_MODEL, BEG_MAB),
+        num_names=0,
+    )
+    live: dict[str, dict[str, dict[str, float]]] = {COST_MODEL: {}, BEG_MAB: {}}
     for size, comparison in measured.items():
-        best = best_fixed(comparison, fixed)
-        ratio = 1.0 if best == PLAIN else comparison.records[best].ratio["median"]
+        best, ratio = best_fixed(comparison, fixed)
         for name, by_size in live.items():
             rounds = comparison.records[name].ratios
             by_size[str(size)] = spread([value / ratio for value in rounds[1:] or rounds])
@@ -72,24 +71,25 @@ def replayed_oracle(
         _trace_of(record)
         for comparison in measured.values()
         for records in (comparison.plain, *(comparison.records[str(s)] for s in strategies))
-        for each in records.passes
-        for record in each
+        for of_round in records.passes
+        for record in of_round
     ]
-    table = TraceTable(passes, measured)
+    trace = TraceTable(passes, measured)
     batch_sizes = [record.batch_size for record in rollout]
     makers: dict[str, Callable[[], StrategySelector]] = {
         COST_MODEL: lambda: CostModelSelector(strategies),
         BEG_MAB: lambda: BegMabSelector([*strategies, OFF]),
     }
-    shown = Table(title="(d) selectors over the best strategy of each batch size, replayed")
-    for column in ("selector", "first epoch", "later epochs", "later, over plain"):
-        shown.add_column(column, justify="left" if column == "selector" else "right")
+    table = make_table(
+        "(d) selectors over the best strategy of each batch size, replayed",
+        *("selector", "first epoch", "later epochs", "later, over plain"),
+    )
     result: dict[str, object] = {}
     for name, make in makers.items():
-        first = replay(make(), table, batch_sizes)
-        later = replay(make(), table, batch_sizes * _NUM_EPOCHS, num_first=len(batch_sizes))
+        first = replay(make(), trace, batch_sizes)
+        later = replay(make(), trace, batch_sizes * _NUM_EPOCHS, num_first=len(batch_sizes))
         cells = (f"{first.of_oracle:.3f}", f"{later.of_oracle:.3f}", f"{later.of_plain:.2f}")
-        shown.add_row(name, *cells)
+        table.add_row(name, *cells)
         result[name] = {
             "first_epoch": first.of_oracle,
             "later_epochs": later.of_oracle,
@@ -97,7 +97,7 @@ def replayed_oracle(
             "later_by_batch": later.of_oracle_by_batch,
             "num_chosen": later.num_chosen,
         }
-    console.print(shown)
+    console.print(table)
     return result
 
 

@@ -20,13 +20,11 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -34,14 +32,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.prompts import load_prompts
-from tlt_megatron.data.tokenizer import load_tokenizer
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.types import Prompt, SamplingParams
-from tools.bench.measure import spread, wall_seconds, write_json
-from tools.load_engine import VERSION, load_engine
+from tools.bench.measure import interleave, make_table, ratios, spread, wall_seconds, write_json
+from tools.load_engine import VERSION, LoadedPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +45,6 @@ class Workload:
     prompts: list[Prompt]
     num_samples: int
     lengths: list[list[int]]  # [prompt][sample]
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of generated tokens of one run."""
-        return sum(map(sum, self.lengths))
 
 
 class StopAtLengths(StoppingCriteria):
@@ -73,73 +62,67 @@ def main(arguments: Sequence[str]) -> None:
     """Measure, print a table, write JSON."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    engine = load_engine(
+    policy = LoadedPolicy(
         options.model,
         dtype=options.dtype,
         num_samples=options.num_samples,
         max_new_tokens=options.max_new_tokens,
         max_batch_size=options.max_batch_size,
     )
-    workload = _make_workload(options, engine)
+    workload = _make_workload(options, policy)
     hf = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
     ).eval()
-    sweep = {size: wall_seconds(lambda s=size: _run_hf(hf, workload, s)) for size in options.hf_batch_sizes}  # fmt: skip
-    finalists = sorted(sweep, key=sweep.__getitem__)[:2]
-    wall_seconds(lambda: _run_engine(engine, workload, options))  # warm up, like transformers
-    seconds: list[tuple[float, float]] = []
-    for _ in range(options.rounds):
-        pairs = [
-            (
-                wall_seconds(lambda: _run_engine(engine, workload, options)),
-                wall_seconds(lambda s=size: _run_hf(hf, workload, s)),
-            )
-            for size in finalists
-        ]
-        ours, theirs = (min(times) for times in zip(*pairs, strict=True))
-        seconds.append((ours, theirs))
-    _report(options, workload, seconds, sweep, engine)
 
+    def run_hf(batch_size: int) -> Callable[[], None]:
+        return lambda: _run_hf(hf, workload, batch_size)
 
-def _make_workload(options: argparse.Namespace, engine: EmbeddedEngine) -> Workload:
-    num_prompts = max(options.num_requests // options.num_samples, 1)
-    if options.prompts is None:
-        draw = random.Random(options.seed)
-        vocab_size = load_model_config(options.model).vocab_size
-        prompts = [
-            Prompt(
-                prompt_id=str(i),
-                draw_index=i,
-                token_ids=tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))),
-            )
-            for i in range(num_prompts)
-        ]
-        limit = options.max_new_tokens
-        lengths = [
-            [min(int(draw.lognormvariate(math.log(87), 1.0)) + 1, limit) for _ in range(options.num_samples)]
-            for _ in prompts
-        ]  # fmt: skip
-        return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
-    tokenizer = load_tokenizer(options.model)
-    section = DataSection(max_prompt_tokens=256)
-    everything = load_prompts(options.prompts, tokenizer, section).prompts()
-    chosen = random.Random(options.seed).sample(everything, num_prompts)
-    params = SamplingParams(
-        num_samples=options.num_samples,
-        max_new_tokens=options.max_new_tokens,
-        stop_token_ids=tokenizer.stop_token_ids,
-        seed=options.seed,
+    sweep = {size: wall_seconds(run_hf(size)) for size in options.hf_batch_sizes}
+    runs: dict[str, Callable[[], None]] = {}
+    for size in sorted(sweep, key=sweep.__getitem__)[:2]:
+        runs[f"ours before {size}"] = lambda: _run_engine(policy, workload, options)
+        runs[f"theirs at {size}"] = run_hf(size)
+    seconds = interleave(runs, options.rounds, wall_seconds)
+    ours, theirs = (
+        [min(of_round) for of_round in zip(*of_side, strict=True)]
+        for of_side in (list(seconds.values())[::2], list(seconds.values())[1::2])
     )
-    groups = engine.generate(chosen, params, policy_version=VERSION)
-    lengths = [[r.token_ids.numel() for r in group.rollouts] for group in groups]
-    return Workload(prompts=chosen, num_samples=options.num_samples, lengths=lengths)
+    _report(options, workload, ours, theirs, sweep, policy)
 
 
-def _run_engine(engine: EmbeddedEngine, workload: Workload, options: argparse.Namespace) -> None:
+def _make_workload(options: argparse.Namespace, policy: LoadedPolicy) -> Workload:
+    num_prompts = max(options.num_requests // options.num_samples, 1)
+    draw = random.Random(options.seed)
+    if options.prompts is not None:
+        prompts = draw.sample(policy.prompts(options.prompts), num_prompts)
+        params = policy.params(
+            options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
+        )
+        groups = policy.generate(prompts, params)
+        lengths = [[r.token_ids.numel() for r in group.rollouts] for group in groups]
+        return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
+    vocab_size = load_model_config(options.model).vocab_size
+    prompts = [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))),
+        )
+        for i in range(num_prompts)
+    ]
+
+    def draw_length() -> int:
+        return min(int(draw.lognormvariate(math.log(87), 1.0)) + 1, options.max_new_tokens)
+
+    lengths = [[draw_length() for _ in range(options.num_samples)] for _ in prompts]
+    return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
+
+
+def _run_engine(policy: LoadedPolicy, workload: Workload, options: argparse.Namespace) -> None:
     params = SamplingParams(
         num_samples=workload.num_samples, max_new_tokens=options.max_new_tokens, seed=options.seed
     )
-    groups = engine.generate(
+    groups = policy.engine.generate(
         workload.prompts, params, policy_version=VERSION, max_new_tokens=workload.lengths
     )
     assert [[r.token_ids.numel() for r in g.rollouts] for g in groups] == workload.lengths
@@ -177,39 +160,36 @@ def _run_hf(model: PreTrainedModel, workload: Workload, batch_size: int) -> None
 def _report(
     options: argparse.Namespace,
     workload: Workload,
-    seconds: Sequence[tuple[float, float]],
+    ours: Sequence[float],
+    theirs: Sequence[float],
     sweep: dict[int, float],
-    engine: EmbeddedEngine,
+    policy: LoadedPolicy,
 ) -> None:
     lengths = sorted(length for row in workload.lengths for length in row)
-    stats = engine.stats()
-    num_tokens = workload.num_tokens
+    num_tokens = sum(lengths)
+    median, p95 = statistics.median(lengths), lengths[int(0.95 * (len(lengths) - 1))]
+    stats = policy.engine.stats()
     result = {
-        "embedded_tokens_per_s": spread([num_tokens / ours for ours, _ in seconds]),
-        "transformers_tokens_per_s": spread([num_tokens / theirs for _, theirs in seconds]),
-        "ratio": spread([theirs / ours for ours, theirs in seconds]),
+        "embedded_tokens_per_s": spread([num_tokens / seconds for seconds in ours]),
+        "transformers_tokens_per_s": spread([num_tokens / seconds for seconds in theirs]),
+        "ratio": ratios(theirs, ours),
         "transformers_sweep_tokens_per_s": {
-            f"batch_size_{size}": num_tokens / spent for size, spent in sweep.items()
+            f"batch_size_{size}": num_tokens / seconds for size, seconds in sweep.items()
         },
         "embedded_decode_passes": stats.num_decode_passes,
         "embedded_peak_kv_tokens": stats.peak_kv_tokens,
         "num_requests": len(lengths),
         "num_tokens": num_tokens,
-        "lengths": {
-            "median": statistics.median(lengths),
-            "p95": lengths[int(0.95 * (len(lengths) - 1))],
-            "max": lengths[-1],
-        },
+        "lengths": {"median": median, "p95": p95, "max": lengths[-1]},
         "dtype": options.dtype,
         "threads": options.threads,
         "rounds": options.rounds,
     }
-    table = Table(
-        title=f"{len(lengths)} requests, {num_tokens} tokens, lengths median"
-        f" {result['lengths']['median']:.0f} p95 {result['lengths']['p95']} max {lengths[-1]}, {options.dtype}"
+    table = make_table(
+        f"{len(lengths)} requests, {num_tokens} tokens, lengths median {median:.0f} p95 {p95}"
+        f" max {lengths[-1]}, {options.dtype}",
+        *("tokens/s", "median", "min", "max"),
     )
-    for column in ("tokens/s", "median", "min", "max"):
-        table.add_column(column, justify="left" if column == "tokens/s" else "right")
     for label, key, digits in (
         ("embedded", "embedded_tokens_per_s", 0),
         ("transformers generate", "transformers_tokens_per_s", 0),
@@ -217,23 +197,24 @@ def _report(
     ):
         table.add_row(label, *(f"{value:.{digits}f}" for value in result[key].values()))
     Console().print(table)
-    write_json(Path(options.out), result)
+    write_json(options.out, result)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools.bench rollout", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
-    parser.add_argument("--prompts", help=".jsonl; without it prompts and lengths are random")
-    parser.add_argument("--num-requests", type=int, default=128)
-    parser.add_argument("--num-samples", type=int, default=8, help="responses per prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--max-batch-size", type=int, default=128, help="of the embedded engine")
-    parser.add_argument("--hf-batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="build/bench/rollout.json")
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a Hugging Face model")
+    add("--prompts", help=".jsonl; without it prompts and lengths are random")
+    add("--num-requests", type=int, default=128)
+    add("--num-samples", type=int, default=8, help="responses per prompt")
+    add("--max-new-tokens", type=int, default=512)
+    add("--max-batch-size", type=int, default=128, help="of the embedded engine")
+    add("--hf-batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    add("--rounds", type=int, default=3)
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--threads", type=int, default=1)
+    add("--seed", type=int, default=0)
+    add("--out", default="build/bench/rollout.json")
     return parser.parse_args(arguments)

@@ -1,7 +1,4 @@
-"""The setting of the speed tables: an engine, its prompts, and drafters from good to useless.
-
-tools/bench/speculation.py makes one for each dtype.
-"""
+"""The setting of the speed tables: an engine, its prompts, and drafters from good to useless."""
 
 from __future__ import annotations
 
@@ -10,24 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.prompts import load_prompts
-from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tlt_megatron.drafter.checkpoint import load_draft_weights, load_drafter
+from tlt_megatron.drafter.checkpoint import load_draft_weights
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tlt_megatron.types import FinishReason, Prompt, SamplingParams
-from tools.bench.interleaved import Clock, Variant
-from tools.bench.measure import cpu_seconds, wall_seconds
-from tools.load_engine import MAX_PROMPT_TOKENS, VERSION, load_engine
+from tlt_megatron.types import FinishReason, Prompt
+from tools.bench.interleaved import Variant
+from tools.load_engine import LoadedPolicy
 
 GOOD, RANDOM, OTHER = "good", "random", "other_policy"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
@@ -37,25 +28,42 @@ COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
 class Setting:
     """A policy in one dtype, ready to generate."""
 
-    engine: EmbeddedEngine
+    policy: LoadedPolicy
     prompts: Sequence[Prompt]
-    tokenizer: Tokenizer
-    num_layers: int
     dtype: str
-    model: Path
-    clock: Clock = cpu_seconds
-    num_warm_ups: int = 0  # see `Comparison`
+    is_cuda: bool
+
+    @property
+    def engine(self) -> EmbeddedEngine:
+        """Return the policy's engine."""
+        return self.policy.engine
+
+    def __str__(self) -> str:
+        return f"{self.policy.num_layers} layers, {self.dtype}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a setting and of the table of batch sizes."""
+    add = parser.add_argument
+    add("--model", default="build/tiny_policy")
+    add("--drafter", default="build/tiny_drafter")
+    add("--prompts", default="build/tiny_policy/eval.jsonl")
+    add("--deepen", type=int, default=20, help="identity layers behind the policy's own")
+    add("--strategies", nargs="+", default=["3_1_3", "6_1_6", "10_1_10", "14_1_14", "4_2_8"])
+    add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    add("--num-tokens", type=int, default=120, help="of each response, by batch size")
+    add("--max-new-tokens", type=int, default=600)
+    add("--temperature", type=float, default=1.0)
+    add("--rounds", type=int, default=4, help="after one that warms up")
+    add("--fixed-rounds", type=int, default=3, help="in which fixed strategies run too")
+    add("--quick", action="store_true", help="shows within two minutes that everything works")
 
 
 def make_setting(
     options: argparse.Namespace, dtype: str, *, device: str = "cpu", **settings: int
 ) -> Setting:
-    """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection.
-
-    On a GPU, wall time is measured, and a variant captures its graphs before it is timed.
-    """
-    is_cuda = device == "cuda"
-    engine = load_engine(
+    """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection."""
+    policy = LoadedPolicy(
         options.model,
         dtype=dtype,
         num_identity_layers=options.deepen,
@@ -63,18 +71,8 @@ def make_setting(
         device=device,
         **settings,
     )
-    tokenizer = load_tokenizer(options.model)
-    section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
-    return Setting(
-        engine=engine,
-        prompts=load_prompts(options.prompts, tokenizer, section).prompts(),
-        tokenizer=tokenizer,
-        num_layers=load_model_config(options.model).num_layers + options.deepen,
-        dtype=dtype,
-        model=Path(options.model),
-        clock=wall_seconds if is_cuda else cpu_seconds,
-        num_warm_ups=1 if is_cuda else 0,
-    )
+    prompts = policy.prompts(options.prompts)
+    return Setting(policy=policy, prompts=prompts, dtype=dtype, is_cuda=device == "cuda")
 
 
 def make_drafts(
@@ -84,16 +82,12 @@ def make_drafts(
 
     The other policy has the same sizes. An engine would reject its drafter by the fingerprint.
     """
-    embedding, head = setting.engine.target_tensors()
-    config = make_draft_config(load_model_config(setting.model), "eagle", embedding)
-    models = {
-        GOOD: load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head),
-        RANDOM: DraftModel(config, embedding_VD=embedding, lm_head_VD=head, seed=1),
-    }
+    policy = setting.policy
+    models = {GOOD: policy.load_drafter(drafter), RANDOM: policy.new_drafter(seed=1)}
     if other is not None:
-        models[OTHER] = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+        models[OTHER] = policy.new_drafter()
         load_draft_weights(models[OTHER], dict(HfReader(other).items()), source=str(other))
-    return {name: DraftInference(model, embedding.dtype) for name, model in models.items()}
+    return {name: DraftInference(model, model.lm_head_VD.dtype) for name, model in models.items()}
 
 
 def make_variants(
@@ -119,9 +113,6 @@ def adaptive_name(drafter: str) -> str:
 
 def long_prompts(setting: Setting, num_tokens: int) -> list[Prompt]:
     """Return prompts that the policy itself answers at length. Text forced after its end would not be representative."""
-    params = SamplingParams(
-        max_new_tokens=num_tokens, stop_token_ids=setting.tokenizer.stop_token_ids, seed=1
-    )
-    groups = setting.engine.generate(setting.prompts, params, policy_version=VERSION)
+    groups = setting.policy.generate(setting.prompts, setting.policy.params(num_tokens, seed=1))
     ends = [group.rollouts[0].finish_reason for group in groups]
     return [p for p, end in zip(setting.prompts, ends, strict=True) if end == FinishReason.LENGTH]

@@ -30,24 +30,21 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.accept_length import bench_accept_lengths
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.graph_bytes import bench_graph_bytes
-from tools.bench.interleaved import PLAIN, Comparison, Record, Variant
+from tools.bench.interleaved import PLAIN, Comparison, Variant, mismatch_per_token
 from tools.bench.measure import write_json
 from tools.bench.oracle import best_fixed, live_oracle, replayed_oracle
 from tools.bench.policies import Policy, make_policies
 from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
+    add_options,
     make_drafts,
     make_setting,
     make_variants,
 )
-from tools.bench.speed import (
-    adaptive_minima,
-    bench_batch_sizes,
-    bench_long_tail,
-)
+from tools.bench.speed import adaptive_minima, bench_batch_sizes, bench_long_tail
 
-_WIDTH = 140  # of tables in a file
+TABLE_WIDTH = 140  # in a file
 _QUICK = {
     "batch_sizes": [1, 8, 64],
     "num_tokens": 40,
@@ -67,63 +64,56 @@ def main(arguments: Sequence[str]) -> None:
     """Measure, print the tables, write JSON."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    policies = make_policies(Path(options.policies), console)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    policies = make_policies(Path(options.policies))
     dtypes = ("bfloat16", "float32") if options.dtype == "both" else (options.dtype,)
     result: dict[str, object] = {}
     for dtype in dtypes:
-        measured = _bench_one_dtype(options, dtype, policies, console)
+        measured = _bench_one_dtype(options, dtype, policies[1].drafter, console)
         result |= {dtype: measured} if result else measured
-    own = Policy(
-        model=Path(options.model),
-        drafter=Path(options.drafter),
-        train=Path(options.model) / "train.jsonl",
-        eval=Path(options.model) / "eval.jsonl",
-    )
+    model = Path(options.model)
+    own = Policy(model=model, drafter=Path(options.drafter), data=model)
     result |= bench_accept_lengths([*policies, own], options, console)
-    write_json(Path(options.out), result)
+    write_json(options.out, result)
 
 
 def _bench_one_dtype(
-    options: argparse.Namespace, dtype: str, policies: Sequence[Policy], console: Console
+    options: argparse.Namespace, dtype: str, other_drafter: Path, console: Console
 ) -> dict[str, object]:
     """Run all tables except (c) in one dtype."""
     setting = make_setting(options, dtype)
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
-    drafts = make_drafts(setting, options.drafter, policies[1].drafter)
-    variants = make_variants(drafts, strategies)
-    by_batch = bench_batch_sizes(setting, variants, options, console)
     fixed = [str(strategy) for strategy in strategies]
+    drafts = make_drafts(setting, options.drafter, other_drafter)
+    variants = make_variants(drafts, strategies)
+    by_batch = bench_batch_sizes(setting, variants, options, console, options.unhelped_rounds)
     minima = adaptive_minima(by_batch, list(drafts), console)
     live = live_oracle(by_batch, fixed, console)
     tail = bench_long_tail(setting, _for_long_tail(variants, by_batch, fixed), options, console)
     replayed = replayed_oracle(by_batch, strategies, tail.plain.passes[-1], console)
+    comparisons = [*by_batch.values(), tail]
     return {
         "dtype": dtype,
-        "num_layers": setting.num_layers,
+        "num_layers": setting.policy.num_layers,
         "rounds": options.rounds,
-        "speedup_by_batch": {
-            str(size): {name: record.ratio for name, record in each.records.items()}
-            for size, each in by_batch.items()
-        },
+        "speedup_by_batch": speedup_by_batch(by_batch),
         **minima,
         "selector_vs_oracle": {"live": live, "replayed": replayed},
         "long_tail_speedup": {name: record.ratio for name, record in tail.records.items()},
-        "mismatch_per_token": _mismatch([*by_batch.values(), tail]),
+        "mismatch_per_token": {
+            name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])
+            for name in variants
+        },
         "batch_invariant": bench_batch_invariant(setting, options, strategies, console),
         "graph_pool_bytes": bench_graph_bytes(setting.engine.graph_plan(strategies), console),
     }
 
 
-def _mismatch(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """Return mismatches per token by variant, over everything that it decoded."""
-    records: dict[str, list[Record]] = {}
-    for comparison in comparisons:
-        for name, record in comparison.records.items():
-            records.setdefault(name, []).append(record)
+def speedup_by_batch(by_batch: Mapping[int, Comparison]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return batch size -> variant -> spread of its speed over plain decoding, for JSON."""
     return {
-        name: sum(r.num_differing for r in of) / max(sum(r.num_compared for r in of), 1)
-        for name, of in records.items()
+        str(size): {name: record.ratio for name, record in each.records.items()}
+        for size, each in by_batch.items()
     }
 
 
@@ -132,7 +122,7 @@ def _for_long_tail(
 ) -> dict[str, Variant]:
     """Return both selectors, and the best strategy at the batch size nearest to 8."""
     near = min(by_batch, key=lambda size: abs(size - 8))
-    best = best_fixed(by_batch[near], fixed)
+    best, _ = best_fixed(by_batch[near], fixed)
     names = [BEG_MAB, COST_MODEL] if best == PLAIN else [best, BEG_MAB, COST_MODEL]
     return {name: variants[name] for name in names}
 
@@ -141,38 +131,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools.bench speculation", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--model", default="build/tiny_policy")
-    parser.add_argument("--drafter", default="build/tiny_drafter")
-    parser.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
-    parser.add_argument(
-        "--policies", default="build/entropy_policies", help="made there if they are not"
-    )
-    parser.add_argument(
-        "--deepen", type=int, default=20, help="identity layers put behind the policy"
-    )
-    parser.add_argument(
-        "--strategies", nargs="+", default=["3_1_3", "6_1_6", "10_1_10", "14_1_14", "4_2_8"]
-    )
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument(
-        "--num-tokens", type=int, default=120, help="of each response, by batch size"
-    )
-    parser.add_argument("--num-requests", type=int, default=128)
-    parser.add_argument("--num-samples", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=600)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--accept-prompts", type=int, default=32)
-    parser.add_argument("--accept-max-new-tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=4, help="after one that warms up")
-    parser.add_argument(
-        "--fixed-rounds", type=int, default=3, help="in which fixed strategies run too"
-    )
-    parser.add_argument("--unhelped-rounds", type=int, default=12, help="in which bad drafters run")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", default="build/bench/speculation.json")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        vars(options).update(_QUICK)
-    return options
+    add_options(parser)
+    add = parser.add_argument
+    add("--policies", default="build/entropy_policies", help="of (c); made there if absent")
+    add("--num-requests", type=int, default=128)
+    add("--num-samples", type=int, default=8)
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    add("--accept-prompts", type=int, default=32)
+    add("--accept-max-new-tokens", type=int, default=200)
+    add("--unhelped-rounds", type=int, default=12, help="in which bad drafters run")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
+    add("--out", default="build/bench/speculation.json")
+    if "--quick" in arguments:
+        parser.set_defaults(**_QUICK)
+    return parser.parse_args(arguments)

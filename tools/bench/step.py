@@ -24,12 +24,13 @@ import argparse
 import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -58,7 +59,6 @@ from tools.bench.step_measures import (
 )
 from tools.bench.step_tables import (
     print_accept_lengths,
-    print_drift,
     print_idle,
     print_phases,
     print_rewards,
@@ -68,7 +68,7 @@ from tools.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
-PARTS = ("speed", "exact", "mismatch", "drift", "drafter")
+_QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1, "mismatch_steps": 1, "drift_steps": 4}
 STANDSTILL_LR = 1e-12  # below the rounding of any weight
 RECOVERED_SHARE = 0.9  # of the warmed-up drafter's accept length
 
@@ -98,17 +98,15 @@ def own_words(output: str, num_lines: int = 30) -> str:
     return "\n".join(lines[: next(ends, len(lines))][-num_lines:])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
     """Runs the trainer in folders below `root`, with settings that all runs share."""
 
-    def __init__(
-        self, root: Path, console: Console, *, config: str, ranks: int, overrides: Sequence[str]
-    ) -> None:
-        self.root = root
-        self.console = console
-        self.config = config
-        self.ranks = ranks
-        self.overrides = tuple(overrides)
+    root: Path
+    config: str
+    ranks: int
+    overrides: Sequence[str]
+    console: Console
 
     def run(self, name: str, num_steps: int, *overrides: str) -> Run:
         """Run `name` up to step `num_steps`, from its checkpoint if it has one. RuntimeError if it fails."""
@@ -121,35 +119,34 @@ class Launcher:
             *("checkpoint.resume=auto", *self.overrides, *overrides),
         ]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": path}
+        said = folder / "output.log"
         started = time.perf_counter()
-        with open(folder / "output.log", "a", encoding="utf-8") as output:
+        with said.open("a", encoding="utf-8") as output:
             done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": path},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
         if done.returncode:
-            said = (folder / "output.log").read_text(encoding="utf-8")
-            raise RuntimeError(f"run {name} ended with {done.returncode}:\n{own_words(said)}")
-        seconds = time.perf_counter() - started
-        load = os.getloadavg()[0]
+            quoted = own_words(said.read_text(encoding="utf-8"))
+            raise RuntimeError(f"run {name} ended with {done.returncode}:\n{quoted}")
+        seconds, load = time.perf_counter() - started, os.getloadavg()[0]
         self.console.print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}")
         return read_run(folder)
 
-    def settings(self, name: str) -> dict[str, dict[str, object]]:
-        """Return every setting of the run `name`."""
-        return yaml.safe_load((self.root / name / "config.yaml").read_text(encoding="utf-8"))
+    def run_variants(
+        self, part: str, num_steps: int, variants: Mapping[str, Sequence[str]], *shared: str
+    ) -> dict[str, Run]:
+        """Run `variants`, each with its own and the `shared` settings."""
+        return {
+            name: self.run(f"{part}{name}", num_steps, *shared, *overrides)
+            for name, overrides in variants.items()
+        }
 
 
 # ---- parts: each runs, prints, and returns its keys of the result
 
 
-def bench_speed(
-    launcher: Launcher, options: argparse.Namespace, console: Console
-) -> dict[str, object]:
+def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Run rounds of all variants over the same steps."""
     variants = variant_overrides(options.drafter)
     runs: dict[str, Run] = {}
@@ -157,6 +154,7 @@ def bench_speed(
         for name in turned(list(variants), round_index):
             num_steps = (round_index + 1) * options.steps
             runs[name] = launcher.run(f"speed/{name}", num_steps, *variants[name])
+    console = launcher.console
     num_steps = options.rounds * options.steps
     timed = timed_steps(num_steps, options.steps)
     later = range(2, num_steps + 1)  # the first step has no data of a step before it
@@ -198,93 +196,78 @@ def bench_speed(
         "reward_difference": differences,
         "num_steps": num_steps,
         "num_timed_steps": len(timed),
-        "config": launcher.settings(f"speed/{TLT}"),
+        "config": yaml.safe_load((launcher.root / "speed" / TLT / "config.yaml").read_text()),
     }
 
 
-def bench_exact(
-    launcher: Launcher, options: argparse.Namespace, console: Console
-) -> dict[str, object]:
+def bench_exact(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Run all variants with float64 rollouts, and compare every token and every reward."""
-    runs = {
-        name: launcher.run(
-            f"exact/{name}",
-            options.exact_steps,
-            "rollout.dtype=float64",
-            f"rollout.max_new_tokens={options.exact_tokens}",
-            *overrides,
-        )
-        for name, overrides in variant_overrides(options.drafter).items()
-    }
+    runs = launcher.run_variants(
+        "exact/",
+        options.exact_steps,
+        variant_overrides(options.drafter),
+        "rollout.dtype=float64",
+        f"rollout.max_new_tokens={options.exact_tokens}",
+    )
     identical = is_identical(runs.values())
     num_tokens = sum(record.num_tokens for record in runs[OFF].values())
     accepted = [v for v in series(runs[TLT], LIVE_ACCEPT_LENGTH) if v is not None]
     verdict = "identical" if identical else "NOT identical"
-    console.print(
+    launcher.console.print(
         f"float64: tokens and rewards of {len(runs)} variants are {verdict} "
         f"({options.exact_steps} steps, {num_tokens:,} tokens, accept length {max(accepted, default=1.0):.1f})"
     )
     return {"identical_tokens": identical, "identical_tokens_compared": num_tokens}
 
 
-def bench_mismatch(
-    launcher: Launcher, options: argparse.Namespace, console: Console
-) -> dict[str, object]:
+def bench_mismatch(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Count tokens that rounding swaps. The policy does not change, so one swap leaves later steps comparable."""
     variants = variant_overrides(options.drafter)
+    pair = {name: variants[name] for name in (OFF, FROZEN)}
     result: dict[str, object] = {}
     for dtype in ("float32", "bfloat16"):
-        pair = [
-            launcher.run(
-                f"mismatch/{dtype}-{name}",
-                options.mismatch_steps,
-                f"rollout.dtype={dtype}",
-                f"optimizer.lr={STANDSTILL_LR}",
-                *variants[name],
-            )
-            for name in (OFF, FROZEN)
-        ]
-        differing, compared = mismatch_per_token(*pair)
+        settings = (f"rollout.dtype={dtype}", f"optimizer.lr={STANDSTILL_LR}")
+        runs = launcher.run_variants(f"mismatch/{dtype}-", options.mismatch_steps, pair, *settings)
+        differing, compared = mismatch_per_token(*runs.values())
         rate = differing / compared
-        console.print(f"{dtype}: {differing} of {compared:,} tokens differ ({rate:.1e} per token)")
+        launcher.console.print(
+            f"{dtype}: {differing} of {compared:,} tokens differ ({rate:.1e} per token)"
+        )
         result[dtype] = {"differing": differing, "compared": compared, "per_token": rate}
     return {"mismatch_per_token": result}
 
 
-def bench_drift(
-    launcher: Launcher, options: argparse.Namespace, console: Console
-) -> dict[str, object]:
+def bench_drift(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Compare a drafter that follows a fast-changing policy with one that does not, from the same weights."""
     variants = variant_overrides(options.drafter)
-    fixed = (f"speculation.strategies=['{options.drift_strategy}']", "speculation.selector=fixed")
-    runs = {
-        name: launcher.run(
-            f"drift/{name}",
-            options.drift_steps,
-            f"optimizer.lr={options.drift_lr}",
-            *fixed,
-            *variants[name],
-        )
-        for name in (FROZEN, TLT)
-    }
+    runs = launcher.run_variants(
+        "drift/",
+        options.drift_steps,
+        {name: variants[name] for name in (FROZEN, TLT)},
+        f"optimizer.lr={options.drift_lr}",
+        f"speculation.strategies=['{options.drift_strategy}']",
+        "speculation.selector=fixed",
+    )
+    steps = range(1, options.drift_steps + 1)
     accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items()}
     curves = {name: reward_curve(run) for name, run in runs.items()}
-    print_drift(console, accepted, curves, options.drift_lr, options.drift_strategy)
+    columns = {f"accept length, {name}": values for name, values in accepted.items()}
+    columns |= {f"reward, {name}": [p["mean"] for p in points] for name, points in curves.items()}
+    moves = f"learning rate {options.drift_lr:g}, strategy {options.drift_strategy}"
+    print_accept_lengths(launcher.console, columns, f"a policy that moves fast ({moves})")
     return {
         "drift": {
             "accept_length_by_step": accepted,
             "rewards_by_step": curves,
             "lr": options.drift_lr,
             "strategy": options.drift_strategy,
-            "steps_with_equal_tokens": num_same_steps(
-                runs[FROZEN], runs[TLT], range(1, options.drift_steps + 1)
-            ),
+            "steps_with_equal_tokens": num_same_steps(runs[FROZEN], runs[TLT], steps),
         }
     }
 
 
-def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Return the two numbers of tools/bench/drafter.py. Runs it if its file is missing."""
+def drafter_figures(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
+    """Return the two numbers of `tools.bench drafter`. Runs it if its file is missing."""
     path = Path(options.drafter_json)
     if not path.is_file():
         command = [sys.executable, "-m", "tools.bench", "drafter", "--out", str(path.resolve())]
@@ -294,8 +277,17 @@ def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, 
     figures = json.loads(path.read_text(encoding="utf-8"))
     names = ("packing_ratio", "checkpoint_blocking_ratio")
     for name in names:
-        console.print(f"{name}: {figures[name]['median']:.1f}")
+        launcher.console.print(f"{name}: {figures[name]['median']:.1f}")
     return {name: figures[name] for name in names} | {"drafter_command": figures["command"]}
+
+
+PARTS: dict[str, Callable[[Launcher, argparse.Namespace], dict[str, object]]] = {
+    "speed": bench_speed,
+    "exact": bench_exact,
+    "mismatch": bench_mismatch,
+    "drift": bench_drift,
+    "drafter": drafter_figures,
+}
 
 
 # ---- the command
@@ -304,36 +296,28 @@ def drafter_figures(options: argparse.Namespace, console: Console) -> dict[str, 
 def main(arguments: Sequence[str]) -> None:
     """Make what is missing, run the parts, print, write."""
     options = _parse(arguments)
-    console = Console()
-    parts: dict[str, Callable[[Launcher, argparse.Namespace, Console], dict[str, object]]] = {
-        "speed": bench_speed,
-        "exact": bench_exact,
-        "mismatch": bench_mismatch,
-        "drift": bench_drift,
-        "drafter": lambda _, options, console: drafter_figures(options, console),
-    }
     out = Path(options.out)
-    result: dict[str, object] = {}
-    if out.is_file():
-        result = json.loads(out.read_text(encoding="utf-8"))
+    result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     provenance = dict(result.get("parts", {}))
-    with ExitStack() as stack:
-        root = Path(options.keep).resolve() if options.keep else None
-        if root is None:
-            temporary = tempfile.TemporaryDirectory(prefix="bench-step-")
-            root = Path(stack.enter_context(temporary))
-        elif root.is_dir() and any(root.iterdir()):
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as temporary:
+        root = Path(options.keep or temporary).resolve()
+        if root.is_dir() and any(root.iterdir()):
             raise SystemExit(f"--keep {root}: must be empty, runs in it would be resumed")
-        shared = prepare(options, root)
         launcher = Launcher(
-            root, console, config=options.config, ranks=options.ranks, overrides=shared
+            root=root,
+            config=options.config,
+            ranks=options.ranks,
+            overrides=prepare(options, root),
+            console=Console(),
         )
         for name in options.parts:
             load = os.getloadavg()[0]
-            result |= parts[name](launcher, options, console)
+            result |= PARTS[name](launcher, options)
             provenance[name] = {"command": command_line(), "load_at_start": load}
-    result |= {"parts": provenance, "versions": _versions(), "ranks": options.ranks}
-    write_json(out, result)
+    packages = ("torch", "megatron-core", "transformers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions["python"] = platform.python_version()
+    write_json(out, result | {"parts": provenance, "versions": versions, "ranks": options.ranks})
 
 
 def prepare(options: argparse.Namespace, root: Path) -> list[str]:
@@ -361,49 +345,33 @@ def prepare(options: argparse.Namespace, root: Path) -> list[str]:
     return [*order, *options.overrides]
 
 
-def _versions() -> Mapping[str, str]:
-    packages = ("torch", "megatron-core", "transformers")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return found | {"python": sys.version.split()[0]}
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools.bench step", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="examples/bench_step.yaml")
-    parser.add_argument("--drafter", default="build/tiny_drafter", help="warmed up")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all but drift")
-    parser.add_argument("--drift", action="store_true", help="the drift part too")
-    parser.add_argument("--quick", action="store_true", help="two minutes instead of ten")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="of speed; default 4, quick 1")
-    parser.add_argument("--steps", type=int, help="of a round; default 6, quick 4")
-    parser.add_argument("--exact-steps", type=int, help="default 3, quick 1")
-    parser.add_argument("--exact-tokens", type=int, default=200, help="longest response")
-    parser.add_argument("--mismatch-steps", type=int, help="default 4, quick 1")
-    parser.add_argument("--drift-steps", type=int, help="default 20, quick 4")
-    parser.add_argument("--drift-lr", type=float, default=4e-4)
-    parser.add_argument("--drift-strategy", default="6_1_6")
-    parser.add_argument("--extra-layers", type=int, default=20, help="of a policy made here")
-    parser.add_argument("--tail-share", type=float, default=0.1, help="of prompts called long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", help="empty folder for the runs; default: a temporary one")
-    parser.add_argument("--drafter-json", default="build/bench/drafter.json")
-    parser.add_argument("--out", default="build/bench/step.json")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add = parser.add_argument
+    add("--config", default="examples/bench_step.yaml")
+    add("--drafter", default="build/tiny_drafter", help="warmed up")
+    default_parts = [part for part in PARTS if part != "drift"]
+    add("--parts", nargs="+", choices=PARTS, default=default_parts, help="default: all but drift")
+    add("--quick", action="store_true", help="two minutes instead of ten")
+    add("--ranks", type=int, default=2)
+    add("--rounds", type=int, default=4, help="of speed")
+    add("--steps", type=int, default=6, help="of a round")
+    add("--exact-steps", type=int, default=3)
+    add("--exact-tokens", type=int, default=200, help="longest response")
+    add("--mismatch-steps", type=int, default=4)
+    add("--drift-steps", type=int, default=20)
+    add("--drift-lr", type=float, default=4e-4)
+    add("--drift-strategy", default="6_1_6")
+    add("--extra-layers", type=int, default=20, help="of a policy made here")
+    add("--tail-share", type=float, default=0.1, help="of prompts called long")
+    add("--seed", type=int, default=0)
+    add("--keep", help="empty folder for the runs; default: a temporary one")
+    add("--drafter-json", default="build/bench/drafter.json")
+    add("--out", default="build/bench/step.json")
+    add("overrides", nargs="*", metavar="section.key=value")
+    if "--quick" in arguments:
+        parser.set_defaults(**_QUICK)
     options = parser.parse_intermixed_args(arguments)
-    sizes = {
-        "rounds": (4, 1),
-        "steps": (6, 4),
-        "exact_steps": (3, 1),
-        "mismatch_steps": (4, 1),
-        "drift_steps": (20, 4),
-    }
-    for name, (full, quick) in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else full)
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: must be >= 2, the first of a round is not timed")
-    options.parts = options.parts or [part for part in PARTS if part != "drift"]
-    if options.drift and "drift" not in options.parts:
-        options.parts.append("drift")
     return options

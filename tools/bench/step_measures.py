@@ -2,7 +2,7 @@
 
 Pure functions over the files of a run (metrics.jsonl, rollouts/), called by tools/bench/step.py. Speculation changes no token,
 so step k of two variants does the same work and only times may differ. If rounding swaps two tokens (float32, bfloat16), the
-runs diverge; `same_tokens` shows from which step on.
+runs diverge; `num_same_steps` shows from which step on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.measure import spread
+from tools.bench.measure import first_differences, spread
 
 STEP_SECONDS = "timing_s/step"
 ROLLOUT_SECONDS = "timing_s/gen"
@@ -144,13 +144,6 @@ def first_step_at(
 # ---- equal work
 
 
-def same_tokens(one: StepRecord, other: StepRecord) -> bool:
-    """Return whether every token of every response is equal."""
-    return {key: r.token_ids for key, r in one.responses.items()} == {
-        key: r.token_ids for key, r in other.responses.items()
-    }
-
-
 def is_identical(runs: Iterable[Run]) -> bool:
     """Return whether steps, requests, tokens and rewards are exactly equal in all runs."""
     first, *others = [{step: record.responses for step, record in run.items()} for run in runs]
@@ -159,25 +152,20 @@ def is_identical(runs: Iterable[Run]) -> bool:
 
 def num_same_steps(one: Run, other: Run, steps: Sequence[int]) -> int:
     """Return the number of steps in which both runs drew the same tokens."""
-    return sum(same_tokens(one[step], other[step]) for step in steps)
+    drawn = [
+        [{key: r.token_ids for key, r in run[step].responses.items()} for step in steps]
+        for run in (one, other)
+    ]
+    return sum(a == b for a, b in zip(*drawn, strict=True))
 
 
 def mismatch_per_token(one: Run, other: Run) -> tuple[int, int]:
-    """Return (first differences, tokens compared) for two runs whose policies are the same in every step.
-
-    Tokens after the first difference of a response belong to another text and are not compared.
-    """
-    num_differing = num_compared = 0
-    for step, record in one.items():
-        for key, response in record.responses.items():
-            pair = (response.token_ids, other[step].responses[key].token_ids)
-            at = next(
-                (i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b),
-                None if len(pair[0]) == len(pair[1]) else min(map(len, pair)) - 1,
-            )
-            num_differing += at is not None
-            num_compared += len(pair[0]) if at is None else at + 1
-    return num_differing, num_compared
+    """Return (responses that differ, tokens compared) for two runs whose policies are the same in every step."""
+    return first_differences(
+        (response.token_ids, other[step].responses[key].token_ids)
+        for step, record in one.items()
+        for key, response in record.responses.items()
+    )
 
 
 # ---- rewards

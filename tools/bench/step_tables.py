@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
+
+from tools.bench.measure import make_table
 
 _OVERLAPPING = ("wait",)  # spent on idle ranks while others generate
 
@@ -14,16 +15,14 @@ def print_phases(
     console: Console, phases: Mapping[str, Mapping[str, float]], share: float, *, num_timed: int
 ) -> None:
     """Print mean seconds of a step by variant. `share` is the share of the rollouts with speculation off."""
-    table = _table(f"mean seconds of an RL step, {num_timed} timed steps", "phase", *phases)
+    table = make_table(f"mean seconds of an RL step, {num_timed} timed steps", "phase", *phases)
     names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds))
-    whole = {variant: seconds["step"] for variant, seconds in phases.items()}
-    for name in (*(n for n in names if n != "step" and n not in _OVERLAPPING), "other", "step"):
+    names = [name for name in names if name not in (*_OVERLAPPING, "step")]
+    for name in (*names, "other", "step"):
         cells = []
-        for variant, seconds in phases.items():
-            value = seconds.get(name)
-            if name == "other":
-                parts = (v for n, v in seconds.items() if n not in (*_OVERLAPPING, "step"))
-                value = whole[variant] - sum(parts)
+        for seconds in phases.values():
+            other = seconds["step"] - sum(seconds.get(part, 0.0) for part in names)
+            value = other if name == "other" else seconds.get(name)
             cells.append("-" if value is None else f"{value:.3f}")
         table.add_row(name, *cells)
     console.print(table)
@@ -42,7 +41,9 @@ def print_speedups(
     tokens.
     """
     columns = ("step", "all steps", "rollout", "all rollouts", "equal tokens")
-    table = _table("speed-up over speculation off, median (min-max) by step", "variant", *columns)
+    table = make_table(
+        "speed-up over speculation off, median (min-max) by step", "variant", *columns
+    )
     for variant in steps:
         cells = []
         for values in (steps[variant], rollouts[variant]):
@@ -55,7 +56,7 @@ def print_speedups(
 def print_idle(console: Console, idle: Mapping[str, Mapping[str, object]]) -> None:
     """Print the use of idle rank-seconds and its cost, from the second step on."""
     columns = ("idle s", "used", "stall", "preempt ms", "longest", "updates/step")
-    table = _table("spot training, from the second step on", "variant", *columns)
+    table = make_table("spot training, from the second step on", "variant", *columns)
     for variant, figures in idle.items():
         preempt = figures["preempt_ms"] or {"median": float("nan"), "max": float("nan")}
         table.add_row(
@@ -74,7 +75,7 @@ def print_accept_lengths(
     console: Console, accepted: Mapping[str, Sequence[float | None]], title: str = "accept length"
 ) -> None:
     """Print tokens per drafting pass by RL step; "-" if nothing was drafted."""
-    table = _table(title, "step", *accepted)
+    table = make_table(title, "step", *accepted)
     for step, values in enumerate(zip(*accepted.values(), strict=True), start=1):
         table.add_row(str(step), *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
@@ -86,7 +87,7 @@ def print_rewards(
     differences: Mapping[str, Mapping[str, float]],
 ) -> None:
     """Print the mean reward by step with 95 % bands, and the paired difference over all steps."""
-    table = _table("mean reward, 95 % band", "step", *curves)
+    table = make_table("mean reward, 95 % band", "step", *curves)
     for step, points in enumerate(zip(*curves.values(), strict=True), start=1):
         cells = (f"{p['mean']:.2f} {p['low']:.2f}-{p['high']:.2f}" for p in points)
         table.add_row(str(step), *cells)
@@ -94,25 +95,3 @@ def print_rewards(
     for variant, difference in differences.items():
         mean, low, high = (difference[key] for key in ("mean", "low", "high"))
         console.print(f"reward, {variant} less off: {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
-
-
-def print_drift(
-    console: Console,
-    accepted: Mapping[str, Sequence[float | None]],
-    curves: Mapping[str, Sequence[Mapping[str, float]]],
-    lr: float,
-    strategy: str,
-) -> None:
-    """Print accept lengths as a curve: a drafter that follows the policy against one that does not."""
-    columns = {f"accept length, {name}": values for name, values in accepted.items()}
-    columns |= {f"reward, {name}": [p["mean"] for p in points] for name, points in curves.items()}
-    title = f"a policy that moves fast (learning rate {lr:g}, strategy {strategy})"
-    print_accept_lengths(console, columns, title)
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title)
-    table.add_column(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table

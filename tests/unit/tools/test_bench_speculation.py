@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.interleaved import PLAIN, Record, differences, with_plain
+from tools.bench.interleaved import PLAIN, Record, with_plain
+from tools.bench.measure import first_differences
 
 
 def test_plain_decoding_runs_on_both_sides_of_what_is_judged_closely() -> None:
@@ -16,8 +17,9 @@ def test_plain_decoding_runs_on_both_sides_of_what_is_judged_closely() -> None:
 
 def test_only_first_differences_count_and_what_follows_them_is_not_compared() -> None:
     plain = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
-    assert differences(plain, plain) == (0, 9)
-    assert differences(plain, [[1, 0, 0, 0], [5, 6], [7, 8, 0]]) == (2, 2 + 2 + 3)
+    assert first_differences(zip(plain, plain, strict=True)) == (0, 9)
+    other = [[1, 0, 0, 0], [5, 6], [7, 8, 0]]
+    assert first_differences(zip(plain, other, strict=True)) == (2, 2 + 2 + 3)
 
 
 def test_the_first_round_stands_apart_from_the_others() -> None:
