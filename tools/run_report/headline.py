@@ -17,6 +17,8 @@ _NAMES = {
     "step_time_s_median": "step time, median",
     "rollout_tokens_per_s": "rollout speed",
     "seconds_total": "whole run",
+    "memory_peak_gb": "memory, peak",
+    "memory_planned_gb": "memory, planned",
 }
 
 
@@ -67,6 +69,8 @@ def _words(key: str) -> str:
 
 def _text(key: str, value: float) -> str:
     number = f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+    if key.endswith("_gb"):
+        return f"{number} GB"
     if "tokens_per_s" in key:
         return f"{number} tokens/s"
     if key.endswith("_ms") or "_ms_" in key:

@@ -14,7 +14,17 @@ import plotly.offline
 
 from tools.run_report.data import RunData
 from tools.run_report.headline import facts, headline
-from tools.run_report.palette import SHARES, legend_order, phase_of, text_on
+from tools.run_report.palette import (
+    AXIS,
+    BLACK,
+    GRID,
+    INK,
+    ON_DARK,
+    SHARES,
+    legend_order,
+    phase_of,
+    text_on,
+)
 from tools.run_report.panels import (
     Absent,
     HeatMap,
@@ -28,14 +38,15 @@ from tools.run_report.panels import (
 
 Json = dict[str, object]
 
-_FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13}
+_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_FONT = {"family": _FAMILY, "size": 13, "color": INK}
 _AXIS = {
     "showline": True,
-    "linecolor": "#8A8F98",
-    "gridcolor": "#E6E8EB",
+    "linecolor": AXIS,
+    "gridcolor": GRID,
     "zeroline": False,
     "ticks": "outside",
-    "tickcolor": "#8A8F98",
+    "tickcolor": AXIS,
     "automargin": True,
 }
 _LANE_HEIGHT = 46
@@ -71,6 +82,7 @@ def write_page(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
         absent=[panel for panel in panels if isinstance(panel, Absent)],
         config=run.config_text,
         plotly_js=plotly.offline.get_plotlyjs(),
+        on_dark=ON_DARK,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
@@ -84,11 +96,10 @@ def figure(panel: Panel) -> Json:
         "height": 330,
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"font": _FONT},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        "xaxis": _AXIS | {"title": {"text": panel.x_label}},
-        "yaxis": _AXIS | {"title": {"text": panel.y_label}, "rangemode": "tozero"},
-        "showlegend": True,
+        "hoverlabel": {"font": {"family": _FAMILY}},
+        "xaxis": _AXIS | {"title": {"text": panel.x_label, "standoff": 8}},
+        "yaxis": _AXIS | {"title": {"text": panel.y_label, "standoff": 10}, "rangemode": "tozero"},
+        "showlegend": False,  # the page has a legend that wraps, below the plot
     }  # fmt: skip
     content = panel.content
     if isinstance(content, Lanes):
@@ -146,7 +157,7 @@ def _curve(series: Series) -> Json:
 
 def _heat_map(content: HeatMap, layout: Json) -> list[Json]:
     scale = [[i / (len(SHARES) - 1), color] for i, color in enumerate(SHARES)]
-    layout |= {"showlegend": False, "hovermode": "closest"}
+    layout["hovermode"] = "closest"
     layout["xaxis"] = _AXIS | {"title": layout["xaxis"]["title"], "type": "category"}  # type: ignore[index]
     layout["yaxis"] = _AXIS | {"title": layout["yaxis"]["title"], "type": "category"}  # type: ignore[index]
     return [
@@ -210,7 +221,7 @@ def _lanes(content: Lanes, layout: Json) -> list[Json]:
         "yaxis": _AXIS | {"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False},
         "shapes": [
             {"type": "line", "x0": start, "x1": start, "y0": 0, "y1": 1, "yref": "paper",
-             "line": {"color": "#000000", "width": 1, "dash": "dot"}}
+             "line": {"color": BLACK, "width": 1, "dash": "dot"}}
             for start in content.window.step_starts.values() if start > 0
         ],
     }  # fmt: skip
@@ -222,7 +233,6 @@ def _moments(content: Lanes) -> Json:
         "type": "scatter",
         "mode": "markers",
         "name": " / ".join(sorted({m.phase for m in content.moments})) + " (moment)",
-        "showlegend": True,
         "x": [m.start_s for m in content.moments],
         "y": [m.lane for m in content.moments],
         "customdata": [m.detail for m in content.moments],
@@ -231,7 +241,7 @@ def _moments(content: Lanes) -> Json:
             "symbol": "triangle-down",
             "size": 11,
             "color": [phase_of(m.phase)[1] for m in content.moments],
-            "line": {"color": "#000000", "width": 1},
+            "line": {"color": BLACK, "width": 1},
         },
     }
 

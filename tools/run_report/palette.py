@@ -46,9 +46,16 @@ _TIMINGS = {
     "save_checkpoint": "#7B4B2A",
 }
 RANK_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
-# Light to dark, for shares; and viridis without its lightest end, for depths.
+AXIS, GRID, INK = "#8A8F98", "#E6E8EB", "#1B1F24"
+# Of shares, from none to all; and of depths, dark to light like viridis, but readable on a dark page too.
 SHARES = ("#FFFFFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")
-_DEPTHS = ("#440154", "#3B528B", "#21918C", "#5EC962", "#B5A80B")
+_DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")
+# What replaces a colour of the light page on a dark one.
+ON_DARK = {
+    **{BLACK: "#E6E9ED", INK: "#E6E9ED", GRID: "#2B323A", "#CFE8F8": "#3F5566", GREY: "#5B636D"},
+    BLUE: "#2E8FD0",
+    **dict(zip(SHARES, ("#14181D", "#16324D", "#1F5688", "#4292C6", "#9ECAE1"), strict=True)),
+}
 
 
 def phase_of(phase: str) -> tuple[str, str]:
@@ -71,8 +78,8 @@ def timing_color(phase: str) -> str:
 
 
 def text_on(color: str) -> str:
-    """Return black or white, whichever is easier to read on `color`."""
-    return "#FFFFFF" if color in _DARK else BLACK
+    """Return black or white, whichever is easier to read on `color`; both stay on a dark page."""
+    return "#FEFEFE" if color in _DARK else "#010101"
 
 
 def depth_color(depth: int, deepest: int) -> str:

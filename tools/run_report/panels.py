@@ -7,8 +7,8 @@ tools/report.py calls `build_panels`. Every number comes from the run folder. If
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tools.run_report.data import RunData
 from tools.run_report.lanes import (
@@ -143,10 +143,60 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
         _strategies(run),
         _bubble(run),
         _step_time(run),
-        *_drafter(run),
-        _rewards(run),
-        _lengths(run),
+        _drafter_loss(run),
+        _accept_length(run),
+        _curves(
+            run,
+            "rewards",
+            "Rewards",
+            "reward",
+            ("mean reward in training", "critic/rewards/mean", BLUE, "lines"),
+            ("held-out accuracy", "eval/accuracy", VERMILLION, "dots"),
+        ),
+        _curves(
+            run,
+            "lengths",
+            "Response length",
+            "tokens (log scale)",
+            ("longest", "response_length/max", PURPLE, "lines"),
+            ("mean", "response_length/mean", BLUE, "lines"),
+            ("median", "response_length/median", GREEN, "lines"),
+            is_log=True,
+        ),
     ]
+
+
+def _curves(
+    run: RunData,
+    key: str,
+    title: str,
+    y_label: str,
+    *curves: tuple[str, str, str, str],
+    note: str = "",
+    absent: str = "",
+    is_log: bool = False,
+) -> Panel | Absent:
+    """Return a panel over RL steps of those `curves` (name, metric, colour, mode) that the run wrote."""
+    series = []
+    for name, metric, color, mode in curves:
+        x, y = run.series(metric)
+        if x:
+            series.append(Series(name=name, color=color, x=x, y=y, mode=mode))
+    if not series:
+        return Absent(title=title, sentence=absent or f"The run wrote no {curves[0][1]}.")
+    content = Lines(series=tuple(series), is_log=is_log)
+    return Panel(
+        key=key, title=title, note=note, x_label="RL step", y_label=y_label, content=content
+    )
+
+
+def _absent(run: RunData, title: str, section: str, files: str) -> Absent:
+    """Say that `section` was off, or else that the run did not write `files`."""
+    name = "Speculation" if section == "speculation" else "Spot training"
+    is_off = f"{name} was off ({section}.enabled=false)."
+    return Absent(
+        title=title, sentence=f"The run wrote no {files}." if run.is_on(section) else is_off
+    )
 
 
 def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
@@ -171,18 +221,17 @@ def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absen
             is_wide=True,
         )
     ]
-    curves = running_requests(spans, window)
-    if curves:
-        series = tuple(
-            Series(
-                name=f"rank {rank}",
-                color=RANK_COLORS[rank % len(RANK_COLORS)],
-                x=times,
-                y=sizes,
-                mode="steps",
-            )
-            for rank, (times, sizes) in curves.items()
+    series = tuple(
+        Series(
+            name=f"rank {rank}",
+            color=RANK_COLORS[rank % len(RANK_COLORS)],
+            x=times,
+            y=sizes,
+            mode="steps",
         )
+        for rank, (times, sizes) in running_requests(spans, window).items()
+    )
+    if series:
         panels.append(
             Panel(
                 key="running",
@@ -198,20 +247,15 @@ def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absen
 
 
 def _acceptance(run: RunData) -> Panel | Absent:
-    title = "Accepted tokens by depth"
-    depths = _depths(run, "rollout/spec_accepted_at/")
+    title, prefix = "Accepted tokens by depth", "rollout/spec_accepted_at/"
+    names = {name for row in run.rows for name in row if name.startswith(prefix)}
+    depths = sorted(int(name.removeprefix(prefix)) for name in names)
     if not depths:
-        sentence = (
-            "The run wrote no rollout/spec_accepted_at/*."
-            if run.is_on("speculation")
-            else "Speculation was off (speculation.enabled=false)."
-        )
-        return Absent(title=title, sentence=sentence)
+        return _absent(run, title, "speculation", f"{prefix}*")
     series = []
     for depth in depths:
-        x, y = run.series(f"rollout/spec_accepted_at/{depth}")
-        color = depth_color(depth, max(depths))
-        series.append(Series(name=f"≥ {depth}", color=color, x=x, y=y))
+        x, y = run.series(f"{prefix}{depth}")
+        series.append(Series(name=f"≥ {depth}", color=depth_color(depth, max(depths)), x=x, y=y))
     return Panel(
         key="acceptance",
         title=title,
@@ -225,28 +269,16 @@ def _acceptance(run: RunData) -> Panel | Absent:
 def _strategies(run: RunData) -> Panel | Absent:
     title = "Strategy by batch size: share of passes"
     if not run.passes:
-        sentence = (
-            "The run wrote no speculation.jsonl."
-            if run.is_on("speculation")
-            else "Speculation was off (speculation.enabled=false)."
-        )
-        return Absent(title=title, sentence=sentence)
+        return _absent(run, title, "speculation", "speculation.jsonl")
     cells: dict[tuple[str, int], list[dict[str, object]]] = {}
+    totals: dict[int, int] = {}
     for row in run.passes:
         bucket = (_int(row["batch_size"]) - 1).bit_length()  # 1, 2, 3-4, 5-8, ...
         cells.setdefault((str(row["strategy"]), bucket), []).append(row)
+        totals[bucket] = totals.get(bucket, 0) + _int(row["passes"])
     strategies = sorted({strategy for strategy, _ in cells}, key=_strategy_order)
-    buckets = sorted({bucket for _, bucket in cells})
-    totals = {
-        bucket: sum(_int(row["passes"]) for (_, b), rows in cells.items() if b == bucket for row in rows)
-        for bucket in buckets
-    }  # fmt: skip
-    shares, details = [], []
-    for strategy in strategies:
-        of_strategy = [cells.get((strategy, bucket), []) for bucket in buckets]
-        counts = [sum(_int(row["passes"]) for row in rows) for rows in of_strategy]
-        shares.append(tuple(n / totals[b] for n, b in zip(counts, buckets, strict=True)))
-        details.append(tuple(_cell_detail(rows) for rows in of_strategy))
+    buckets = sorted(totals)
+    by_strategy = [[cells.get((s, bucket), []) for bucket in buckets] for s in strategies]
     return Panel(
         key="strategies",
         title=title,
@@ -256,21 +288,40 @@ def _strategies(run: RunData) -> Panel | Absent:
         content=HeatMap(
             columns=tuple(_bucket_name(bucket) for bucket in buckets),
             rows=tuple(strategies),
-            shares=tuple(shares),
-            details=tuple(details),
+            shares=tuple(
+                tuple(_num_passes(rows) / totals[b] for rows, b in zip(of, buckets, strict=True))
+                for of in by_strategy
+            ),
+            details=tuple(tuple(map(_cell_detail, of)) for of in by_strategy),
         ),
     )
+
+
+def _strategy_order(strategy: str) -> tuple[bool, list[int], str]:
+    return strategy != "off", [int(number) for number in re.findall(r"\d+", strategy)], strategy
+
+
+def _bucket_name(bucket: int) -> str:
+    low, high = (1 << bucket >> 1) + 1, 1 << bucket
+    return f"{high}" if bucket < 2 else f"{low}–{high}"
 
 
 def _cell_detail(rows: Sequence[dict[str, object]]) -> str:
     if not rows:
         return "never"
-    passes = sum(_int(row["passes"]) for row in rows)
     requests = sum(_int(row["passes"]) * _int(row["batch_size"]) for row in rows)
     committed = sum(_int(row["committed"]) for row in rows)
     seconds = sum(float(str(row["seconds"])) for row in rows)
     speed = f", {committed / seconds:,.0f} tokens/s" if seconds > 0 else ""
-    return f"{passes:,} passes, {committed / requests:.2f} tokens per pass and request{speed}"
+    return f"{_num_passes(rows):,} passes, {committed / requests:.2f} tokens per pass and request{speed}"
+
+
+def _num_passes(rows: Sequence[dict[str, object]]) -> int:
+    return sum(_int(row["passes"]) for row in rows)
+
+
+def _int(value: object) -> int:
+    return int(str(value))
 
 
 def _bubble(run: RunData) -> Panel | Absent:
@@ -284,15 +335,16 @@ def _bubble(run: RunData) -> Panel | Absent:
         None if whole is None else whole - (used.get(step) or 0.0)
         for step, whole in zip(steps, idle, strict=True)
     ]
-    series = [
-        Series(name="used: drafter training", color=ORANGE, x=steps, y=[used.get(s) for s in steps]),
-        Series(name="idle, unused", color=GREY, x=steps, y=unused),
-        Series(name="stall: held up", color=VERMILLION, x=steps, y=[stall.get(s) for s in steps]),
-    ]  # fmt: skip
-    note = "Rank-seconds between a rank's last response and the last of all ranks; stall: held up by drafter work, on top."
-    if not used:
-        series = series[1:2]
-        note = "Rank-seconds between a rank's last response and the last of all ranks. Spot training was off."
+    series = [Series(name="idle, unused", color=GREY, x=steps, y=unused)]
+    note = "Rank-seconds between a rank's last response and the last of all ranks"
+    if used:
+        training, held_up = ([values.get(s) for s in steps] for values in (used, stall))
+        series = [
+            Series(name="used: drafter training", color=ORANGE, x=steps, y=training),
+            *series,
+            Series(name="stall: held up", color=VERMILLION, x=steps, y=held_up),
+        ]
+    note += "; stall: held up by drafter work, on top." if used else ". Spot training was off."
     return Panel(
         key="bubble",
         title=title,
@@ -305,17 +357,14 @@ def _bubble(run: RunData) -> Panel | Absent:
 
 def _step_time(run: RunData) -> Panel | Absent:
     title = "Step time by phase"
-    names = sorted(
-        {name for row in run.rows for name in row if name.startswith("timing_s/")}
-        - {"timing_s/step", *_OVERLAPPING},
-        key=_timing_order,
-    )
-    if not names:
+    written = {name for row in run.rows for name in row if name.startswith("timing_s/")}
+    phases = {name.removeprefix("timing_s/") for name in written} - _NOT_STACKED
+    if not phases:
         return Absent(title=title, sentence="The run wrote no timing_s/*.")
+    known = [phase for phase in _TIMING_LABELS if phase in phases]
     series = []
-    for name in names:
-        x, y = run.series(name)
-        phase = name.removeprefix("timing_s/")
+    for phase in [*known, *sorted(phases - set(known))]:
+        x, y = run.series(f"timing_s/{phase}")
         label = _TIMING_LABELS.get(phase, phase)
         series.append(Series(name=label, color=timing_color(phase), x=x, y=y))
     x, y = run.series("timing_s/step")
@@ -332,110 +381,6 @@ def _step_time(run: RunData) -> Panel | Absent:
     )
 
 
-def _drafter(run: RunData) -> list[Panel | Absent]:
-    panels: list[Panel | Absent] = []
-    x, y = run.series("drafter/loss")
-    if x:
-        panels.append(
-            Panel(
-                key="drafter_loss",
-                title="Drafter loss",
-                note="Mean over the drafter's updates in that step's idle time.",
-                x_label="RL step",
-                y_label="loss (nats)",
-                content=Lines(series=(Series(name="loss", color=ORANGE, x=x, y=y, mode="dots"),)),
-            )
-        )
-    else:
-        sentence = (
-            "The run wrote no drafter/loss."
-            if run.is_on("spot")
-            else "Spot training was off (spot.enabled=false)."
-        )
-        panels.append(Absent(title="Drafter loss", sentence=sentence))
-    panels.append(_accept_length(run))
-    return panels
-
-
-def _accept_length(run: RunData) -> Panel | Absent:
-    title = "Accept length"
-    series = []
-    for label, name, color, mode in (
-        ("in rollouts", "rollout/spec_accept_length", BLUE, "dots"),
-        ("drafter in training", "drafter/accept_length", ORANGE, "dashed"),
-        ("drafter on held-out data", "drafter/holdout_accept_length/published", GREEN, "dashed"),
-    ):
-        x, y = run.series(name)
-        if x:
-            series.append(Series(name=label, color=color, x=x, y=y, mode=mode))
-    if not series:
-        return Absent(title=title, sentence="Nothing was drafted: no rollout/spec_accept_length.")
-    alarms = {step for step, value in zip(*run.series("drafter/alarm"), strict=True) if value}
-    points = [p for p in zip(series[0].x, series[0].y, strict=True) if p[0] in alarms]
-    if points:
-        alarm_x, alarm_y = zip(*points, strict=True)
-        series.append(
-            Series(name="drafter alarm", color=VERMILLION, x=alarm_x, y=alarm_y, mode="marks")
-        )
-    return Panel(
-        key="accept_length",
-        title=title,
-        note="Tokens out for each request and verify pass, the bonus token included.",
-        x_label="RL step",
-        y_label="tokens per verify pass",
-        content=Lines(series=tuple(series)),
-    )
-
-
-def _rewards(run: RunData) -> Panel | Absent:
-    series = []
-    for label, name, color, mode in (
-        ("mean reward in training", "critic/rewards/mean", BLUE, "lines"),
-        ("held-out accuracy", "eval/accuracy", VERMILLION, "dots"),
-    ):
-        x, y = run.series(name)
-        if x:
-            series.append(Series(name=label, color=color, x=x, y=y, mode=mode))
-    return _lines_or_absent("rewards", "Rewards", series, "reward", "The run wrote no rewards.")
-
-
-def _lengths(run: RunData) -> Panel | Absent:
-    series = []
-    for label, name, color in (
-        ("longest", "response_length/max", PURPLE),
-        ("mean", "response_length/mean", BLUE),
-        ("median", "response_length/median", GREEN),
-    ):
-        x, y = run.series(name)
-        if x:
-            series.append(Series(name=label, color=color, x=x, y=y))
-    title = "Response length"
-    absent = "The run wrote no response_length/*."
-    return _lines_or_absent("lengths", title, series, "tokens (log scale)", absent, is_log=True)
-
-
-def _lines_or_absent(
-    key: str,
-    title: str,
-    series: Iterable[Series],
-    y_label: str,
-    absent: str,
-    *,
-    is_log: bool = False,
-) -> Panel | Absent:
-    series = tuple(series)
-    if not series:
-        return Absent(title=title, sentence=absent)
-    return Panel(
-        key=key,
-        title=title,
-        note="",
-        x_label="RL step",
-        y_label=y_label,
-        content=Lines(series=series, is_log=is_log),
-    )
-
-
 _TIMING_LABELS = {
     "gen": "rollout",
     "reward": "rewards",
@@ -443,31 +388,49 @@ _TIMING_LABELS = {
     "ref": "reference log-probs",
     "update_actor": "update",
     "update_weights": "weight sync",
+    "publish_drafter": "publish drafter",
     "save_checkpoint": "checkpoint",
     "testing": "evaluation",
 }
-_OVERLAPPING = ("timing_s/wait",)  # runs beside another rank's rollout
+_NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
 
 
-def _timing_order(name: str) -> tuple[int, str]:
-    names = list(_TIMING_LABELS)
-    phase = name.removeprefix("timing_s/")
-    return (names.index(phase) if phase in names else len(names), phase)
+def _drafter_loss(run: RunData) -> Panel | Absent:
+    title = "Drafter loss"
+    return _curves(
+        run,
+        "drafter_loss",
+        title,
+        "loss (nats)",
+        ("loss", "drafter/loss", ORANGE, "dots"),
+        note="Mean over the drafter's updates in that step's idle time.",
+        absent=_absent(run, title, "spot", "drafter/loss").sentence,
+    )
 
 
-def _depths(run: RunData, prefix: str) -> list[int]:
-    names = {name for row in run.rows for name in row if name.startswith(prefix)}
-    return sorted(int(name.removeprefix(prefix)) for name in names)
-
-
-def _strategy_order(strategy: str) -> tuple[bool, list[int], str]:
-    return strategy != "off", [int(number) for number in re.findall(r"\d+", strategy)], strategy
-
-
-def _bucket_name(bucket: int) -> str:
-    low, high = (1 << bucket >> 1) + 1, 1 << bucket
-    return f"{high}" if bucket < 2 else f"{low}–{high}"
-
-
-def _int(value: object) -> int:
-    return int(str(value))
+def _accept_length(run: RunData) -> Panel | Absent:
+    panel = _curves(
+        run,
+        "accept_length",
+        "Accept length",
+        "tokens per verify pass",
+        ("in rollouts", "rollout/spec_accept_length", BLUE, "dots"),
+        ("drafter in training", "drafter/accept_length", ORANGE, "dashed"),
+        ("drafter on held-out data", "drafter/holdout_accept_length/published", GREEN, "dashed"),
+        note="Tokens out for each request and verify pass, the bonus token included.",
+        absent="Nothing was drafted: no rollout/spec_accept_length.",
+    )
+    alarms = {step for step, value in zip(*run.series("drafter/alarm"), strict=True) if value}
+    if isinstance(panel, Absent) or not alarms:
+        return panel
+    assert isinstance(panel.content, Lines)
+    first, *_ = series = panel.content.series
+    points = [point for point in zip(first.x, first.y, strict=True) if point[0] in alarms]
+    marks = Series(
+        name="drafter alarm",
+        color=VERMILLION,
+        x=[x for x, _ in points],
+        y=[y for _, y in points],
+        mode="marks",
+    )
+    return replace(panel, content=Lines(series=(*series, marks)))

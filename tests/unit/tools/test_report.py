@@ -20,7 +20,7 @@ from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans,
 from tools.report import main
 from tools.run_report.data import Span, read_run
 from tools.run_report.lanes import choose_window, step_spans, visible_parts
-from tools.run_report.palette import blend
+from tools.run_report.palette import BLACK, GRID, blend
 
 SUMMARY = {
     "eval_accuracy_first": 0.4375,
@@ -257,6 +257,20 @@ def test_the_page_loads_nothing(run_dir: Path) -> None:
     own = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)  # plotly.js itself left out
     assert not re.search(r"(src|href)\s*=|@import|url\(", own)
     assert "Plotly.newPlot" in page
+
+
+def test_legends_wrap_below_the_plots_and_a_dark_page_replaces_the_dark_colours(
+    run_dir: Path,
+) -> None:
+    page = page_of(run_dir)
+    assert page.count('<div class="legend">') == len(figures(page))
+    assert not any(figure["layout"]["showlegend"] for figure in figures(page).values())
+    assert "displayModeBar: false" in page
+    assert "prefers-color-scheme: dark" in page
+    (replaced,) = re.findall(r"const onDark = (.*?);  //", page)
+    inks = {figure["layout"]["font"]["color"] for figure in figures(page).values()}
+    assert inks < json.loads(replaced).keys()
+    assert {BLACK, GRID} < json.loads(replaced).keys()
 
 
 def test_a_name_cannot_break_the_page(tmp_path: Path) -> None:
