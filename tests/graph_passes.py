@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from tests.slow_draft import HIDDEN_SIZE, TARGET, VOCAB_SIZE, make_draft_model
 from tlt_megatron.engines.embedded.graph_plan import Role
 from tlt_megatron.engines.embedded.graph_pool import PassInputs, Step, lane_steps
+from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.models.tree_attention import LaneView, drafted_bias
 from tlt_megatron.runtime.device import Device
 
 LANE, PAGE, PROMPT = 64, 16, 20  # slots of a lane and of a page, committed positions of every row

@@ -35,8 +35,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.drafter.async_checkpoint import find_best, find_newest
-from tlt_megatron.drafter.attention import UnrolledAttention
 from tlt_megatron.drafter.checkpoint import WEIGHTS_FILE, load_drafter
+from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors

@@ -14,7 +14,7 @@ import torch
 
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention import PrefillSegment
+from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.models.kv_cache import KvCache

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.attention import UnrolledAttention
 from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.draft_model import DraftModel
 
 

@@ -6,12 +6,13 @@ of a packed micro-batch, so sequences do not see each other and no padding is co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tlt_megatron.models.attention.packed import attend_packed
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -81,10 +82,9 @@ class SdpaCoreAttention(torch.nn.Module):
             raise ValueError(
                 f"cu_seqlens ends at {sum(lengths)}: must cover all P={query_PNH.size(0)} packed tokens"
             )
-        if query_PNH.is_cpu and query_PNH.dtype == torch.bfloat16 and not self.dropout:
-            return _FloatBackward.apply(
-                query_PNH, key_PKH, value_PKH, lengths, self.softmax_scale
-            ).flatten(1)
+        if query_PNH.is_cpu and not self.dropout:
+            out_PNH = attend_packed(query_PNH, key_PKH, value_PKH, lengths, self.softmax_scale)
+            return out_PNH.flatten(1)
         segments = zip(
             *(x.transpose(0, 1).split(lengths, dim=1) for x in (query_PNH, key_PKH, value_PKH)),
             strict=True,
@@ -102,66 +102,3 @@ class SdpaCoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query_BNTH.size(1) != key_BKTH.size(1),
         )
-
-
-class _FloatBackward(torch.autograd.Function):
-    """Packed causal attention on the CPU with torch's own kernels: forward in bfloat16, backward in float32.
-
-    The bfloat16 backward kernel rounds more. It also has a fixed cost per call, which dominates at about a hundred tokens.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        query_PNH: Tensor,
-        key_PKH: Tensor,
-        value_PKH: Tensor,
-        lengths: list[int],
-        scale: float | None,
-    ) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        num_heads = query_PNH.size(1)
-        inputs = (query_PNH, _for_queries(key_PKH, num_heads), _for_queries(value_PKH, num_heads))
-        out_PNH = torch.empty_like(query_PNH, memory_format=torch.contiguous_format)
-        log_sums = []
-        for *segment, out_1NTH in _segments((*inputs, out_PNH), lengths):
-            attended, log_sum = attend(*segment, 0.0, True, scale=scale)
-            out_1NTH.copy_(attended)
-            log_sums.append(log_sum)
-        ctx.lengths, ctx.scale = lengths, scale
-        ctx.save_for_backward(query_PNH, key_PKH, value_PKH, out_PNH, *log_sums)
-        return out_PNH
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_PNH: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        query_PNH, key_PKH, value_PKH, out_PNH, *log_sums = ctx.saved_tensors
-        num_heads, num_kv_heads = query_PNH.size(1), key_PKH.size(1)
-        inputs = (
-            grad_PNH.float(),
-            query_PNH.float(),
-            _for_queries(key_PKH.float(), num_heads),
-            _for_queries(value_PKH.float(), num_heads),
-            out_PNH.float(),
-        )
-        grads: list[list[Tensor]] = []
-        for segment, log_sum in zip(_segments(inputs, ctx.lengths), log_sums, strict=True):
-            found = differentiate(*segment, log_sum, 0.0, True, scale=ctx.scale)
-            grads.append([grad_1NTH[0].transpose(0, 1) for grad_1NTH in found])
-        query, key, value = (torch.cat(parts) for parts in zip(*grads, strict=True))
-        key, value = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (key, value))
-        return (*(grad.to(query_PNH.dtype) for grad in (query, key, value)), None, None)
-
-
-def _for_queries(x_PKH: Tensor, num_heads: int) -> Tensor:
-    """Repeat each key or value head for every query head that reads it. Returns [P, N, H]."""
-    if x_PKH.size(1) == num_heads:
-        return x_PKH
-    return x_PKH.repeat_interleave(num_heads // x_PKH.size(1), dim=1)
-
-
-def _segments(packed: Sequence[Tensor], lengths: list[int]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield each sequence of the packed tensors [P, N, H] as [1, N, T, H]."""
-    return zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in packed), strict=True)

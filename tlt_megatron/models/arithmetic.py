@@ -14,18 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.attention import PagedAttention, PrefillAttention, PrefillSegment
+from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention.lanes import LaneView, lane_attention
+from tlt_megatron.models.attention.paged import PagedAttention, PrefillAttention, PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.layers import RmsNorm, apply_rope_
 from tlt_megatron.models.matrix import Matrix
-from tlt_megatron.models.tree_attention import LaneView, lane_attention
-
-
-class Attention(Protocol):
-    """Stores the keys and values of the packed tokens, then attends over all keys that are visible to each query."""
-
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """Return [P, N*H]. `kv_PKH` is [P, 2K, H]: K rotated key heads, then K value heads."""
 
 
 class Product(Protocol):

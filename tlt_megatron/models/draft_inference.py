@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.layers import RotaryTable, apply_rope_
 from tlt_megatron.models.matrix import Matrix, packs
-from tlt_megatron.models.transformer import Attention
 
 
 class DraftInference:

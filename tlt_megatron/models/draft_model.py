@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
-from tlt_megatron.models.transformer import Attention
 
 ARCHITECTURES = ("eagle", "eagle3")
 NUM_AUX_LAYERS = 3  # low, middle, high

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
-from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.models.invariant_attention import (
+from tlt_megatron.models.attention.invariant import (
     InvariantPrefillAttention,
     check_attention,
     invariant_lanes,
     invariant_paged,
 )
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.matrix import Matrix
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it

@@ -1,8 +1,4 @@
-"""Parts of a decoder layer: norm, rotary embedding, and attention whose results can be merged.
-
-Called by `transformer.py` and `attention.py`. Attention also returns the log of its softmax sum (lse). With it, parts of one
-context, such as a shared prompt and the response's own pages, are computed separately and merged exactly.
-"""
+"""Parts of a decoder layer: norm and rotary embedding."""
 
 from __future__ import annotations
 
@@ -92,32 +88,3 @@ def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
     """Rotate in place. x1 and x2 are the halves of H: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     heads_PNH.mul_(cos_P1H).addcmul_(swapped, sin_P1H)
-
-
-def attend_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return softmax attention and the log of its normalizer.
-
-    query [B, K, R, H]: R counts all queries of kv head k (siblings, query heads of a group, draft nodes).
-    key, value [B, K, S, H]: any strides with contiguous H. bias broadcasts to [B, K, R, S].
-    Returns out [B, K, R, H] and lse [B, K, R]; lse is float32, or float64 for float64 inputs.
-    """
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=bias
-        )
-    # TODO: a fused kernel for CUDA; this form is exact but writes the scores to memory.
-    accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = torch.matmul(query, key.transpose(-1, -2)).to(accumulate) * query.shape[-1] ** -0.5
-    if bias is not None:
-        scores = scores + bias
-    lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.unsqueeze(-1)).exp().to(value.dtype)
-    return torch.matmul(weights, value), lse
-
-
-def merge_attention(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
-    """Merge the attention over M parts of a context from their outputs and lse. A part with lse -inf adds nothing."""
-    weights_BMKR = lse_BMKR.softmax(dim=1)
-    return (out_BMKRH * weights_BMKR.unsqueeze(-1)).sum(dim=1).to(out_BMKRH.dtype)

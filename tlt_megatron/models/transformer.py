@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.arithmetic import PLAIN, Arithmetic, Attention
+from tlt_megatron.models.arithmetic import PLAIN, Arithmetic
+from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RotaryTable
 from tlt_megatron.models.matrix import packs

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.attention import UnrolledAttention
 from tlt_megatron.drafter.checkpoint import (
     load_draft_config,
     load_drafter,
@@ -22,6 +21,7 @@ from tlt_megatron.drafter.checkpoint import (
 )
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt_megatron.drafter.attention import (
-    UnrolledAttention,
-    chunked_causal_backward,
-    chunked_causal_forward,
+from tlt_megatron.models.attention.kernels import (
+    attend_in_chunks,
+    attend_with_lse,
+    differentiate_causal,
+    differentiate_in_chunks,
 )
+from tlt_megatron.models.attention.packed import UnrolledAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 6
 
@@ -78,13 +80,15 @@ def test_chunked_twin_equals_the_kernel(chunk: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, 7, 4, generator=generator).double() for _ in range(4)]
     query, key, value, grad = tensors
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(query, key, value, 0.0, True)
-    torch.testing.assert_close(chunked_causal_forward(query, key, value, chunk), (out, lse))
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    expected = backward(grad, query, key, value, out, lse, 0.0, True)
-    actual = chunked_causal_backward(grad, query, key, value, out, lse, chunk)
+    out, lse = attend_with_lse(query, key, value, is_causal=True)
+    chunked = attend_in_chunks(query, key, value, is_causal=True, chunk=chunk)
+    torch.testing.assert_close(chunked, (out, lse))
+    expected = differentiate_causal(grad, query, key, value, out, lse)
+    actual = differentiate_in_chunks(grad, query, key, value, out, lse, chunk=chunk)
     torch.testing.assert_close(actual, tuple(expected))
+    bias = torch.zeros(7, 7).double().masked_fill_(torch.ones(7, 7).triu(1) > 0, -torch.inf)
+    chunked = attend_in_chunks(query, key, value, bias.expand(1, 1, 7, 7), chunk=chunk)
+    torch.testing.assert_close(chunked, (out, lse))
 
 
 def test_bfloat16_is_near_float64() -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention import PagedAttention, PrefillAttention, PrefillSegment
+from tlt_megatron.models.attention.kernels import attend_with_lse, merge_attention
+from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
+from tlt_megatron.models.attention.paged import PagedAttention, PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
-from tlt_megatron.models.layers import attend_with_lse, merge_attention
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView
 
 CPU = torch.device("cpu")
 PAGE = 4

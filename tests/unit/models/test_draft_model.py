@@ -16,6 +16,7 @@ from tests.slow_draft import (
     slow_draft,
 )
 from tests.tiny_models import tiny_config
+from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
     DraftModel,
@@ -25,7 +26,6 @@ from tlt_megatron.models.draft_model import (
     hash_embedding,
     make_draft_config,
 )
-from tlt_megatron.models.layers import attend_with_lse
 
 
 class GrowingKv:
@@ -35,7 +35,7 @@ class GrowingKv:
         self.kv_SKH: Tensor | None = None
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `transformer.Attention`; new tokens see each other causally."""
+        """See `Attention`; new tokens see each other causally."""
         start = 0 if self.kv_SKH is None else self.kv_SKH.shape[0]
         parts = [kv_PKH] if self.kv_SKH is None else [self.kv_SKH, kv_PKH]
         self.kv_SKH = torch.cat(parts).detach()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
+from tlt_megatron.models.attention.invariant import attend_block, block_bias, merge_blocks
+from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.invariant import (
     InvariantMatrix,
@@ -20,8 +22,7 @@ from tlt_megatron.models.invariant import (
     invariant_arithmetic,
     rotate_,
 )
-from tlt_megatron.models.invariant_attention import attend_block, block_bias, merge_blocks
-from tlt_megatron.models.layers import RmsNorm, apply_rope_, attend_with_lse
+from tlt_megatron.models.layers import RmsNorm, apply_rope_
 from tlt_megatron.models.matrix import Matrix
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention import PrefillAttention, PrefillSegment
+from tlt_megatron.models.attention.paged import PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.models.kv_cache import KvCache

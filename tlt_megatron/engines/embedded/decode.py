@@ -22,9 +22,9 @@ from tlt_megatron.engines.embedded.graph_pool import (
 )
 from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Roots, Speculator
+from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.models.tree_attention import LaneView
 from tlt_megatron.speculation.sampling import NoiseAhead, Sampled, sample
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import SamplingParams

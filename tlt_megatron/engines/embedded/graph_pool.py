@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphKey, GraphPlan, Role
+from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.models.tree_attention import LaneTreeAttention, LaneView
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made in every pass, and frozen is slower

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.tree_attention import (
+from tlt_megatron.models.attention.lanes import (
     LaneTreeAttention,
     LaneView,
     causal_bias,
     drafted_bias,
 )
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
 

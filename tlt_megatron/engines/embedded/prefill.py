@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request
-from tlt_megatron.models.attention import PrefillSegment
+from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.types import Rollout

@@ -22,10 +22,10 @@ from tlt_megatron.engines.embedded.graph_plan import Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
 from tlt_megatron.engines.embedded.model_drafter import ModelDrafter
 from tlt_megatron.engines.embedded.scheduler import Request
+from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.models.tree_attention import LaneView, drafted_bias
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
 from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.ngram import IndexedText, NgramIndex

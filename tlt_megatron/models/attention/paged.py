@@ -1,6 +1,6 @@
 """Attention over the KV cache for prefill and for decoding over pages.
 
-Each class satisfies `arithmetic.Attention`; the engine passes an instance to `Transformer.forward`. `PagedAttention` serves
+Each class satisfies `Attention`; the engine passes an instance to `Transformer.forward`. `PagedAttention` serves
 many sequences of unequal length with shared prompts. `tree_attention.LaneTreeAttention` serves few contiguous sequences
 with one kernel call and no merging. Both give the same numbers up to rounding.
 """
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.models.attention.kernels import attend_with_lse, merge_attention
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
-from tlt_megatron.models.layers import attend_with_lse, merge_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class PrefillAttention:
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `arithmetic.Attention`."""
+        """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
@@ -143,7 +143,7 @@ class PagedAttention:
         self._cache.mark_written(slots_B)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `arithmetic.Attention`."""
+        """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_B, kv_PKH)
         num_rows, num_heads, head_dim = query_PNH.shape

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.layers import attend_with_lse
 
 _LANE_SLICE = 32  # positions; lanes are read up to the longest sequence, rounded up to a multiple
 
@@ -75,7 +75,7 @@ class LaneView:
 
 
 class LaneTreeAttention:
-    """Attention of R queries per row; satisfies `arithmetic.Attention`. Tokens are packed row by row: [B*R]."""
+    """Attention of R queries per row; satisfies `Attention`. Tokens are packed row by row: [B*R]."""
 
     def __init__(
         self, view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
@@ -92,7 +92,7 @@ class LaneTreeAttention:
         self._is_spread = self._is_one  # with one query, one bias row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `arithmetic.Attention`."""
+        """See `Attention`."""
         view = self._view
         cache, layer = view.cache, layer + self._first_layer
         cache.write(layer, self._slots_P, kv_PKH)

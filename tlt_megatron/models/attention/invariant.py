@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.attention import PagedAttention, PrefillSegment
+from tlt_megatron.models.attention.kernels import attend_with_lse
+from tlt_megatron.models.attention.lanes import LaneView
+from tlt_megatron.models.attention.paged import PagedAttention, PrefillSegment
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.layers import attend_with_lse
-from tlt_megatron.models.tree_attention import LaneView
 
 _QUERY_ROWS = 4  # with fewer rows the kernel multiplies in another way
 _PREFILL_QUERIES = 64  # queries at once: bounds the memory of their parts
@@ -166,7 +166,7 @@ class InvariantPrefillAttention:
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `arithmetic.Attention`."""
+        """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
@@ -208,7 +208,7 @@ class _ChainAttention:
         self._sight = _Sight(positions_BR, self._num_blocks, block, dtype)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `arithmetic.Attention`."""
+        """See `Attention`."""
         view, cache = self._view, self._view.cache
         cache.write(layer, self._slots_P, kv_PKH)
         query = _by_kv_head(query_PNH, view.num_rows, cache.num_kv_heads)
@@ -270,7 +270,7 @@ class _TreeAttention:
         self._bias = bias.masked_fill_(is_masked_XS, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `arithmetic.Attention`."""
+        """See `Attention`."""
         view, cache, num_before = self._view, self._view.cache, self._num_before
         cache.write(layer, self._slots_P, kv_PKH)
         num_tokens, num_heads, head_dim = query_PNH.shape

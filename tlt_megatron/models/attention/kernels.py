@@ -1,0 +1,133 @@
+"""Softmax attention that also returns the log of its normalizer (lse), its gradient, and the merge of parts by lse.
+
+With lse, parts of one context, such as a shared prompt and a response's own pages, are computed separately and merged exactly.
+This file alone calls torch's private kernels, which exist on the CPU. Other devices run the same in plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
+# TODO: a fused kernel with lse for CUDA; the chunks are exact but write the scores to memory.
+
+
+def attend_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention [B, K, R, H] and the log of its normalizer [B, K, R].
+
+    query [B, K, R, H]: R counts all queries of kv head k (siblings, query heads of a group, draft nodes).
+    key, value [B, K, S, H]: any strides with contiguous H. bias broadcasts to [B, K, R, S]; `is_causal` needs none, and R = S.
+    lse is float32, or float64 for float64 inputs. A `scale` of None is 1 / sqrt(H).
+    """
+    if query.is_cpu:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    return attend_in_chunks(query, key, value, bias, is_causal=is_causal, scale=scale)
+
+
+def differentiate_causal(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of causal attention over one part of a context.
+
+    `out` and `lse` are of the whole context, as in FlashAttention-2 (Dao 2023) and ring attention.
+    """
+    if query.is_cpu:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, True, scale=scale
+        )
+    return differentiate_in_chunks(grad, query, key, value, out, lse, scale=scale)
+
+
+def merge_attention(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
+    """Merge the attention over M parts of a context from their outputs and lse. A part with lse -inf adds nothing."""
+    weights_BMKR = lse_BMKR.softmax(dim=1)
+    return (out_BMKRH * weights_BMKR.unsqueeze(-1)).sum(dim=1).to(out_BMKRH.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(query: Tensor, key: Tensor, start: int, is_causal: bool, scale: float | None) -> Tensor:
+    """Return the scores of a chunk of queries, of which the first has position `start`."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ key.transpose(-1, -2)).to(wide_dtype(query.dtype)) * scale
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+        scores.masked_fill_(hidden.triu_(start + 1), -torch.inf)
+    return scores
+
+
+def attend_in_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    chunk: int = _QUERY_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Run `attend_with_lse` in plain torch, for `chunk` queries at a time."""
+    outs, lses = [], []
+    for start in range(0, query.shape[2], chunk):
+        rows = slice(start, start + chunk)
+        seen = slice(start + chunk) if is_causal else slice(None)
+        scores = _scores(query[:, :, rows], key[:, :, seen], start, is_causal, scale)
+        if bias is not None:
+            scores += bias[:, :, rows] if bias.shape[2] > 1 else bias
+        lses.append(scores.logsumexp(dim=-1))
+        weights = scores.sub_(lses[-1].unsqueeze(-1)).exp_().to(value.dtype)
+        outs.append(weights @ value[:, :, seen])
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def differentiate_in_chunks(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float | None = None,
+    chunk: int = _QUERY_CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `differentiate_causal` in plain torch, for `chunk` queries at a time."""
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    grad_query = torch.empty_like(query)
+    grad_key = torch.zeros_like(key, dtype=lse.dtype)
+    grad_value = torch.zeros_like(value, dtype=lse.dtype)
+    delta = (grad * out).sum(dim=-1, keepdim=True, dtype=lse.dtype)
+    for start in range(0, query.shape[2], chunk):
+        rows, seen = slice(start, start + chunk), slice(start + chunk)
+        scores = _scores(query[:, :, rows], key[:, :, seen], start, True, scale)
+        weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        grad_weights = (grad[:, :, rows] @ value[:, :, seen].transpose(-1, -2)).to(lse.dtype)
+        grad_scores = weights * grad_weights.sub_(delta[:, :, rows]) * factor
+        grad_scores = grad_scores.to(query.dtype)
+        grad_value[:, :, seen] += weights.to(grad.dtype).transpose(-1, -2) @ grad[:, :, rows]
+        grad_key[:, :, seen] += grad_scores.transpose(-1, -2) @ query[:, :, rows]
+        grad_query[:, :, rows] = grad_scores @ key[:, :, seen]
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)

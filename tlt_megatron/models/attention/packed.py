@@ -1,0 +1,139 @@
+"""Differentiable causal attention over packed sequences, and over the steps of an unrolled draft.
+
+Keys are one per token, and optionally one more per token and later step of a draft, which only the token's own query sees.
+The parts are merged by log-sum. The score matrix is never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.models.attention.kernels import (
+    attend_with_lse,
+    differentiate_causal,
+    wide_dtype,
+)
+
+
+def attend_packed(
+    query_PNH: Tensor,
+    key_PKH: Tensor,
+    value_PKH: Tensor,
+    lengths: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:
+    """Return causal attention [P, N, H] within each of the sequences, `lengths` tokens each.
+
+    On a CPU bfloat16 is differentiated in float32: that rounds less, and the bfloat16 kernel has a fixed cost per call that
+    dominates at about a hundred tokens.
+    """
+    return _PackedAttention.apply(list(lengths), scale, query_PNH, key_PKH, value_PKH)
+
+
+class UnrolledAttention:
+    """Attention of an unrolled draft for `DraftModel.forward`. The k-th call of `attend`, from 0, is step k. Use it once.
+
+    Row t at step k is the draft's k-th token after position t. It attends to the same pairs as in the engine at that point:
+    those with true features at positions 0..t of its sequence (keys of step 0), and those that this draft made at t+1..t+k
+    (keys of the same row of steps 1..k).
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+        self._steps: list[Tensor] = []  # kv_PKH of each step
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `Attention`. Differentiable in the queries, and in the keys and values of all steps."""
+        assert layer == 0, "a drafter has one layer"
+        self._steps.append(kv_PKH)
+        key, value = self._steps[0].chunk(2, dim=1)
+        later = self._steps[1:]
+        out = _PackedAttention.apply(self._lengths, None, query_PNH, key, value, *later)
+        return out.flatten(1)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lengths: list[int],
+        scale: float | None,
+        query_PNH: Tensor,
+        key_PKH: Tensor,
+        value_PKH: Tensor,
+        *later: Tensor,
+    ) -> Tensor:
+        repeat = query_PNH.shape[1] // key_PKH.shape[1]
+        inputs = (query_PNH, _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat))
+        out_PNH = torch.empty_like(query_PNH, memory_format=torch.contiguous_format)
+        lses = []
+        for *segment, out_1NTH in _segments((*inputs, out_PNH), lengths):
+            attended, lse_1NT = attend_with_lse(*segment, is_causal=True, scale=scale)
+            out_1NTH.copy_(attended)
+            lses.append(lse_1NT)
+        lse_PN = torch.cat(lses, dim=2)[0].t()
+        if later:
+            scores = [_own_scores(query_PNH, kv, scale) for kv in later]
+            merged_PN = torch.logsumexp(torch.stack([lse_PN, *scores]), dim=0)
+            total = out_PNH * (lse_PN - merged_PN).exp().unsqueeze(-1)
+            for score_PN, kv in zip(scores, later, strict=True):
+                value = _for_queries(kv.chunk(2, dim=1)[1], repeat)
+                total += (score_PN - merged_PN).exp().unsqueeze(-1) * value
+            out_PNH, lse_PN = total.to(query_PNH.dtype), merged_PN
+        ctx.lengths, ctx.scale, ctx.repeat = lengths, scale, repeat
+        ctx.save_for_backward(lse_PN, query_PNH, key_PKH, value_PKH, out_PNH, *later)
+        return out_PNH
+
+    @staticmethod
+    def backward(ctx: Any, grad_PNH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        lse_PN, *saved = ctx.saved_tensors
+        dtype, repeat, scale = grad_PNH.dtype, ctx.repeat, ctx.scale
+        if grad_PNH.is_cpu and dtype == torch.bfloat16:
+            grad_PNH, *saved = (x.float() for x in (grad_PNH, *saved))
+        query_PNH, key_PKH, value_PKH, out_PNH, *later = saved
+        key, value = _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat)
+        inputs = (grad_PNH, query_PNH, key, value, out_PNH, lse_PN.unsqueeze(-1))
+        parts = []
+        for *segment, lse_1NT1 in _segments(inputs, ctx.lengths):
+            found = differentiate_causal(*segment, lse_1NT1.squeeze(-1), scale=scale)
+            parts.append([x_1NTH[0].transpose(0, 1) for x_1NTH in found])
+        grad_query, grad_key, grad_value = (torch.cat(x) for x in zip(*parts, strict=True))
+        grads = [grad_query, _sum_group(grad_key, repeat), _sum_group(grad_value, repeat)]
+        delta_PN = (grad_PNH * out_PNH).sum(dim=-1, dtype=lse_PN.dtype)
+        factor = query_PNH.shape[-1] ** -0.5 if scale is None else scale
+        for kv in later:
+            key, value = _for_queries(kv, repeat).chunk(2, dim=1)
+            weight_PN = (_own_scores(query_PNH, kv, scale) - lse_PN).exp()
+            grad_weight_PN = (grad_PNH * value).sum(dim=-1, dtype=lse_PN.dtype)
+            grad_score = (weight_PN * (grad_weight_PN - delta_PN) * factor).unsqueeze(-1)
+            grads[0] = grads[0] + (grad_score * key).to(query_PNH.dtype)
+            grad_kv = torch.cat((grad_score * query_PNH, weight_PN.unsqueeze(-1) * grad_PNH), dim=1)
+            grads.append(_sum_group(grad_kv, repeat))
+        return None, None, *(grad.to(dtype) for grad in grads)
+
+
+def _segments(packed: Sequence[Tensor], lengths: list[int]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield each sequence of the packed tensors [P, N, H] as [1, N, T, H]."""
+    return zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in packed), strict=True)
+
+
+def _for_queries(x_PKH: Tensor, repeat: int) -> Tensor:
+    """Repeat each key or value head for every query head that reads it. Returns [P, N, H]."""
+    return x_PKH if repeat == 1 else x_PKH.repeat_interleave(repeat, dim=1)
+
+
+def _sum_group(grad_PNH: Tensor, repeat: int) -> Tensor:
+    """Sum the gradients of repeated heads, [P, N, H] to [P, K, H]."""
+    return grad_PNH if repeat == 1 else grad_PNH.unflatten(1, (-1, repeat)).sum(dim=2)
+
+
+def _own_scores(query_PNH: Tensor, kv_PKH: Tensor, scale: float | None) -> Tensor:
+    """Return the scaled scores [P, N] of each row's query with the same row's key, in float32 (float64 for float64)."""
+    scale = query_PNH.shape[-1] ** -0.5 if scale is None else scale
+    key_PKH = kv_PKH.chunk(2, dim=1)[0]
+    key_PNH = _for_queries(key_PKH, query_PNH.shape[1] // key_PKH.shape[1])
+    return (query_PNH * key_PNH).sum(dim=-1, dtype=wide_dtype(query_PNH.dtype)) * scale
