@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from tlt_megatron.config.extensions import check_extension
 from tlt_megatron.config.policy_sections import (
     AlgorithmSection,
     McoreSection,
@@ -71,6 +72,7 @@ class RewardSection:
     on_error: str = "raise"  # raise: end the run, naming the prompt | zero: reward 0, counted
 
     def __post_init__(self) -> None:
+        check_extension("reward.function", self.function)
         _require(self.num_workers >= 1, "reward.num_workers", self.num_workers, ">= 1")
         _require(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "> 0")
         _one_of("reward.on_error", self.on_error, ("raise", "zero"))
@@ -130,7 +132,8 @@ class SpeculationSection:
     strategies: list[str] = field(
         default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]
     )  # num_steps_topk_num_draft_tokens, ngram_N, both as 4_2_8+ngram_4; with beg_mab also off
-    selector: str = "cost_model"  # cost_model | beg_mab | fixed (the first strategy, always)
+    # cost_model | beg_mab | fixed (the first strategy, always) | path/to/file.py:Class | package.module:Class
+    selector: str = "cost_model"
     beg_thresholds: list[int] = field(
         default_factory=list
     )  # beg_mab: smallest batch of each bucket, from 1
@@ -146,7 +149,7 @@ class SpeculationSection:
                 strategy,
                 "text such as '4_2_8' (in quotes: YAML reads 4_2_8 as a number)",
             )
-        _one_of("speculation.selector", self.selector, ("cost_model", "beg_mab", "fixed"))
+        check_extension("speculation.selector", self.selector)
         _one_of("speculation.ranking", self.ranking, ("noise", "probability"))
 
     @property

@@ -29,9 +29,7 @@ from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.speculation.beg_mab import BegMabSelector
-from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.make_selector import make_selector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.spot.rank_state import ReplicaLayout
@@ -143,16 +141,10 @@ def make_speculation(config: RunConfig, draft: DraftInference | None) -> Specula
     """Build the speculation of `config.speculation`. `draft` is the learned drafter, or None."""
     section = config.speculation
     strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
-    selectors: dict[str, Callable[[], StrategySelector]] = {
-        "cost_model": lambda: CostModelSelector(strategies),
-        "beg_mab": lambda: BegMabSelector(
-            strategies, section.beg_thresholds, max_batch_size=config.rollout.max_batch_size
-        ),
-        "fixed": lambda: FixedSelector(strategies[0]),
-    }
-    return Speculation(
-        draft,
-        selectors[section.selector](),
+    selector = make_selector(
+        section.selector,
         strategies,
-        ranking=Ranking(section.ranking),
+        max_batch_size=config.rollout.max_batch_size,
+        beg_thresholds=section.beg_thresholds,
     )
+    return Speculation(draft, selector, strategies, ranking=Ranking(section.ranking))

@@ -60,7 +60,7 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
         [
             "model.path=some/folder with spaces",
             "logging.wandb_project=a=b",
-            "reward.function=",
+            "checkpoint.resume=",
             "data.shuffle=false",
             "sglang.engine_args.window_size=[128, 0]",
             "sglang.engine_args.a.b=1e-5",
@@ -68,7 +68,7 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
     )
     assert config.model.path == "some/folder with spaces"
     assert config.logging.wandb_project == "a=b"
-    assert config.reward.function == ""
+    assert config.checkpoint.resume == ""
     assert config.data.shuffle is False
     assert config.sglang.engine_args == {"window_size": [128, 0], "a": {"b": 1e-5}}
 

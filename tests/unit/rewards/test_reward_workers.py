@@ -400,7 +400,7 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
 @pytest.mark.parametrize(
     "text,error,message",
     [
-        ("x = 1\n", ValueError, "has no function 'act'"),
+        ("x = 1\n", ValueError, "has no 'act'"),
         ("import no_such_package\n", ValueError, r"fails to load: .*no_such_package\W*$"),
         ("raise SystemExit(4)\n", ValueError, r"fails to load: SystemExit\(4\)"),
         ("import os\nos._exit(4)\n", RuntimeError, "ended with exit status 4 while it loaded"),

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tlt_megatron.engines.base import PassRecord
-from tlt_megatron.speculation.beg_mab import BegMabSelector
-from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.make_selector import make_selector
+from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
 
@@ -65,14 +64,13 @@ class PolicyFactory:
             return self._upstream(initial_steps=initial_steps, cfg_path=cfg_path)
         ours = config[CONFIG_KEY]
         strategies = [SpeculationStrategy.parse(text) for text in ours["strategies"]]
-        selectors: dict[str, Callable[[], StrategySelector]] = {
-            "cost_model": lambda: CostModelSelector(strategies),
-            "beg_mab": lambda: BegMabSelector(
-                strategies, ours["beg_thresholds"], max_batch_size=ours["max_batch_size"]
-            ),
-            "fixed": lambda: FixedSelector(strategies[0]),
-        }
-        self.policy = SelectorPolicy(selectors[ours["selector"]](), strategies, _agree)
+        selector = make_selector(
+            ours["selector"],
+            strategies,
+            max_batch_size=ours["max_batch_size"],
+            beg_thresholds=ours["beg_thresholds"],
+        )
+        self.policy = SelectorPolicy(selector, strategies, _agree)
         return self.policy
 
 

@@ -1,0 +1,80 @@
+"""Extension points: code of the user's, named by a file or by a module."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.extensions import REGISTRY, load_extension
+from tlt_megatron.config.load import load_config
+from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.trainer.build_drafter import make_speculation
+from tlt_megatron.types import Prompt
+
+SELECTOR = '''
+from tlt_megatron.speculation.selector import FixedSelector
+
+class LastWhenAlone(FixedSelector):
+    """Uses the last strategy for a batch of one, else the first."""
+
+    def __init__(self, strategies):
+        super().__init__(strategies[0])
+        self.strategies = strategies
+
+    def choose(self, batch_size):
+        return self.strategies[-1 if batch_size == 1 else 0]
+'''
+REWARD = """
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str))
+"""
+
+
+@pytest.fixture(params=["file", "module"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the place of a new module that holds a selector and a reward: its file, or its importable name."""
+    name = f"extension_of_{request.param}"
+    (tmp_path / f"{name}.py").write_text(SELECTOR + REWARD)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return name if request.param == "module" else str(tmp_path / f"{name}.py")
+
+
+def test_a_new_selector_needs_one_file(place: str) -> None:
+    overrides = ["speculation.strategies=['ngram_4', 'ngram_2']", "speculation.enabled=true"]
+    config = load_config(None, [*overrides, f"speculation.selector={place}:LastWhenAlone"])
+    selector = make_speculation(config, None).selector
+    assert [str(selector.choose(size)) for size in (8, 2, 1)] == ["ngram_4", "ngram_4", "ngram_2"]
+
+
+def test_a_new_reward_needs_one_file(place: str) -> None:
+    config = load_config(None, [f"reward.function={place}:length"])
+    function = config.reward.function
+    with RewardPool(function, num_workers=1, timeout_s=30.0, on_error="raise") as pool:
+        pool.submit(0, Prompt(prompt_id="a", draw_index=0, token_ids=(1,)), "four")
+        assert pool.collect() == {0: 4.0}
+
+
+def test_a_selector_without_its_methods_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "partial.py"
+    file.write_text("class Partial:\n    def choose(self, batch_size): ...\n")
+    overrides = ["speculation.strategies=['ngram_4']", "speculation.enabled=true"]
+    config = load_config(None, [*overrides, f"speculation.selector={file}:Partial"])
+    with pytest.raises(ValueError, match=r"selector='.*:Partial': lacks observe, "):
+        make_speculation(config, None)
+
+
+@pytest.mark.parametrize("setting", REGISTRY)
+def test_every_registered_name_exists(setting: str) -> None:
+    for name in REGISTRY[setting]:
+        assert callable(load_extension(setting, name))
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"selector='bandit': must be one of cost_model, beg_mab, "
+    ):
+        load_config(None, ["speculation.selector=bandit"])
