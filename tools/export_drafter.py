@@ -34,12 +34,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.drafter.async_checkpoint import find_best, find_newest
 from tlt_megatron.drafter.checkpoint import WEIGHTS_FILE, load_drafter
 from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
+from tlt_megatron.spot.checkpoint import find_best, find_newest
 
 FORMATS = ("sglang", "vllm")
 _OWN_KEY = "tlt_megatron"  # in config.json: the target's fingerprint

@@ -15,18 +15,18 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tests.spot_phases import make_spot, run_spot_ranks, world_group
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.job_store import open_job_store
-from tlt_megatron.trainer.drafter_upkeep import BufferSource, DrafterUpkeep
-from tlt_megatron.trainer.live_publish import LiveChannel
+from tlt_megatron.spot.lifecycle import BufferSource, DrafterLifecycle
+from tlt_megatron.spot.live_channel import LiveChannel
+from tlt_megatron.spot.publisher import DrafterPublisher, checksum_weights
 
 CPU = torch.device("cpu")
 NUM_RANKS, MOST_STEPS = 3, 20
 
 
 class Shelf:
-    """As much of a RolloutEngine as an upkeep uses: (version, checksum) of all drafters it was given."""
+    """As much of a RolloutEngine as a lifecycle uses: (version, checksum) of all drafters it was given."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[int, int]] = []
@@ -41,14 +41,14 @@ class Shelf:
         assert not is_suspended
 
 
-def make_upkeep(engine: Shelf, live_folder: Path | None) -> DrafterUpkeep:
+def make_lifecycle(engine: Shelf, live_folder: Path | None) -> DrafterLifecycle:
     """A collective of all ranks."""
     world = world_group()
     buffer = DataBuffer(SpotSection(enabled=True, holdout_share=0.3), torch.float64)
     spot = make_spot(source=BufferSource(buffer, 16, CPU))
     store = open_job_store(world, 20.0).part("live")
     live = LiveChannel(store, live_folder) if live_folder else None
-    return DrafterUpkeep(
+    return DrafterLifecycle(
         trainer=spot.trainer,
         buffer=buffer,
         spot=spot,
@@ -77,22 +77,22 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
         """After every step: (version, checksum) of the drafter that each engine has. Until two have been published, one of
         them live where they may be."""
         engine, rank = Shelf(), dist.get_rank()
-        upkeep = make_upkeep(engine, live_folder())
-        engine.loaded.append((0, upkeep.publisher.published.checksum))  # as it was started
+        lifecycle = make_lifecycle(engine, live_folder())
+        engine.loaded.append((0, lifecycle.publisher.published.checksum))  # as it was started
         data = make_draft_model("eagle")
         held: list[list[tuple[int, int]]] = []
         while len(held) < MOST_STEPS and not (
             held and held[-1][0][0] >= 2 and any(tmp_path.iterdir()) == is_live
         ):
             step = len(held) + 1
-            upkeep.start_step(step)
+            lifecycle.start_step(step)
             for index in range(8):
                 seed = 1000 * step + 10 * index + rank
-                upkeep.buffer.add(make_sequence(data, 6 + index, seed=seed), step)
+                lifecycle.buffer.add(make_sequence(data, 6 + index, seed=seed), step)
             dist.barrier()
             time.sleep(0.1 * step * ((rank + step) % NUM_RANKS) / (NUM_RANKS - 1))
-            upkeep.run_until_preempted(step)
-            upkeep.publish({"bubble/stall_s": 0.0})
+            lifecycle.run_until_preempted(step)
+            lifecycle.publish({"bubble/stall_s": 0.0})
             held.append(gather_objects(engine.loaded[-1], world_group()))
         return held
 

@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import SpotSection
-from tlt_megatron.drafter.holdout import choose_slice
-from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
+from tlt_megatron.drafter.packing import (
+    DraftBatch,
+    DraftSequence,
+    choose_slice,
+    pack_batch,
+    pack_sequences,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Aborts a forward or backward pass half-way: a callback is asked at every linear layer, and an exception ends the pass.
 
-Used by `trainer.py` for steps of spot sessions, and by `trainer/drafter_upkeep.py` when it measures candidates. Both must
+Used by `trainer.py` for steps of spot sessions, and by `spot/lifecycle.py` when it measures candidates. Both must
 end when the last rollout does. An aborted pass leaves only a partly filled gradient buffer, which the next step clears.
 """
 

@@ -6,6 +6,7 @@ state h_t. Its training targets are token x_{t+2} and the target's next state h_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from tlt_megatron.types import Rollout
 
 _MIN_TOKENS = 3  # a shorter sequence has no row
+_NUM_STRATA = 4  # groups by length: fewer hide the longest, more make rounds too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +149,28 @@ def pack_sequences(sequences: Sequence[DraftSequence], max_rows: int) -> list[Dr
     """Pack all sequences into batches of at most `max_rows` rows. See `plan_batches`."""
     plans = plan_batches([sequence.num_rows for sequence in sequences], max_rows)
     return [pack_batch([sequences[index] for index in plan]) for plan in plans]
+
+
+def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> list[int]:
+    """Choose the sequences to measure on: about `max_rows` rows, the newest RL step first, of all lengths.
+
+    The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from each group, in the given
+    order, so that long and short sequences keep their share of the rows. The choice ends at the first round that does not
+    fit. The first round is always taken, so long sequences can exceed `max_rows`.
+
+    Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`: one round of step 7.
+    """
+    chosen: list[int] = []
+    for step in sorted(set(steps), reverse=True):
+        by_length = sorted(
+            (i for i, s in enumerate(steps) if s == step), key=lambda i: (rows[i], i)
+        )
+        num_groups = min(_NUM_STRATA, len(by_length))
+        bounds = [len(by_length) * group // num_groups for group in range(num_groups + 1)]
+        groups = [sorted(by_length[a:b]) for a, b in itertools.pairwise(bounds)]
+        for turn in range(max(map(len, groups))):
+            picked = [group[turn] for group in groups if turn < len(group)]
+            if chosen and sum(rows[i] for i in chosen + picked) > max_rows:
+                return chosen
+            chosen += picked
+    return chosen

@@ -1,6 +1,6 @@
 """Records hidden states from a forward pass of the policy, for drafter training.
 
-trainer/drafter_upkeep.py makes it and passes it to `PolicyModel.infer_logprobs`. If the update needs no such pass, it goes to
+spot/lifecycle.py makes it and passes it to `PolicyModel.infer_logprobs`. If the update needs no such pass, it goes to
 `forward_backward`. Used by `policy_model.py`. Sequence lengths alone decide which sequences are tapped and which rank gets
 each, so all tensor- and pipeline-parallel peers agree without a message. Every peer gets its own part, so each can train on
 other data. After the pass, stages send each other the states they computed, one sequence at a time.

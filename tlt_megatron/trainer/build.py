@@ -176,8 +176,8 @@ def _build(
             check_ranks=heartbeat.check if heartbeat else lambda: None,
         )
         trainer.start(saved, resumed, attach)
-        if trainer.upkeep is not None:
-            stack.callback(trainer.upkeep.close)
+        if trainer.drafter is not None:
+            stack.callback(trainer.drafter.close)
         if world.is_first:
             (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             first_step = trainer.step + 1 if saved is not None else None

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
 from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, load_trainer_state
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.publisher import DrafterPublisher
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
@@ -32,10 +30,12 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.make_selector import make_selector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.spot.lifecycle import BufferSource, DrafterLifecycle
+from tlt_megatron.spot.live_channel import LiveChannel
+from tlt_megatron.spot.publisher import DrafterPublisher
 from tlt_megatron.spot.rank_state import ReplicaLayout
 from tlt_megatron.spot.spot_trainer import SpotTrainer
-from tlt_megatron.trainer.drafter_upkeep import BufferSource, DrafterUpkeep
-from tlt_megatron.trainer.live_publish import LiveChannel
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def attach_drafter(
     device: Device,
     store: JobStore,
     check_ranks: Callable[[], None],
-) -> DrafterUpkeep | None:
-    """Enable speculation if configured. Returns the DrafterUpkeep with spot training, else None. A collective of all ranks.
+) -> DrafterLifecycle | None:
+    """Enable speculation if configured. Returns the DrafterLifecycle with spot training, else None. A collective of all ranks.
 
     The engine must hold the policy, because drafter and policy are compared. ValueError for a drafter of another policy, or
     for unknown strategies. If `check_ranks` raises RanksLost, idle ranks stop their work.
@@ -103,7 +103,7 @@ def attach_drafter(
     checkpointer = None
     if world.is_first:
         checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter", model)
-    return DrafterUpkeep(
+    return DrafterLifecycle(
         trainer=trainer,
         buffer=buffer,
         spot=spot,

@@ -44,8 +44,8 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     is_complete = trainer.step == config.run.num_steps
     if config.speculation.measure_gain and is_complete:
         trainer.measure_gain()
-    if trainer.upkeep is not None and trainer.world.is_first:
-        trainer.upkeep.export(run_dir / "hf_drafter")
+    if trainer.drafter is not None and trainer.world.is_first:
+        trainer.drafter.export(run_dir / "hf_drafter")
     if config.checkpoint.export_hf and is_complete:
         weights = run.model.export_hf_weights()
         if trainer.world.is_first:

@@ -17,8 +17,8 @@ from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.runtime.stop import StopRequest
+from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun
-from tlt_megatron.trainer.drafter_upkeep import DrafterUpkeep
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.gain import measure_gain
 from tlt_megatron.trainer.history import RunHistory
@@ -74,7 +74,7 @@ class RLTrainer:
         self.checkpoints = checkpoints
         self.phases = phases
         self.progress = phases.progress
-        self.upkeep: DrafterUpkeep | None = None  # manages the drafter; only with spot training
+        self.drafter: DrafterLifecycle | None = None  # manages the drafter; only with spot training
         self.metrics: MetricsWriter | None = None  # only on rank 0
         self.rollout_log: RolloutLog | None = None  # only on rank 0
         self.stop = stop
@@ -126,24 +126,28 @@ class RLTrainer:
         started = time.perf_counter()
         before = self.sampler.state_dict(), rng_state()
         prompts = self.sampler.next_batch(self.settings.num_prompts)
-        upkeep = self.upkeep
-        if upkeep is not None:
-            upkeep.start_step(self.step + 1)
+        drafter = self.drafter
+        if drafter is not None:
+            drafter.start_step(self.step + 1)
         try:
             collected = self.rollout_worker.collect(
-                prompts, self.sampling, policy_version=self.step, upkeep=upkeep, step=self.step + 1
+                prompts,
+                self.sampling,
+                policy_version=self.step,
+                drafter=drafter,
+                step=self.step + 1,
             )
         except GenerationStopped:
             self.sampler.load_state_dict(before[0])
             set_rng_state(before[1])
             raise
         self.last_prompts.append(prompts)
-        if upkeep is not None:
+        if drafter is not None:
             with self.phases("PUBLISH", "publish_drafter"):
-                upkeep.publish(collected.metrics)
+                drafter.publish(collected.metrics)
         self.engine.sleep()
         with self.phases("LOGPROB", "old_log_prob"):
-            tap = upkeep.make_tap() if upkeep else None
+            tap = drafter.make_tap() if drafter else None
             inference = self.policy_trainer.infer_logprobs(collected.groups, tap)
         with self.phases("UPDATE", "update_actor"):
             update = self.policy_trainer.update(inference)
@@ -184,7 +188,7 @@ class RLTrainer:
             if self.metrics is not None:
                 sync_path(self.metrics.path)  # a checkpoint's steps must not be lost to a power cut
             self.checkpoints.save(
-                self.step, state, save_part=self.upkeep.save_into if self.upkeep else None
+                self.step, state, save_part=self.drafter.save_into if self.drafter else None
             )
         self._note_memory()
 
@@ -192,7 +196,7 @@ class RLTrainer:
         self,
         saved: SavedRun | None,
         resumed: Resumed,
-        attach_drafter: Callable[[], DrafterUpkeep | None],
+        attach_drafter: Callable[[], DrafterLifecycle | None],
     ) -> None:
         """Restore `saved`, if given, with the learned parts that `resumed` names, and load policy and drafter into the engines.
 
@@ -206,9 +210,9 @@ class RLTrainer:
             self.sampler.load_state_dict(state["sampler"])
             self.history.load_state_dict(state["history"])
         self.push_policy()
-        self.upkeep = attach_drafter()
-        if folder is not None and resumed.has_drafter and self.upkeep is not None:
-            self.upkeep.load_from(folder)
+        self.drafter = attach_drafter()
+        if folder is not None and resumed.has_drafter and self.drafter is not None:
+            self.drafter.load_from(folder)
         if saved is not None and len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
         if saved is not None and resumed.has_selector:

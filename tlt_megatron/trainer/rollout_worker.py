@@ -13,7 +13,7 @@ from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.trainer.drafter_upkeep import DrafterUpkeep, spot_metrics
+from tlt_megatron.spot.lifecycle import DrafterLifecycle, spot_metrics
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.speculation_log import (
     PassTotals,
@@ -66,23 +66,23 @@ class RolloutWorker:
         params: SamplingParams,
         policy_version: int,
         *,
-        upkeep: DrafterUpkeep | None = None,
+        drafter: DrafterLifecycle | None = None,
         step: int = 0,
     ) -> Collected:
         """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
 
-        With `upkeep`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; with
+        With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; with
         0, for an evaluation, the passes are not logged.
         All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """
         try:
-            share = self._generate_share(prompts, params, policy_version, upkeep, step)
+            share = self._generate_share(prompts, params, policy_version, drafter, step)
         except GenerationStopped:
             share = None
         finished = time.perf_counter()
         with self.phases("WAIT", "wait"):
-            spot = upkeep.run_until_preempted(step) if upkeep else None
+            spot = drafter.run_until_preempted(step) if drafter else None
             shares = gather_objects(share, self.replicas)
         if None in shares:
             raise GenerationStopped("the rollouts of this phase are dropped")
@@ -92,7 +92,7 @@ class RolloutWorker:
         )
         metrics = rollout_metrics(everyone)
         metrics["bubble/idle_s"] = sum(wait_s for wait_s, _ in waits)
-        if upkeep:
+        if drafter:
             metrics |= spot_metrics([spot for _, spot in waits])
         engines = [share.engine for share in shares]
         totals = [total for share in shares for total in share.passes]
@@ -117,7 +117,7 @@ class RolloutWorker:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         policy_version: int,
-        upkeep: DrafterUpkeep | None,
+        drafter: DrafterLifecycle | None,
         step: int,
     ) -> _Share:
         """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
@@ -135,8 +135,8 @@ class RolloutWorker:
                 params,
                 policy_version=policy_version,
                 on_finish=score,
-                on_features=upkeep.add_features if upkeep else None,
-                between_passes=upkeep.take_live if upkeep else None,
+                on_features=drafter.add_features if drafter else None,
+                between_passes=drafter.take_live if drafter else None,
                 should_stop=self.should_stop,
             )
             passes = self.engine.take_passes()

@@ -30,13 +30,13 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
+from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
 from tools.bench.measure import (
     cpu_seconds,
     interleave,

@@ -10,7 +10,7 @@ import torch
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.holdout import choose_slice
+from tlt_megatron.drafter.packing import choose_slice
 
 
 def test_the_slice_has_the_lengths_of_the_step_and_not_its_longest() -> None:

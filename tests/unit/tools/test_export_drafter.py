@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
-from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer
 from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
 from tools.export_drafter import (
     Target,
     check_export,

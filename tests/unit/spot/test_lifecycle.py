@@ -20,24 +20,24 @@ from torch import Tensor
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
 from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
-from tlt_megatron.drafter.async_checkpoint import AsyncDrafterCheckpointer, find_newest
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.publisher import DrafterPublisher, checksum_weights
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, find_newest
+from tlt_megatron.spot.lifecycle import (
+    BufferSource,
+    DrafterLifecycle,
+    SpotShare,
+    spot_metrics,
+)
+from tlt_megatron.spot.live_channel import LiveChannel
+from tlt_megatron.spot.publisher import DrafterPublisher, checksum_weights
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotTrainer
 from tlt_megatron.spot.state_version import version_of
-from tlt_megatron.trainer.drafter_upkeep import (
-    BufferSource,
-    DrafterUpkeep,
-    SpotShare,
-    spot_metrics,
-)
-from tlt_megatron.trainer.live_publish import LiveChannel
 from tlt_megatron.types import FinishReason, Rollout
 
 TWO = ReplicaLayout.uniform(2)
@@ -46,7 +46,7 @@ BATCH_TOKENS = 16
 
 
 class Shelf:
-    """As much of a RolloutEngine as an upkeep uses."""
+    """As much of a RolloutEngine as a lifecycle uses."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[int, dict[str, Tensor]]] = []
@@ -63,7 +63,7 @@ class Shelf:
 
 
 class Rank:
-    """An upkeep of rank 0, whose neighbour finishes when it is told to."""
+    """A lifecycle of rank 0, whose neighbour finishes when it is told to."""
 
     def __init__(self, folder: Path, *, is_live: bool = False, holdout_share: float = 0.3) -> None:
         self.store = dist.HashStore()
@@ -84,7 +84,7 @@ class Rank:
             phase_timeout_s=20.0,
         )
         self.spot.limits = replace(self.spot.limits, watch_s=0.0)
-        self.upkeep = DrafterUpkeep(
+        self.lifecycle = DrafterLifecycle(
             trainer=self.trainer,
             buffer=self.buffer,
             spot=self.spot,
@@ -101,10 +101,10 @@ class Rank:
     def begin(self, step: int) -> None:
         """Step `step`, and the answers of this rank."""
         self.step = step
-        self.upkeep.start_step(step)
+        self.lifecycle.start_step(step)
         for index in range(8):
             rollout, features = make_answer(100 * step + index)
-            self.upkeep.add_features(rollout, features)
+            self.lifecycle.add_features(rollout, features)
 
     def finish_other(self) -> None:
         PhaseLog(self.store, TWO, self.step, rank=1).announce_finished()
@@ -123,14 +123,14 @@ class Rank:
                     time.sleep(0.001)
 
         self.spot.after_update = after_update
-        share = self.upkeep.run_until_preempted(self.step)
+        share = self.lifecycle.run_until_preempted(self.step)
         self.spot.after_update = live
         assert share.num_updates == num_updates
         return share
 
     def publish(self, **live: float) -> dict[str, float]:
         metrics = {"bubble/stall_s": 0.0} | {f"drafter/{name}": v for name, v in live.items()}
-        self.upkeep.publish(metrics)
+        self.lifecycle.publish(metrics)
         return metrics
 
     def weights(self) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: R
         measured(watch)
 
     rank.spot.on_idle = end_first
-    share = rank.upkeep.run_until_preempted(2)
+    share = rank.lifecycle.run_until_preempted(2)
     assert share.num_updates == 0
     before = rank.weights()
     assert "drafter/holdout_rows" not in rank.publish()
@@ -220,7 +220,7 @@ def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
         return batch
 
     rank.source.next_batch = next_batch
-    share = rank.upkeep.run_until_preempted(1)
+    share = rank.lifecycle.run_until_preempted(1)
     assert share.num_updates == 2
     straight = Rank(tmp_path / "straight")
     straight.begin(1)
@@ -236,7 +236,7 @@ def test_a_collapsed_drafter_is_not_drafted_with(rank: Rank) -> None:
     for step, accepted, share in steps:
         rank.begin(step)
         rank.finish_other()
-        rank.upkeep.run_until_preempted(step)
+        rank.lifecycle.run_until_preempted(step)
         metrics = rank.publish(live_accept_length=accepted, live_token_share=share)
         assert rank.engine.is_suspended == (step == 4)
         assert metrics["drafter/alarm"] == float(step == 4)
@@ -251,20 +251,20 @@ def test_a_live_offer_that_accepts_more_is_what_all_ranks_have_in_the_end(tmp_pa
     metrics = rank.publish()
     version, loaded = rank.engine.loaded[-1]
     assert version == 1
-    assert same(loaded, rank.upkeep.publisher.published.weights)
+    assert same(loaded, rank.lifecycle.publisher.published.weights)
     assert metrics["drafter/version"] == 1
 
 
-def test_restored_upkeep_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) -> None:
+def test_restored_lifecycle_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) -> None:
     for step in (1, 2):
         rank.begin(step)
         rank.train(2)
         rank.publish()
     folder = tmp_path / "iter_0000002"
     folder.mkdir()
-    rank.upkeep.save_into(folder)
+    rank.lifecycle.save_into(folder)
     restored = Rank(tmp_path / "restored")
-    restored.upkeep.load_from(folder)
+    restored.lifecycle.load_from(folder)
     assert same(restored.engine.loaded[-1][1], rank.engine.loaded[-1][1])
     assert version_of(restored.trainer) == version_of(rank.trainer)
     for one in (rank, restored):
@@ -278,8 +278,8 @@ def test_restored_upkeep_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) ->
     )
     assert version == restored_version
     assert same(weights, restored_weights)
-    rank.upkeep.close()
-    restored.upkeep.close()
+    rank.lifecycle.close()
+    restored.lifecycle.close()
 
 
 def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
@@ -295,16 +295,16 @@ def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
         rank.publish()
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
-    rank.upkeep.save_into(folder)
+    rank.lifecycle.save_into(folder)
     assert "drafter's checkpoint" in caplog.text
     assert "drafter's data were not written" in caplog.text
     assert not [path for path in folder.rglob("*") if path.is_file()]
     restored = Rank(tmp_path / "restored")
-    restored.upkeep.load_from(folder)
+    restored.lifecycle.load_from(folder)
     assert "the drafter starts anew" in caplog.text
     assert restored.trainer.num_updates == 0
-    rank.upkeep.close()
-    restored.upkeep.close()
+    rank.lifecycle.close()
+    restored.lifecycle.close()
 
 
 def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
@@ -317,8 +317,8 @@ def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
     model = rank.trainer.model
     borrowed = {"embedding_VD": model.embedding_VD, "lm_head_VD": model.lm_head_VD}
     asleep = ParkedWeights(borrowed.values())
-    assert rank.upkeep.checkpointer is not None
-    rank.upkeep.checkpointer.wait()
+    assert rank.lifecycle.checkpointer is not None
+    rank.lifecycle.checkpointer.wait()
     asleep.restore()
     newest = find_newest(tmp_path / "drafter")
     assert newest is not None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tlt_megatron.drafter.publisher import checksum_weights
+from tlt_megatron.spot.publisher import checksum_weights
 
 log = logging.getLogger(__name__)
 

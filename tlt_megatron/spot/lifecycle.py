@@ -18,26 +18,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlt_megatron.drafter.async_checkpoint import (
-    AsyncDrafterCheckpointer,
-    load_checkpoint,
-    logging_failed_saves,
-)
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.drafter.interruption import PassAbandoned, interruptible
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
-from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction, checksum_weights
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.spot.checkpoint import (
+    AsyncDrafterCheckpointer,
+    load_checkpoint,
+    logging_failed_saves,
+)
+from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
+from tlt_megatron.spot.live_channel import LiveChannel, LiveOffer
+from tlt_megatron.spot.publisher import DrafterPublisher, PublishAction, checksum_weights
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
-from tlt_megatron.trainer.live_publish import LiveChannel, LiveOffer
 from tlt_megatron.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class _Findings:
     checksum: int  # of the candidate
 
 
-class DrafterUpkeep:
+class DrafterLifecycle:
     """Manages the run's drafter on this rank: its data, sessions, publishing and checkpoints."""
 
     def __init__(

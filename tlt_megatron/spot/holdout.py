@@ -6,7 +6,6 @@ wait for the comparison, and for so few values plain arithmetic is faster than t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-
-_NUM_STRATA = 4  # groups by length: fewer hide the longest, more make rounds too large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,31 +80,6 @@ def _accept_length(counts: Sequence[float], accepted: Sequence[float]) -> float:
         alive *= overlap / count if count > 0 else 0.0
         total += alive
     return total
-
-
-def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> list[int]:
-    """Choose the sequences to measure on: about `max_rows` rows, the newest RL step first, of all lengths.
-
-    The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from each group, in the given
-    order, so that long and short sequences keep their share of the rows. The choice ends at the first round that does not
-    fit. The first round is always taken, so long sequences can exceed `max_rows`.
-
-    Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`: one round of step 7.
-    """
-    chosen: list[int] = []
-    for step in sorted(set(steps), reverse=True):
-        by_length = sorted(
-            (i for i, s in enumerate(steps) if s == step), key=lambda i: (rows[i], i)
-        )
-        num_groups = min(_NUM_STRATA, len(by_length))
-        bounds = [len(by_length) * group // num_groups for group in range(num_groups + 1)]
-        groups = [sorted(by_length[a:b]) for a, b in itertools.pairwise(bounds)]
-        for turn in range(max(map(len, groups))):
-            picked = [group[turn] for group in groups if turn < len(group)]
-            if chosen and sum(rows[i] for i in chosen + picked) > max_rows:
-                return chosen
-            chosen += picked
-    return chosen
 
 
 @torch.no_grad()

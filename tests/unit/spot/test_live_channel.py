@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tlt_megatron.trainer.live_publish import LiveChannel
+from tlt_megatron.spot.live_channel import LiveChannel
 
 
 def weights(value: int) -> dict[str, torch.Tensor]:

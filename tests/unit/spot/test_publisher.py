@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.drafter.publisher import DrafterPublisher, PublishAction
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
+from tlt_megatron.spot.publisher import DrafterPublisher, PublishAction
 
 
 def result(*lengths: float, rows: float = 100.0) -> HoldoutResult:

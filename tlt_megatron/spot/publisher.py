@@ -1,6 +1,6 @@
 """Decides which drafter the engines get: a candidate is published if it accepts no less than the best drafter so far.
 
-Called by trainer/drafter_upkeep.py at each phase boundary. The decision is deterministic and local: every rank decides alone,
+Called by spot/lifecycle.py at each phase boundary. The decision is deterministic and local: every rank decides alone,
 from results merged over all ranks (`HoldoutResult.merge`). The target changes in every RL step, so older measurements do not
 apply. Candidate, published and best drafter are all measured again, on the same hold-out batches, with the current target.
 
@@ -23,9 +23,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from tlt_megatron.drafter.collapse import RunningLevel, from_json, to_json
-from tlt_megatron.drafter.holdout import HoldoutResult
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.spot.collapse import RunningLevel, from_json, to_json
+from tlt_megatron.spot.holdout import HoldoutResult
 
 log = logging.getLogger(__name__)
 
