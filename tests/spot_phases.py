@@ -21,8 +21,8 @@ from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.rank_state import ReplicaLayout
-from tlt_megatron.spot.session import BatchSource
+from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
+from tlt_megatron.spot.session import BatchSource, StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
 _alive: list[object] = []  # of this rank
@@ -55,7 +55,7 @@ class RandomBatches:
         self._before = before
         self.count = 0
 
-    def next_batch(self) -> DraftBatch | None:
+    def next_batch(self, max_tokens: int = 8) -> DraftBatch | None:
         self._before(self.count)
         self.count += 1
         num_tokens = self._rng.randint(3, 8)
@@ -111,7 +111,8 @@ def make_spot(
     phase_timeout_s: float = 60.0,
     store: dist.Store | None = None,
     check_ranks: Callable[[], None] = lambda: None,
-    device: str = "cpu",
+    measure_candidate: Callable[[StopWatch], None] | None = None,
+    offer_live: Callable[[StopWatch], None] = lambda watch: None,
     **section: float,
 ) -> SpotTrainer:
     """A SpotTrainer on this rank of the default world. A collective of all ranks."""
@@ -126,13 +127,16 @@ def make_spot(
         trainer,
         source or RandomBatches(trainer.model, seed=world.rank, before=before),
         SpotSection(**{"enabled": True, "member_timeout_s": 10.0, **section}),
-        store=store,
-        layout=ReplicaLayout.uniform(world.size, replica_size),
-        rank=world.rank,
-        device=torch.device(device),
+        ranks=SpotRanks(
+            store=store,
+            layout=ReplicaLayout.uniform(world.size, replica_size),
+            rank=world.rank,
+            phase_timeout_s=phase_timeout_s,
+            check_ranks=check_ranks,
+        ),
         timeline=Timeline(None, world.rank),
-        phase_timeout_s=phase_timeout_s,
-        check_ranks=check_ranks,
+        measure_candidate=measure_candidate,
+        offer_live=offer_live,
     )
 
 

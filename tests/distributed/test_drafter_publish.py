@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.slow_draft import make_draft_model, make_sequence
-from tests.spot_phases import make_spot, run_spot_ranks, world_group
+from tests.spot_phases import make_drafter_trainer, run_spot_ranks, world_group
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.job_store import open_job_store
-from tlt_megatron.spot.lifecycle import BufferSource, DrafterLifecycle
-from tlt_megatron.spot.live_channel import LiveChannel
-from tlt_megatron.spot.publisher import DrafterPublisher, checksum_weights
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.spot.lifecycle import DrafterLifecycle
+from tlt_megatron.spot.publisher import checksum_weights
+from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 
-CPU = torch.device("cpu")
 NUM_RANKS, MOST_STEPS = 3, 20
 
 
@@ -41,25 +41,25 @@ class Shelf:
         assert not is_suspended
 
 
-def make_lifecycle(engine: Shelf, live_folder: Path | None) -> DrafterLifecycle:
+def make_lifecycle(engine: Shelf, publish: str, run_dir: Path) -> DrafterLifecycle:
     """A collective of all ranks."""
+    torch.set_num_threads(1)
     world = world_group()
-    buffer = DataBuffer(SpotSection(enabled=True, holdout_share=0.3), torch.float64)
-    spot = make_spot(source=BufferSource(buffer, 16, CPU))
-    store = open_job_store(world, 20.0).part("live")
-    live = LiveChannel(store, live_folder) if live_folder else None
+    section = SpotSection(enabled=True, holdout_share=0.3, member_timeout_s=10.0, publish=publish)
     return DrafterLifecycle(
-        trainer=spot.trainer,
-        buffer=buffer,
-        spot=spot,
-        publisher=DrafterPublisher(),
-        checkpointer=None,
-        engine=engine,
-        tap_layers=(),
-        tap_bytes=1 << 20,
+        make_drafter_trainer(batch_tokens=16),
+        DataBuffer(section, torch.float64),
+        engine,
+        section,
+        ranks=SpotRanks(
+            store=open_job_store(world, 20.0).part("spot"),
+            layout=ReplicaLayout.uniform(world.size),
+            rank=world.rank,
+            phase_timeout_s=60.0,
+        ),
         world=world,
-        device=CPU,
-        live=live,
+        timeline=Timeline(None, world.rank),
+        run_dir=run_dir,
     )
 
 
@@ -69,20 +69,23 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
 ) -> None:
     is_live = publish != "step"
 
-    def live_folder() -> Path | None:
+    def run_dir() -> Path:
         is_blind = publish.endswith("of others") and dist.get_rank() == NUM_RANKS - 1
-        return (tmp_path / ("elsewhere" if is_blind else "shared")) if is_live else None
+        return tmp_path / ("elsewhere" if is_blind else "shared")
+
+    def has_offers() -> bool:
+        return (tmp_path / "shared" / "drafter_live").exists()
 
     def body() -> list[list[tuple[int, int]]]:
         """After every step: (version, checksum) of the drafter that each engine has. Until two have been published, one of
         them live where they may be."""
         engine, rank = Shelf(), dist.get_rank()
-        lifecycle = make_lifecycle(engine, live_folder())
+        lifecycle = make_lifecycle(engine, "live" if is_live else "step", run_dir())
         engine.loaded.append((0, lifecycle.publisher.published.checksum))  # as it was started
         data = make_draft_model("eagle")
         held: list[list[tuple[int, int]]] = []
         while len(held) < MOST_STEPS and not (
-            held and held[-1][0][0] >= 2 and any(tmp_path.iterdir()) == is_live
+            held and held[-1][0][0] >= 2 and has_offers() == is_live
         ):
             step = len(held) + 1
             lifecycle.start_step(step)
@@ -99,4 +102,4 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
     for held in run_spot_ranks(NUM_RANKS, body)[0]:
         assert len(set(held)) == 1
     assert held[0][0] >= 2, "too little was published"
-    assert any(tmp_path.iterdir()) == is_live, "no live offer was made"
+    assert has_offers() == is_live, "no live offer was made"

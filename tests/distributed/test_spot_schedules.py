@@ -100,7 +100,7 @@ def test_random_finish_times(world_size: int, num_schedules: int, longest_s: flo
     def body() -> tuple[list[PhaseResult], int]:
         spot = make_spot()
         results = run_phases(spot, range(num_schedules), longest_s)
-        num_keys = spot._store.num_keys()
+        num_keys = spot.ranks.store.num_keys()
         dist.barrier()
         return results, num_keys
 

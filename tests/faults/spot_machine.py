@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tlt_megatron.spot.coordinator import Coordinator
-from tlt_megatron.spot.rank_state import PhaseView, Plan, RankState, ReplicaLayout
+from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
 SETTLE_S = 0.25
 MEMBER_TIMEOUT_S = 10.0
@@ -148,7 +148,7 @@ class SpotMachine(RuleBasedStateMachine):
         if self.truth.is_over:
             assert all(rank.state == "done" for rank in alive), [r.state for r in self.ranks]
         else:
-            late = set(self.truth.ranks_in(RankState.ROLLOUT))
+            late = set(self.truth.unfinished)
             assert late
             assert all(self.ranks[rank].state == "dead" for rank in late)
 
@@ -162,7 +162,11 @@ class SpotMachine(RuleBasedStateMachine):
             for line in self.lines[: rank.num_read]:
                 fresh.apply(line, 0.0)
             for other in range(self.layout.world_size):
-                assert fresh.state_of(other) == rank.view.state_of(other)
+                assert fresh.has_left(other) == rank.view.has_left(other)
+                assert fresh.listed_in(other) == rank.view.listed_in(other)
+            assert fresh.finished.keys() == rank.view.finished.keys()
+            assert fresh.free_replicas() == rank.view.free_replicas()
+            assert fresh.is_closed == rank.view.is_closed
             assert fresh.plan == rank.view.plan
 
     @invariant()

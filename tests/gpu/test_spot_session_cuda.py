@@ -23,7 +23,7 @@ from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import init_world
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, find_newest
-from tlt_megatron.spot.rank_state import ReplicaLayout
+from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.spot.spot_trainer import SpotTrainer
 
 pytestmark = needs_gpus()
@@ -39,7 +39,7 @@ class Batches:
         ]
         self._count = 0
 
-    def next_batch(self) -> DraftBatch:
+    def next_batch(self, max_tokens: int = 0) -> DraftBatch:
         self._count += 1
         return self._batches[self._count % len(self._batches)]
 
@@ -107,12 +107,13 @@ def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, 
         trainer,
         Batches(twin, world.rank, device.torch_device),
         SpotSection(enabled=True),
-        store=open_job_store(world, 60.0).part("test"),
-        layout=ReplicaLayout.uniform(world.size, 1),
-        rank=world.rank,
-        device=device.torch_device,
+        ranks=SpotRanks(
+            store=open_job_store(world, 60.0).part("test"),
+            layout=ReplicaLayout.uniform(world.size, 1),
+            rank=world.rank,
+            phase_timeout_s=120.0,
+        ),
         timeline=Timeline(None, world.rank),
-        phase_timeout_s=120.0,
     )
     reports, checksums = [], []
     for step in range(1, num_phases + 1):
@@ -123,9 +124,12 @@ def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, 
     dist.barrier()
     dist.destroy_process_group()
     return {
-        "updates": [report.num_updates for report in reports],
+        "updates": [len(report.updates) for report in reports],
         "broken": sum(report.num_broken for report in reports),
-        "members": [report.members for report in reports],
+        "members": [
+            next((s.members for s in reversed(report.sessions) if s.stats), ())
+            for report in reports
+        ],
         "checksums": checksums,
     }
 

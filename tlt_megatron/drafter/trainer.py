@@ -1,15 +1,15 @@
 """Optimizer steps of the drafter on a process group, which may change between steps.
 
 Called by the warm-up tool (one rank) and by spot sessions (the idle ranks). A step makes exactly one collective: an
-all-reduce of one flat buffer with gradients, loss sums, counts and the caller's flags. The flags carry what the members must
-agree on (a stop, a newer plan), so all members act on them after the same step.
+all-reduce of one flat buffer with gradients, loss sums, counts and two flags of the caller. The flags carry what the members
+must agree on (a stop, a newer plan), so all members act on them after the same step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from tlt_megatron.runtime.process_groups import SINGLE, Group
 
 log = logging.getLogger(__name__)
 
+Flags = tuple[float, float]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -36,7 +37,7 @@ class DrafterStats:
     # By unroll step: share of rows whose most likely token is the target's; mean overlap with the target's distribution.
     agreement: tuple[float, ...]
     accept_probability: tuple[float, ...]
-    flags: tuple[float, ...]  # summed over members
+    flags: Flags  # summed over members
     grad_norm: float  # before clipping
     lr: float
     is_skipped: bool  # no update: a gradient was not finite, or no member had a trained row
@@ -82,35 +83,45 @@ class DrafterTrainer:
             fused=True,
         )
         self._num_weights = sum(p.numel() for p in self._parameters.values())
-        self._flat = next(model.parameters()).new_zeros(0)
+        # Gradients, then loss sum, rows, three sums by unroll step, and flags: all that a step reduces.
+        num_sums = 2 + 3 * self._objective.num_steps + 2
+        self._flat = next(model.parameters()).new_zeros(self._num_weights + num_sums)
+        self.device = self._flat.device
+        offset = 0
         for parameter in self._parameters.values():
+            grad = self._flat[offset : offset + parameter.numel()]
+            parameter.grad = grad.view_as(parameter)
+            offset += parameter.numel()
             moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
             step = torch.zeros((), device=parameter.device)
             self._optimizer.state[parameter] = {"step": step, **moments}
 
+    @property
+    def batch_tokens(self) -> int:
+        """Return the most rows of a batch (`drafter.batch_tokens`)."""
+        return self._section.batch_tokens
+
     def step(
         self,
         batch: DraftBatch | None,
-        flags: Collection[float] = (),
+        read_flags: Callable[[], Flags] = lambda: (0.0, 0.0),
         should_abandon: Callable[[], bool] | None = None,
     ) -> DrafterStats:
         """Train on this member's batch; with None it only joins the all-reduce. A collective of the group.
 
-        All members pass the same number of `flags`. `flags` is iterated after the backward pass, so it can compute its
-        values that late. `should_abandon` is called throughout the passes; once it returns True, this member counts as
-        one without a batch.
+        `read_flags` is called after the backward pass, just before the reduction. `should_abandon` is called throughout
+        the passes; once it returns True, this member counts as one without a batch.
 
         The gradient is that of the loss summed over all members divided by their summed rows. It does not depend on how
         rows are distributed. If `batch` is None on all members, only the flags are exchanged.
         """
         num_steps = self._objective.num_steps
-        num_extra = 2 + 3 * num_steps + len(flags)
         try:
             with interruptible(self.model, should_abandon):
-                sums = self._backward(batch, num_extra)
+                sums = self._backward(batch)
         except PassAbandoned:
-            sums = self._backward(None, num_extra)
-        sums[2 + 3 * num_steps :] = sums.new_tensor(tuple(flags))
+            sums = self._backward(None)
+        sums[-2:] = sums.new_tensor(read_flags())
         if self.group.size > 1:
             # Call the method: torch.distributed's function requires a group that is registered in the world.
             work = self.group.handle.allreduce([self._flat])  # type: ignore[union-attr]
@@ -139,7 +150,7 @@ class DrafterTrainer:
             accept_probability=tuple(
                 a / c if c else math.nan for a, c in zip(accepted, counts, strict=True)
             ),
-            flags=tuple(rest[3 * num_steps :]),
+            flags=(rest[-2], rest[-1]),
             grad_norm=grad_norm,
             lr=lr,
             is_skipped=is_skipped,
@@ -153,24 +164,16 @@ class DrafterTrainer:
 
     def _loss(self, batch: DraftBatch) -> DraftLoss:
         is_bfloat16 = self._section.dtype == "bfloat16"
-        with torch.autocast(self._flat.device.type, torch.bfloat16, enabled=is_bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
             return draft_loss(
                 self.model,
-                batch,
+                batch.to(self.device),
                 self._objective,
                 head_chunk_tokens=self._section.head_chunk_tokens,
             )
 
-    def _backward(self, batch: DraftBatch | None, num_extra: int) -> Tensor:
+    def _backward(self, batch: DraftBatch | None) -> Tensor:
         """Fill the flat buffer with this member's gradients. Returns a view of the rest of it, with the sums filled in."""
-        size = self._num_weights + num_extra
-        if self._flat.numel() != size:
-            self._flat = self._flat.new_zeros(size)
-            offset = 0
-            for parameter in self._parameters.values():
-                grad = self._flat[offset : offset + parameter.numel()]
-                parameter.grad = grad.view_as(parameter)
-                offset += parameter.numel()
         self._flat.zero_()
         sums = self._flat[self._num_weights :]
         if batch is None:

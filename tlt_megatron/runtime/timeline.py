@@ -67,6 +67,10 @@ class Timeline:
             start_ns = round(start_s * 1e9)
             self._add("X", name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
 
+    def now_s(self) -> float:
+        """Return the time in seconds, on the clock that all ranks share after `align_clocks`."""
+        return (time.perf_counter_ns() + self._offset_ns) * 1e-9
+
     def align_clocks(self, world: Group) -> None:
         """Shift this rank's times to the clock of rank 0's machine. A collective of `world`, before the first event.
 

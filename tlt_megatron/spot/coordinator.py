@@ -7,7 +7,7 @@ first plan in the log (rank_state.py) counts. So planning continues after the lo
 
 from __future__ import annotations
 
-from tlt_megatron.spot.rank_state import PhaseView, Plan, RankState, ReplicaLayout
+from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
 
 class Coordinator:
@@ -72,14 +72,13 @@ class Coordinator:
 
 
 def check_deadline(view: PhaseView, step: int, now: float, phase_timeout_s: float) -> None:
-    """Raise RuntimeError that names the ranks still in ROLLOUT `phase_timeout_s` after the first rank finished.
+    """Raise RuntimeError that names the ranks that still generate `phase_timeout_s` after the first rank finished.
 
     `now` is a time of the view's clock.
     """
     waited_s = now - view.first_finished_at
-    late = view.ranks_in(RankState.ROLLOUT)
-    if late and waited_s > phase_timeout_s:
+    if view.unfinished and waited_s > phase_timeout_s:
         raise RuntimeError(
-            f"spot: ranks {late} have not finished the rollouts of RL step {step}"
+            f"spot: ranks {view.unfinished} have not finished the rollouts of RL step {step}"
             f" {waited_s:.0f} s after the first rank did (at most {phase_timeout_s:g} s)"
         )

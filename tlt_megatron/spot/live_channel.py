@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,21 +49,20 @@ class LiveChannel:
         self._missed: tuple[int, float] = (0, 0.0)  # an offer that cannot be read, and since when
         store.compare_set(_NEWEST, "", _NONE)
 
-    def offer(self, weights: Mapping[str, Tensor]) -> bool:
-        """Offer a drafter. Only one rank at a time may call it. Returns False, and logs why, if the file cannot be written."""
+    def offer(self, weights: dict[str, Tensor]) -> bool:
+        """Offer a drafter on the CPU. Only one rank at a time may call it. Returns False, and logs why, if the file cannot be written."""
         number = self._newest()[0] + 1
         path = self._path(number)
-        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(copies, path.with_suffix(".tmp"))
+            save_file(weights, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").replace(path)
         except (OSError, SafetensorError) as error:
             log.warning(
                 "live drafter %d is not offered: %s cannot be written (%s)", number, path, error
             )
             return False
-        self._store.set(_NEWEST, f"{number} {checksum_weights(copies)}")
+        self._store.set(_NEWEST, f"{number} {checksum_weights(weights)}")
         self._path(number - _KEPT_OFFERS).unlink(missing_ok=True)
         return True
 
@@ -84,15 +82,20 @@ class LiveChannel:
         number, checksum = self._newest()
         if number == self._settled:
             return None
-        weights, problem = self._read(number, checksum)
-        if weights is not None:
-            self._settled = number
-            return LiveOffer(number=number, checksum=checksum, weights=weights)
+        path = self._path(number)
+        try:
+            weights = load_file(path)
+            if checksum_weights(weights) == checksum:
+                self._settled = number
+                return LiveOffer(number=number, checksum=checksum, weights=weights)
+            problem = f"{path} does not hold what was offered (its checksum differs)"
+        except (OSError, SafetensorError) as error:
+            problem = f"{path} cannot be read here ({error})"
         now = time.monotonic()
         if self._missed[0] != number:
             self._missed = (number, now)
         if now - self._missed[1] >= _PATIENCE_S:
-            self._skip(number, problem)
+            self.skip(problem)
         return None
 
     def has_unread(self) -> bool:
@@ -103,22 +106,8 @@ class LiveChannel:
         """Skip the newest offer, if it was not taken."""
         number, _ = self._newest()
         if number != self._settled:
-            self._skip(number, why)
-
-    def _skip(self, number: int, why: str) -> None:
-        self._settled = number
-        log.warning("live drafter %d is skipped: %s", number, why)
-
-    def _read(self, number: int, checksum: int) -> tuple[dict[str, Tensor] | None, str]:
-        """Return the weights and "", or None and the reason."""
-        path = self._path(number)
-        try:
-            weights = load_file(path)
-        except (OSError, SafetensorError) as error:
-            return None, f"{path} cannot be read here ({error})"
-        if checksum_weights(weights) != checksum:
-            return None, f"{path} does not hold what was offered (its checksum differs)"
-        return weights, ""
+            self._settled = number
+            log.warning("live drafter %d is skipped: %s", number, why)
 
     def _newest(self) -> tuple[int, int]:
         number, checksum = self._store.get(_NEWEST).decode().split()

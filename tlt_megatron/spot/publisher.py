@@ -1,8 +1,8 @@
 """Decides which drafter the engines get: a candidate is published if it accepts no less than the best drafter so far.
 
-Called by spot/lifecycle.py at each phase boundary. The decision is deterministic and local: every rank decides alone,
-from results merged over all ranks (`HoldoutResult.merge`). The target changes in every RL step, so older measurements do not
-apply. Candidate, published and best drafter are all measured again, on the same hold-out batches, with the current target.
+lifecycle.py calls it at each phase boundary. The decision is deterministic and local: every rank decides alone, from results
+merged over all ranks (`HoldoutResult.merge`). The target changes in every RL step, so older measurements do not apply.
+Candidate, published and best drafter are all measured again, on the same hold-out batches, with the current target.
 
 Noise of a comparison: all drafters get the same rows, and the measure is the expected overlap of distributions, not a sample.
 Only the choice of the slice adds noise. Its size is the standard error of the difference, by leaving out one batch at a time
@@ -16,22 +16,33 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
-from tlt_megatron.spot.collapse import RunningLevel, from_json, to_json
 from tlt_megatron.spot.holdout import HoldoutResult
 
 log = logging.getLogger(__name__)
 
-_QUIET_PHASES = (
-    3  # phases without a sign of collapse, after which a suspended drafter is tried again
-)
+_QUIET_PHASES = 3  # without a sign of collapse, after which a suspended drafter is tried again
+_MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
+# After a collapse the level decays slowly, so the alarm ends even if the target stays harder to predict.
+# Example: with a share of 0.5, observations at 0.3 of the level stop counting as a collapse after about 17.
+_COLLAPSED_DECAY = 0.95
+
+
+def checksum_weights(weights: Mapping[str, Tensor]) -> int:
+    """Return the checksum that `RolloutEngine.load_drafter_weights` checks. It identifies a drafter."""
+    return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS
+
+
+def copy_to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU, without gradients."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,15 @@ class PublishedDrafter:
     weights: dict[str, Tensor]  # trainable tensors under their own names, on the CPU
     version: int
     checksum: int
+
+    @staticmethod
+    def copy_of(
+        weights: Mapping[str, Tensor], version: int, checksum: int | None = None
+    ) -> PublishedDrafter:
+        """Copy the weights to the CPU, because the trainer changes its own in place."""
+        copies = copy_to_host(weights)
+        checksum = checksum_weights(copies) if checksum is None else checksum
+        return PublishedDrafter(weights=copies, version=version, checksum=checksum)
 
 
 class PublishAction(StrEnum):
@@ -53,58 +73,71 @@ class PublishAction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishDecision:
-    """The result of `consider`. With action KEEP the engines already hold `drafter`; else they must load it."""
+    """The result of `consider`. Unless the action is KEEP, the engines must load `publisher.published`."""
 
     action: PublishAction
-    drafter: PublishedDrafter
     reason: str
-    is_alarmed: bool  # while True: speculate by n-gram or not at all
     metrics: dict[str, float]
+
+
+class _Level:
+    """Exponential mean of accept lengths, which detects a collapse: a value below a share of the mean.
+
+    Shares apply to accept length - 1: even random drafts reach 1.0.
+    """
+
+    def __init__(self, *, share: float, decay: float) -> None:
+        if not 0 < share < 1:
+            raise ValueError(f"collapse_share={share}: must be in (0, 1)")
+        if not 0 <= decay < 1:
+            raise ValueError(f"level_decay={decay}: must be in [0, 1)")
+        self._share = share
+        self._decay = decay
+        self.value = math.nan  # accept length; nan before the first observation
+
+    def observe(self, accept_length: float) -> bool:
+        """Add one accept length. Returns whether it is below the share of the level so far."""
+        if math.isnan(self.value):
+            self.value = accept_length
+            return False
+        gain, level = accept_length - 1.0, self.value - 1.0
+        has_collapsed = level >= _MIN_GAIN and gain < self._share * level
+        decay = _COLLAPSED_DECAY if has_collapsed else self._decay
+        self.value = 1.0 + decay * level + (1.0 - decay) * gain
+        return has_collapsed
 
 
 class DrafterPublisher:
     """Holds the published and the best drafter, decides on candidates, and watches for a collapse.
 
-    Call `start` first, then `observe_live` once per phase and `consider` at each phase boundary. With `spot.publish=live`,
-    `adopt` replaces `consider` for a drafter that was offered during a rollout.
+    Call `observe_live` once per phase and `consider` at each phase boundary. With `spot.publish=live`, `adopt` replaces
+    `consider` for a drafter that was offered during a rollout.
     """
 
     def __init__(
-        self, *, tolerance: float = 1.0, collapse_share: float = 0.5, level_decay: float = 0.8
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        tolerance: float = 1.0,
+        collapse_share: float = 0.5,
+        level_decay: float = 0.8,
     ) -> None:
+        """`weights` are those of the drafter that the engines start with, as version 0."""
         if tolerance < 0:
             raise ValueError(f"tolerance={tolerance}: must be >= 0 standard errors")
         self._tolerance = tolerance
-        self._live = RunningLevel(share=collapse_share, decay=level_decay)
-        self._holdout = RunningLevel(share=collapse_share, decay=level_decay)
-        self._published: PublishedDrafter | None = None
-        self._best: PublishedDrafter | None = None
+        self._live = _Level(share=collapse_share, decay=level_decay)
+        self._holdout = _Level(share=collapse_share, decay=level_decay)
+        self.published = PublishedDrafter.copy_of(weights, 0)  # what the engines hold
+        self.best = self.published  # what accepted most at the last comparison
         self.best_accept_length = math.nan  # accept length of the best at the last comparison
         self.num_refused = 0
         self.alarm = ""  # why the published drafter must not be used; empty: it may be used
         self._num_quiet = 0  # phases since a collapse was last seen
 
-    @property
-    def published(self) -> PublishedDrafter:
-        """Return the drafter that the engines hold."""
-        assert self._published is not None, "start() comes first"
-        return self._published
-
-    @property
-    def best(self) -> PublishedDrafter:
-        """Return the drafter that accepted most at the last comparison."""
-        assert self._best is not None, "start() comes first"
-        return self._best
-
-    def start(self, weights: Mapping[str, Tensor], version: int = 0) -> PublishedDrafter:
-        """Set the drafter that the engines start with."""
-        self._published = self._best = _copy(weights, version)
-        return self._published
-
-    def adopt(self, weights: Mapping[str, Tensor]) -> PublishedDrafter:
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
         """Make `weights`, which the engines received during a rollout, the published drafter."""
-        self._published = _copy(weights, self.published.version + 1)
-        return self._published
+        self.published = PublishedDrafter.copy_of(weights, self.published.version + 1)
 
     def observe_live(self, accept_length: float | None) -> bool:
         """Add the accept length of a rollout with the published drafter (None: not used). Returns whether an alarm is on.
@@ -122,65 +155,40 @@ class DrafterPublisher:
         return bool(self.alarm)
 
     def consider(
-        self,
-        candidate: Mapping[str, Tensor],
-        evaluate: Callable[[Mapping[str, Tensor]], HoldoutResult],
-        *,
-        checksum: int | None = None,
+        self, candidate: Mapping[str, Tensor], checksum: int, measured: Mapping[int, HoldoutResult]
     ) -> PublishDecision:
-        """Decide on `candidate` (trainable tensors).
+        """Decide on `candidate` (trainable tensors), whose `checksum_weights` is `checksum`.
 
-        `evaluate` measures given weights, always on the same slice and with the current target. It is called for the
-        candidate, the published and the best drafter, once per distinct checksum. `checksum` is the candidate's
-        (`checksum_weights`), if known; engines check it when they load.
+        `measured` holds the results of the candidate, the published and the best drafter, by checksum. They must be of the
+        same slice and of the current target.
         """
-        published, best = self.published, self.best
-        if checksum is None:
-            checksum = checksum_weights(candidate)
-        measured = {}
-        for key, weights in (
-            (checksum, candidate),
-            (published.checksum, published.weights),
-            (best.checksum, best.weights),
-        ):
-            if key not in measured:
-                measured[key] = evaluate(weights)
-        new = measured[checksum]
+        new, published = measured[checksum], self.published
+        objection = ""
         if checksum == published.checksum:
             objection = "the candidate is what is published"
         elif not all(_is_finite(tensor) for tensor in candidate.values()):
             objection = "the candidate has weights that are not finite"
-        else:
-            objection = ""
         action, reason = self._choose(
-            new, measured[published.checksum], measured[best.checksum], objection
+            new, measured[published.checksum], measured[self.best.checksum], objection
         )
         if action == PublishAction.PUBLISH:
-            self._published = _copy(candidate, published.version + 1, checksum)
+            self.published = PublishedDrafter.copy_of(candidate, published.version + 1, checksum)
         elif action == PublishAction.RESTORE:
-            self._published = PublishedDrafter(
-                weights=best.weights, version=published.version + 1, checksum=best.checksum
-            )
+            self.published = replace(self.best, version=published.version + 1)
         if action != PublishAction.PUBLISH and checksum != published.checksum:
             self.num_refused += 1
             log.info("drafter candidate refused: %s", reason)
-        self._update_best(measured)
-        self._watch(measured[self.published.checksum].accept_length, action)
-        lengths = {
-            "candidate": new.accept_length,
-            "published": measured[self.published.checksum].accept_length,
-            "best": self.best_accept_length,
-        }
-        return PublishDecision(
-            action=action,
-            drafter=self.published,
-            reason=reason,
-            is_alarmed=bool(self.alarm),
-            metrics={f"drafter/holdout_accept_length/{k}": v for k, v in lengths.items()}
-            | {"drafter/holdout_rows": float(new.num_rows)}
-            | {"drafter/is_published": float(action != PublishAction.KEEP)}
-            | self.metrics(),
-        )
+        now = measured[self.published.checksum].accept_length
+        kept = measured[self.best.checksum].accept_length
+        if now >= kept or math.isnan(kept):
+            self.best, kept = self.published, now
+        self.best_accept_length = kept
+        self._watch(now, action)
+        lengths = {"candidate": new.accept_length, "published": now, "best": kept}
+        metrics = {f"drafter/holdout_accept_length/{name}": v for name, v in lengths.items()}
+        metrics["drafter/holdout_rows"] = float(new.num_rows)
+        metrics["drafter/is_published"] = float(action != PublishAction.KEEP)
+        return PublishDecision(action=action, reason=reason, metrics=metrics | self.metrics())
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the current state."""
@@ -200,7 +208,9 @@ class DrafterPublisher:
             return PublishAction.PUBLISH, f"accepts {new.accept_length:.3f}"
         reason = objection or f"accepts {new.accept_length:.3f}, the best {best.accept_length:.3f}"
         if new.num_rows and self._is_worse(old, best):
-            reason += f"; the published one is down to {old.accept_length:.3f}, the best is back"
+            reason += (
+                f"; the published one accepts only {old.accept_length:.3f}, so the best returns"
+            )
             return PublishAction.RESTORE, reason
         return PublishAction.KEEP, reason
 
@@ -211,19 +221,10 @@ class DrafterPublisher:
         difference = one.accept_length - other.accept_length
         return not difference >= -self._tolerance * one.standard_error(other)
 
-    def _update_best(self, measured: Mapping[int, HoldoutResult]) -> None:
-        """Make the published drafter the best if it measures no less, or if the best was not measured (NaN)."""
-        now = measured[self.published.checksum].accept_length
-        kept = measured[self.best.checksum].accept_length
-        if now >= kept or math.isnan(kept):
-            self._best, kept = self._published, now
-        self.best_accept_length = kept
-
     def _watch(self, accept_length: float, action: PublishAction) -> None:
         """Raise the alarm if the published drafter has collapsed. End it if a new one was published that has not."""
-        is_known = not math.isnan(accept_length)
         level = self._holdout.value
-        if is_known and self._holdout.observe(accept_length):
+        if not math.isnan(accept_length) and self._holdout.observe(accept_length):
             self._num_quiet = 0
             if not self.alarm:
                 self._raise_alarm("hold-out", accept_length, level)
@@ -239,7 +240,7 @@ class DrafterPublisher:
             f" {accept_length:.2f} from a level of {level:.2f}"
         )
         log.warning(
-            "%s: fall back to n-gram or OFF until a good one is published, or for %d phases",
+            "%s: speculation uses n-gram drafts or none until a good drafter is published, or for %d phases",
             self.alarm,
             _QUIET_PHASES,
         )
@@ -252,16 +253,16 @@ class DrafterPublisher:
         return state
 
     def record(self) -> dict[str, object]:
-        """Return the rest of the state as JSON types."""
+        """Return the rest of the state as JSON types. JSON has no NaN, so it becomes None."""
         return {
             "published_version": self.published.version,
             "best_version": self.best.version,
-            "best_accept_length": to_json(self.best_accept_length),
+            "best_accept_length": _to_json(self.best_accept_length),
             "num_refused": self.num_refused,
             "alarm": self.alarm,
             "num_quiet": self._num_quiet,
-            "live_level": self._live.state_dict(),
-            "holdout_level": self._holdout.state_dict(),
+            "live_level": {"value": _to_json(self._live.value)},
+            "holdout_level": {"value": _to_json(self._holdout.value)},
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], record: Mapping[str, object]) -> None:
@@ -272,25 +273,18 @@ class DrafterPublisher:
             if part not in parts:
                 raise ValueError(f"publisher state: {key} is unknown; published.* or best.*")
             parts[part][name] = tensor
-        self._published = _copy(parts["published"], int(record["published_version"]))
-        self._best = self._published
+        self.published = PublishedDrafter.copy_of(
+            parts["published"], int(record["published_version"])
+        )
+        self.best = self.published
         if parts["best"]:
-            self._best = _copy(parts["best"], int(record["best_version"]))
-        self.best_accept_length = from_json(record["best_accept_length"])
+            self.best = PublishedDrafter.copy_of(parts["best"], int(record["best_version"]))
+        self.best_accept_length = _from_json(record["best_accept_length"])
         self.num_refused = int(record["num_refused"])
         self.alarm = str(record["alarm"])
         self._num_quiet = int(record.get("num_quiet", 0))  # older checkpoints have none
-        self._live.load_state_dict(record["live_level"])
-        self._holdout.load_state_dict(record["holdout_level"])
-
-
-def _copy(
-    weights: Mapping[str, Tensor], version: int, checksum: int | None = None
-) -> PublishedDrafter:
-    """Copy the weights to the CPU, because the trainer changes its own in place."""
-    copies = {name: t.detach().to("cpu", copy=True) for name, t in weights.items()}
-    checksum = checksum_weights(copies) if checksum is None else checksum
-    return PublishedDrafter(weights=copies, version=version, checksum=checksum)
+        self._live.value = _from_json(record["live_level"]["value"])
+        self._holdout.value = _from_json(record["holdout_level"]["value"])
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -298,6 +292,9 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
-def checksum_weights(weights: Mapping[str, Tensor]) -> int:
-    """Return the checksum that `RolloutEngine.load_drafter_weights` checks."""
-    return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS
+def _to_json(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _from_json(value: float | None) -> float:
+    return math.nan if value is None else value

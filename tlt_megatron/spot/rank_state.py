@@ -2,7 +2,7 @@
 
 Written and read by spot_trainer.py and session.py. The store orders the appends, so ranks that have read the same lines hold
 the same view. The first plan in the log for an epoch counts. A rank appends one line when its rollouts finish, and nothing
-before.
+before. Then it is idle, until a plan lists it and it trains. The phase is over when all ranks have finished.
 
 Times are seconds of the reader's monotonic clock, so jumps of the wall clock have no effect. Ranks of one machine share that
 clock, and the view uses the times that they report. For a rank on another machine it uses the time when the line was first
@@ -14,20 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch.distributed as dist
 
 from tlt_megatron.runtime.rank_process import machine_id
-
-
-class RankState(StrEnum):
-    """What a rank does in this phase."""
-
-    ROLLOUT = "rollout"  # generates; takes no part in spot training
-    IDLE = "idle"  # finished, and in no session
-    TRAINING = "training"  # listed in the newest plan
-    DONE = "done"  # all ranks have finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +51,18 @@ class ReplicaLayout:
     def ranks_of(self, plan: Plan) -> tuple[int, ...]:
         """Return all ranks of the plan's replicas; the first one leads the session."""
         return tuple(rank for replica in plan.replicas for rank in self.replicas[replica])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotRanks:
+    """This rank among all ranks of spot training, for the whole run."""
+
+    store: dist.Store  # a part of the job store (runtime/job_store.py)
+    layout: ReplicaLayout
+    rank: int  # this one
+    phase_timeout_s: float  # from the first finished rollout of a phase to the last
+    # Called before every read of a log. Raises if a rank is lost and the run cannot continue.
+    check_ranks: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,11 @@ class PhaseView:
         return len(self.finished) == self.layout.world_size
 
     @property
+    def unfinished(self) -> list[int]:
+        """Return the ranks that still generate."""
+        return [rank for rank in range(self.layout.world_size) if rank not in self.finished]
+
+    @property
     def ended_at(self) -> float:
         """Return the latest finish time so far; once `is_over`, the end of the last rollout."""
         return max(self.finished.values())
@@ -184,19 +191,6 @@ class PhaseView:
         ]
         return tuple(index for _, index in sorted(free))
 
-    def state_of(self, rank: int) -> RankState:
-        """Return the state of `rank`: ROLLOUT -> IDLE -> TRAINING -> DONE. It returns to IDLE if a session ends early."""
-        if self.is_over:
-            return RankState.DONE
-        if rank not in self.finished:
-            return RankState.ROLLOUT
-        is_in = rank in self.members() and not self.has_left(rank) and not self.is_closed
-        return RankState.TRAINING if is_in else RankState.IDLE
-
-    def ranks_in(self, state: RankState) -> list[int]:
-        """Return all ranks in `state`."""
-        return [rank for rank in range(self.layout.world_size) if self.state_of(rank) == state]
-
 
 class PhaseLog:
     """One rank's access to the log of one RL step's rollout phase."""
@@ -217,11 +211,9 @@ class PhaseLog:
         self._store = store
         self._log = SharedLog(store, f"{step}/log")
 
-    def announce_finished(self) -> float:
-        """Announce that this rank's rollouts have finished. Returns the time."""
-        now = time.monotonic()
-        self._log.append("finished", self.rank, self.view.machine, repr(now))
-        return now
+    def announce_finished(self) -> None:
+        """Announce that this rank's rollouts have finished."""
+        self._log.append("finished", self.rank, self.view.machine, repr(time.monotonic()))
 
     def announce_ready(self) -> None:
         """Announce that this rank can join a session from now on."""

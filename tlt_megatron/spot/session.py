@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tlt_megatron.drafter.packing import DraftBatch
-from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
+from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer, Flags
 from tlt_megatron.runtime.process_groups import (
     SINGLE,
     Group,
@@ -29,21 +29,22 @@ from tlt_megatron.runtime.process_groups import (
     form_private_group,
 )
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
-from tlt_megatron.spot.rank_state import PhaseLog, Plan, SharedLog
-from tlt_megatron.spot.state_version import StateVersion, version_of
+from tlt_megatron.spot.rank_state import PhaseLog, Plan
+from tlt_megatron.spot.state_version import version_of
 
 log = logging.getLogger(__name__)
 
 _NO_GROUP = "-"
+_LEVEL = -1  # instead of the rank with the newest drafter: all members hold the same one
 _NO_DATA_WAIT_S = 0.005  # between steps while no member has training data
 _WATCH_SHARE = 10.0  # shortest time between two reads, in multiples of the time of a read
 
 
 class BatchSource(Protocol):
-    """Source of a member's training batches."""
+    """Source of a member's training batches; `DataBuffer` in a run."""
 
-    def next_batch(self) -> DraftBatch | None:
-        """Return the next batch on the drafter's device, or None if there is no data."""
+    def next_batch(self, max_tokens: int) -> DraftBatch | None:
+        """Return the next batch of at most `max_tokens` rows, or None if there is no data."""
         ...
 
     def put_back(self) -> None:
@@ -68,8 +69,9 @@ class SessionRecord:
     epoch: int
     members: tuple[int, ...]
     end: SessionEnd | None = None  # None: still running, or ended by an error on this rank
-    steps: list[tuple[float, float]]  # monotonic start and end seconds, without abandoned steps
-    stats: list[DrafterStats]  # of each step; the same on all members
+    # Monotonic start and end seconds, without abandoned steps.
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    stats: list[DrafterStats] = field(default_factory=list)  # of each step; the same on all members
 
 
 class GroupPool:
@@ -147,16 +149,6 @@ class SessionLimits:
     watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """Result of the rendezvous."""
-
-    is_go: bool
-    source: int = 0  # the rank that holds the newest drafter
-    is_level: bool = False  # all members hold the same drafter already
-    group_name: str = _NO_GROUP
-
-
 class SpotSession:
     """This rank's part in one session."""
 
@@ -170,7 +162,7 @@ class SpotSession:
         source: BatchSource,
         groups: GroupPool,
         limits: SessionLimits,
-        after_update: Callable[[StopWatch], None] | None = None,
+        after_update: Callable[[StopWatch], None],
     ) -> None:
         """Only the leader calls `after_update`, while the others wait in their next reduction.
 
@@ -185,7 +177,7 @@ class SpotSession:
         self.source = source
         self.groups = groups
         self.limits = limits
-        self.record = SessionRecord(epoch=plan.epoch, members=self.members, steps=[], stats=[])
+        self.record = SessionRecord(epoch=plan.epoch, members=self.members)
 
     @property
     def is_leader(self) -> bool:
@@ -214,48 +206,39 @@ class SpotSession:
 
     def _run(self) -> SessionEnd:
         verdict = self._rendezvous()
-        if not verdict.is_go:
+        if verdict is None:
             return SessionEnd.CANCELLED
-        group = self.groups.obtain(self.members, verdict.group_name)
+        source, group_name = verdict
+        group = self.groups.obtain(self.members, group_name)
         self.trainer.group = group
-        if not verdict.is_level:
-            self.trainer.broadcast_state(group.global_ranks.index(verdict.source))
+        if source != _LEVEL:
+            self.trainer.broadcast_state(group.global_ranks.index(source))
         return self._train()
 
-    def _rendezvous(self) -> _Verdict:
-        """Answer the plan with this rank's drafter version, and wait for the verdict: the first one in the log counts."""
-        answers: dict[int, tuple[StateVersion, str]] = {}
-        answers_log = self.phase_log.rendezvous_log(self.plan.epoch)
+    def _rendezvous(self) -> tuple[int, str] | None:
+        """Answer the plan with this rank's drafter, and wait for the verdict: the first one in the log counts.
+
+        Returns the rank with the newest drafter (or _LEVEL) and the name of the group. None: the session does not begin.
+        """
+        log_of_answers = self.phase_log.rendezvous_log(self.plan.epoch)
         own = version_of(self.trainer)
         kept = self.groups.name_of(self.members)
-        answers_log.append("here", self.phase_log.rank, own.num_updates, own.checksum, kept)
+        log_of_answers.append("here", self.phase_log.rank, own.num_updates, own.checksum, kept)
         deadline = time.monotonic() + self.limits.member_timeout_s
+        answers: dict[int, list[str]] = {}  # rank -> updates, checksum, name of the kept group
         while True:
-            for kind, *words in answers_log.read():
+            for kind, *words in log_of_answers.read():
                 if kind == "here":
-                    rank, num_updates, checksum = map(int, words[:3])
-                    version = StateVersion(num_updates=num_updates, checksum=checksum)
-                    answers[rank] = (version, words[3])
+                    answers[int(words[0])] = words[1:]
                 elif kind == "go":
-                    return self._verdict(answers, source=int(words[0]), group_name=words[1])
+                    return int(words[0]), words[1]
                 else:
-                    return _Verdict(is_go=False)
-            self._advance_rendezvous(answers_log, answers, time.monotonic() >= deadline)
-
-    def _advance_rendezvous(
-        self, answers_log: SharedLog, answers: dict[int, tuple[StateVersion, str]], is_late: bool
-    ) -> None:
-        """Append a verdict if one is due, else wait `poll_s`."""
-        if len(answers) == len(self.members) and self.is_leader:
-            source = max(self.members, key=lambda rank: answers[rank][0].num_updates)
-            names = {name for _, name in answers.values()}
-            fresh = f"{self.phase_log.step}.{self.plan.epoch}"
-            answers_log.append(
-                "go", source, fresh if len(names) > 1 or _NO_GROUP in names else names.pop()
-            )
-            return
-        view = self.phase_log.read()
-        if is_late or view.is_over or view.is_closed:
+                    return None
+            if self.is_leader and len(answers) == len(self.members):
+                log_of_answers.append("go", *self._decide(answers))
+                continue
+            view = self.phase_log.read()
+            is_late = time.monotonic() >= deadline
             missing = sorted(set(self.members) - answers.keys())
             if is_late:
                 log.warning(
@@ -265,27 +248,28 @@ class SpotSession:
                     self.phase_log.step,
                     self.limits.member_timeout_s,
                 )
-            answers_log.append("cancel", *missing)
-            return
-        time.sleep(self.limits.poll_s)
+            if is_late or view.is_over or view.is_closed:
+                log_of_answers.append("cancel", *missing)
+            else:
+                time.sleep(self.limits.poll_s)
 
-    def _verdict(
-        self, answers: dict[int, tuple[StateVersion, str]], source: int, group_name: str
-    ) -> _Verdict:
-        versions = {version for version, _ in answers.values()}
-        return _Verdict(
-            is_go=True, source=source, is_level=len(versions) == 1, group_name=group_name
-        )
+    def _decide(self, answers: dict[int, list[str]]) -> tuple[int, str]:
+        """Return the leader's verdict: who sends its drafter to all, and the group. A kept group needs all members."""
+        versions = {(num_updates, checksum) for num_updates, checksum, _ in answers.values()}
+        newest = max(self.members, key=lambda rank: int(answers[rank][0]))
+        names = {name for _, _, name in answers.values()}
+        is_kept = len(names) == 1 and _NO_GROUP not in names
+        name = names.pop() if is_kept else f"{self.phase_log.step}.{self.plan.epoch}"
+        return (_LEVEL if len(versions) == 1 else newest), name
 
     def _train(self) -> SessionEnd:
         watch = StopWatch(self.phase_log, self.limits.watch_s)
-        flags = _LateFlags(
-            self._read_flags if self.is_leader else lambda: (float(watch.is_over), 0.0)
-        )
+        # Read just before the reduction, so an event during a step ends the session with that step.
+        read_flags = self._read_flags if self.is_leader else lambda: (float(watch.is_over), 0.0)
         while True:
-            batch = self.source.next_batch()
+            batch = self.source.next_batch(self.trainer.batch_tokens)
             started = time.monotonic()
-            stats = self.trainer.step(batch, flags, watch)
+            stats = self.trainer.step(batch, read_flags, watch)
             if not watch.is_over:
                 self.record.steps.append((started, time.monotonic()))
             elif batch is not None:
@@ -294,7 +278,7 @@ class SpotSession:
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:
                 return SessionEnd.STOPPED
-            if self.is_leader and self.after_update is not None and not stats.is_skipped:
+            if self.is_leader and not stats.is_skipped:
                 self.after_update(watch)
             num_done = stats.num_updates - self.plan.base_updates
             if 0 < self.limits.max_updates <= num_done:
@@ -305,7 +289,7 @@ class SpotSession:
             if not stats.num_tokens:
                 time.sleep(_NO_DATA_WAIT_S)
 
-    def _read_flags(self) -> tuple[float, float]:
+    def _read_flags(self) -> Flags:
         """Return the leader's flags of this step: whether the phase is over, and whether there is a newer plan."""
         view = self.phase_log.read()
         check_deadline(view, self.phase_log.step, time.monotonic(), self.limits.phase_timeout_s)
@@ -342,22 +326,3 @@ class StopWatch:
             if self._watch_s:
                 self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._read_s)
         return self.is_over
-
-
-class _LateFlags(Collection[float]):
-    """Flags that are computed when `DrafterTrainer.step` reads them: after the backward pass, just before the reduction.
-
-    So an event during a step ends the session with that step, not with the next one.
-    """
-
-    def __init__(self, look: Callable[[], tuple[float, float]]) -> None:
-        self._look = look
-
-    def __len__(self) -> int:
-        return 2
-
-    def __contains__(self, value: object) -> bool:
-        return value in tuple(self)
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self._look())

@@ -171,7 +171,6 @@ def _build(
             run_dir=run_dir,
             timeline=phases.timeline,
             world=world,
-            device=device,
             store=store,
             check_ranks=heartbeat.check if heartbeat else lambda: None,
         )

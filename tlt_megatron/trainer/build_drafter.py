@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,21 +22,14 @@ from tlt_megatron.models.draft_model import (
     default_aux_layer_ids,
     make_draft_config,
 )
-from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.make_selector import make_selector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
-from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
-from tlt_megatron.spot.lifecycle import BufferSource, DrafterLifecycle
-from tlt_megatron.spot.live_channel import LiveChannel
-from tlt_megatron.spot.publisher import DrafterPublisher
-from tlt_megatron.spot.rank_state import ReplicaLayout
-from tlt_megatron.spot.spot_trainer import SpotTrainer
-
-log = logging.getLogger(__name__)
+from tlt_megatron.spot.lifecycle import DrafterLifecycle
+from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
@@ -58,7 +50,6 @@ def attach_drafter(
     run_dir: Path,
     timeline: Timeline,
     world: Group,
-    device: Device,
     store: JobStore,
     check_ranks: Callable[[], None],
 ) -> DrafterLifecycle | None:
@@ -81,42 +72,29 @@ def attach_drafter(
     if not config.spot.enabled:
         return None
     # A second copy for training: the engine gets only weights that the publisher accepts.
-    model = _make_drafter(config, target, embedding_VD, lm_head_VD)
-    trainer = DrafterTrainer(model, config.drafter)
+    trainer = DrafterTrainer(
+        _make_drafter(config, target, embedding_VD, lm_head_VD), config.drafter
+    )
     if config.speculation.drafter:
         state = load_trainer_state(config.speculation.drafter)
         if state is not None:
             trainer.load_state_dict(state)
-    buffer = DataBuffer(config.spot, getattr(torch, config.drafter.dtype))
-    spot = SpotTrainer(
-        trainer,
-        BufferSource(buffer, config.drafter.batch_tokens, device.torch_device),
-        config.spot,
+    ranks = SpotRanks(
         store=store.part("spot"),
         layout=ReplicaLayout.uniform(world.size, config.ranks_per_engine),
         rank=world.rank,
-        device=device.torch_device,
-        timeline=timeline,
         phase_timeout_s=config.run.group_timeout_s,
         check_ranks=check_ranks,
     )
-    checkpointer = None
-    if world.is_first:
-        checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter", model)
     return DrafterLifecycle(
-        trainer=trainer,
-        buffer=buffer,
-        spot=spot,
-        publisher=DrafterPublisher(),
-        checkpointer=checkpointer,
-        engine=engine,
-        tap_layers=model.config.aux_layer_ids,
-        tap_bytes=config.spot.data_bytes,
+        trainer,
+        DataBuffer(config.spot, getattr(torch, config.drafter.dtype)),
+        engine,
+        config.spot,
+        ranks=ranks,
         world=world,
-        device=device.torch_device,
-        live=LiveChannel(store.part("live"), run_dir / "drafter_live")
-        if config.spot.publish == "live"
-        else None,
+        timeline=timeline,
+        run_dir=run_dir,
     )
 
 

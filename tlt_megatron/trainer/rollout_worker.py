@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,8 @@ from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.spot.lifecycle import DrafterLifecycle, spot_metrics
+from tlt_megatron.spot.lifecycle import DrafterLifecycle
+from tlt_megatron.spot.spot_trainer import merge_metrics
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.speculation_log import (
     PassTotals,
@@ -80,20 +80,21 @@ class RolloutWorker:
             share = self._generate_share(prompts, params, policy_version, drafter, step)
         except GenerationStopped:
             share = None
-        finished = time.perf_counter()
+        finished_at = self.phases.timeline.now_s()
         with self.phases("WAIT", "wait"):
-            spot = drafter.run_until_preempted(step) if drafter else None
+            spot = drafter.run_until_preempted(step).metrics() if drafter else {}
             shares = gather_objects(share, self.replicas)
         if None in shares:
             raise GenerationStopped("the rollouts of this phase are dropped")
-        waits = gather_objects((time.perf_counter() - finished, spot), self.replicas)
+        ends, spots = zip(*gather_objects((finished_at, spot), self.replicas), strict=True)
         everyone = sorted(
             (g for share in shares for g in share.groups), key=lambda g: g.group.prompt.draw_index
         )
         metrics = rollout_metrics(everyone)
-        metrics["bubble/idle_s"] = sum(wait_s for wait_s, _ in waits)
+        # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
+        metrics["bubble/idle_s"] = sum(max(ends) - end for end in ends)
         if drafter:
-            metrics |= spot_metrics([spot for _, spot in waits])
+            metrics |= merge_metrics(spots)
         engines = [share.engine for share in shares]
         totals = [total for share in shares for total in share.passes]
         metrics |= speculation_metrics(totals)

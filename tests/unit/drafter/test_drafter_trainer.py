@@ -56,7 +56,7 @@ def test_ranks_equal_one_rank_on_the_union(algorithm: str) -> None:
         trainer = make_trainer(algorithm, group)
         batches = [*make_batches(trainer.model)[:2], None]
         flags = (1.0, float(group.rank == 2))
-        stats = [trainer.step(batches[group.rank], flags) for _ in range(3)]
+        stats = [trainer.step(batches[group.rank], lambda: flags) for _ in range(3)]
         return trainer.state_dict(), stats
 
     results = run_ranks(3, member)
@@ -138,7 +138,7 @@ def test_non_finite_gradient_skips_the_step_on_all_members() -> None:
         batch = make_batches(trainer.model)[group.rank]
         if group.rank == 1:
             batch.features[2] = math.nan
-        poisoned = trainer.step(batch, (1.0,))
+        poisoned = trainer.step(batch, lambda: (1.0, 0.0))
         is_same = torch.equal(before, trainer.model.fc.weight)
         good = trainer.step(make_batches(trainer.model)[0])
         return is_same, [poisoned, good], trainer.num_skipped, trainer.num_updates
@@ -146,7 +146,7 @@ def test_non_finite_gradient_skips_the_step_on_all_members() -> None:
     for is_same, (poisoned, good), num_skipped, num_updates in run_ranks(2, member):
         assert is_same
         assert poisoned.is_skipped
-        assert poisoned.flags == (2.0,)
+        assert poisoned.flags == (2.0, 0.0)
         assert not good.is_skipped
         assert math.isfinite(good.loss)
         assert (num_skipped, num_updates) == (1, 1)
@@ -157,10 +157,10 @@ def test_step_without_data_changes_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     untrained = pack_batch([make_sequence(trainer.model, 5, loss_start=5)])
     for batch in (None, untrained):
-        stats = trainer.step(batch, (1.0,))
+        stats = trainer.step(batch, lambda: (1.0, 0.0))
         assert stats.is_skipped
         assert stats.num_tokens == 0
-        assert stats.flags == (1.0,)
+        assert stats.flags == (1.0, 0.0)
     assert trainer.num_skipped == 0  # that counts bad gradients
     assert all(torch.equal(before[name], t) for name, t in trainer.state_dict().items())
 

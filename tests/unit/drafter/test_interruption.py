@@ -63,12 +63,12 @@ def test_a_pass_given_up_anywhere_leaves_the_state_and_the_next_step_as_they_wer
     before = copy_of(trainer)
     for number in range(1, asked.count + 1):
         question = YesAt(number)
-        stats = trainer.step(second, (2.0,), question)
+        stats = trainer.step(second, lambda: (2.0, 0.0), question)
         assert question.count == number  # nothing is computed after a yes
         assert stats.is_skipped
         assert stats.num_tokens == 0
         assert math.isnan(stats.loss)
-        assert stats.flags == (2.0,)
+        assert stats.flags == (2.0, 0.0)
     assert is_same(trainer.state_dict(), before)
     assert trainer.num_skipped == 0
     assert trainer.step(second) == straight.step(second)
@@ -78,14 +78,14 @@ def test_a_pass_given_up_anywhere_leaves_the_state_and_the_next_step_as_they_wer
 def test_members_that_finish_their_pass_make_the_step_without_the_one_that_does_not() -> None:
     """Which has most of its gradient by then."""
     whole = YesAt(None)
-    make_trainer().step(make_batch(make_trainer().model, 100), (), whole)
+    make_trainer().step(make_batch(make_trainer().model, 100), should_abandon=whole)
 
     def member() -> tuple[dict[str, torch.Tensor], int]:
         trainer = make_trainer()
         trainer.group = group_of(torch.distributed.group.WORLD)
         rank = trainer.group.rank
         question = YesAt(whole.count if rank == 1 else None)
-        stats = trainer.step(make_batch(trainer.model, 100 * rank), (), question)
+        stats = trainer.step(make_batch(trainer.model, 100 * rank), should_abandon=question)
         return trainer.state_dict(), stats.num_tokens
 
     results = run_ranks(3, member)

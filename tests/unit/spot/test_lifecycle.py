@@ -5,10 +5,10 @@ All is real but the engine, which takes weights and draws nothing, and the other
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,26 +22,19 @@ from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, find_newest
-from tlt_megatron.spot.lifecycle import (
-    BufferSource,
-    DrafterLifecycle,
-    SpotShare,
-    spot_metrics,
-)
-from tlt_megatron.spot.live_channel import LiveChannel
-from tlt_megatron.spot.publisher import DrafterPublisher, checksum_weights
-from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout
-from tlt_megatron.spot.session import StopWatch
-from tlt_megatron.spot.spot_trainer import SpotTrainer
+from tlt_megatron.spot.checkpoint import find_newest
+from tlt_megatron.spot.lifecycle import DrafterLifecycle
+from tlt_megatron.spot.publisher import checksum_weights
+from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
+from tlt_megatron.spot.spot_trainer import SpotReport, merge_metrics
 from tlt_megatron.spot.state_version import version_of
 from tlt_megatron.types import FinishReason, Rollout
 
 TWO = ReplicaLayout.uniform(2)
-CPU = torch.device("cpu")
 BATCH_TOKENS = 16
 
 
@@ -62,6 +55,29 @@ class Shelf:
         self.is_suspended = is_suspended
 
 
+class WatchedBuffer(DataBuffer):
+    """Calls `before` with the number of batches of this step so far, ahead of each batch; `measures` ahead of a hold-out."""
+
+    def before(self, count: int) -> None:
+        """Nothing, unless a test replaces it."""
+
+    def measures(self) -> None:
+        """Nothing, unless a test replaces it."""
+
+    def start_step(self, step: int) -> None:
+        super().start_step(step)
+        self.count = 0
+
+    def next_batch(self, max_tokens: int) -> DraftBatch | None:
+        self.before(self.count)
+        self.count += 1
+        return super().next_batch(max_tokens)
+
+    def holdout_batches(self, max_tokens: int, **options: Any) -> list[DraftBatch]:
+        self.measures()
+        return super().holdout_batches(max_tokens, **options)
+
+
 class Rank:
     """A lifecycle of rank 0, whose neighbour finishes when it is told to."""
 
@@ -69,34 +85,22 @@ class Rank:
         self.store = dist.HashStore()
         self.engine = Shelf()
         self.trainer = make_drafter_trainer(batch_tokens=BATCH_TOKENS)
-        section = SpotSection(enabled=True, holdout_share=holdout_share)
-        self.buffer = DataBuffer(section, torch.float64)
-        self.source = BufferSource(self.buffer, BATCH_TOKENS, CPU)
-        self.spot = SpotTrainer(
-            self.trainer,
-            self.source,
-            section,
-            store=self.store,
-            layout=TWO,
-            rank=0,
-            device=CPU,
-            timeline=Timeline(None, 0),
-            phase_timeout_s=20.0,
+        section = SpotSection(
+            enabled=True, holdout_share=holdout_share, publish="live" if is_live else "step"
         )
-        self.spot.limits = replace(self.spot.limits, watch_s=0.0)
+        self.buffer = WatchedBuffer(section, torch.float64)
         self.lifecycle = DrafterLifecycle(
-            trainer=self.trainer,
-            buffer=self.buffer,
-            spot=self.spot,
-            publisher=DrafterPublisher(),
-            checkpointer=AsyncDrafterCheckpointer(folder / "drafter", self.trainer.model),
-            engine=self.engine,
-            tap_layers=(),
-            tap_bytes=1 << 20,
+            self.trainer,
+            self.buffer,
+            self.engine,
+            section,
+            ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=20.0),
             world=SINGLE,
-            device=CPU,
-            live=LiveChannel(self.store, folder / "live") if is_live else None,
+            timeline=Timeline(None, 0),
+            run_dir=folder,
         )
+        self.spot = self.lifecycle.spot
+        self.spot.limits = replace(self.spot.limits, watch_s=0.0)
 
     def begin(self, step: int) -> None:
         """Step `step`, and the answers of this rank."""
@@ -109,24 +113,17 @@ class Rank:
     def finish_other(self) -> None:
         PhaseLog(self.store, TWO, self.step, rank=1).announce_finished()
 
-    def train(self, num_updates: int) -> SpotShare:
+    def train(self, num_updates: int) -> SpotReport:
         """Until that many updates of this step are made; the stop comes right after the last."""
-        end = self.trainer.num_updates + num_updates
-        live = self.spot.after_update
 
-        def after_update(watch: StopWatch) -> None:
-            if live is not None:
-                live(watch)
-            if self.trainer.num_updates == end:
+        def before(count: int) -> None:
+            if count == num_updates:
                 self.finish_other()
-                while not watch():
-                    time.sleep(0.001)
 
-        self.spot.after_update = after_update
-        share = self.lifecycle.run_until_preempted(self.step)
-        self.spot.after_update = live
-        assert share.num_updates == num_updates
-        return share
+        self.buffer.before = before
+        report = self.lifecycle.run_until_preempted(self.step)
+        assert len(report.updates) == num_updates
+        return report
 
     def publish(self, **live: float) -> dict[str, float]:
         metrics = {"bubble/stall_s": 0.0} | {f"drafter/{name}": v for name, v in live.items()}
@@ -186,21 +183,14 @@ def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: R
     rank.train(2)
     rank.publish()
     rank.begin(2)
-    measured = rank.spot.on_idle
-    assert measured is not None
-
-    def end_first(watch: StopWatch) -> None:
-        rank.finish_other()
-        measured(watch)
-
-    rank.spot.on_idle = end_first
-    share = rank.lifecycle.run_until_preempted(2)
-    assert share.num_updates == 0
+    rank.buffer.measures = rank.finish_other
+    report = rank.lifecycle.run_until_preempted(2)
+    assert report.updates == ()
     before = rank.weights()
     assert "drafter/holdout_rows" not in rank.publish()
     assert rank.engine.loaded == []
     assert same(rank.weights(), before)  # measuring swaps weights in and out
-    rank.spot.on_idle = measured
+    rank.buffer.measures = lambda: None
     rank.begin(3)
     rank.train(1)
     assert rank.publish()["drafter/holdout_rows"] > 0  # the same candidate is judged now
@@ -209,23 +199,11 @@ def test_an_idle_time_too_short_to_judge_the_candidate_publishes_nothing(rank: R
 def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
     """The stop comes when the third batch has been taken."""
     rank.begin(1)
-    take, count = rank.source.next_batch, 0
-
-    def next_batch() -> object:
-        nonlocal count
-        count += 1
-        batch = take()
-        if count == 3:
-            rank.finish_other()
-        return batch
-
-    rank.source.next_batch = next_batch
-    share = rank.lifecycle.run_until_preempted(1)
-    assert share.num_updates == 2
+    rank.train(2)
     straight = Rank(tmp_path / "straight")
     straight.begin(1)
     for _ in range(2):
-        straight.trainer.step(straight.source.next_batch())
+        straight.trainer.step(straight.buffer.next_batch(BATCH_TOKENS))
     assert version_of(rank.trainer) == version_of(straight.trainer)
     assert rank.buffer.state_dict()["values"] == straight.buffer.state_dict()["values"]
 
@@ -246,7 +224,7 @@ def test_a_live_offer_that_accepts_more_is_what_all_ranks_have_in_the_end(tmp_pa
     rank = Rank(tmp_path, is_live=True)
     rank.begin(1)
     rank.train(40)
-    offered = list((tmp_path / "live").iterdir())
+    offered = list((tmp_path / "drafter_live").iterdir())
     assert offered
     metrics = rank.publish()
     version, loaded = rank.engine.loaded[-1]
@@ -296,8 +274,9 @@ def test_failed_saves_of_the_drafter_are_logged_and_a_resume_starts_it_anew(
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     rank.lifecycle.save_into(folder)
-    assert "drafter's checkpoint" in caplog.text
-    assert "drafter's data were not written" in caplog.text
+    assert "drafter/save_0000000 was not written" in caplog.text
+    assert "iter_0000003/drafter was not written" in caplog.text
+    assert "drafter_data/rank_00000.safetensors was not written" in caplog.text
     assert not [path for path in folder.rglob("*") if path.is_file()]
     restored = Rank(tmp_path / "restored")
     restored.lifecycle.load_from(folder)
@@ -326,32 +305,32 @@ def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
     assert same(saved.state_dict(), rank.weights())
 
 
-def share(**fields: object) -> SpotShare:
-    known: dict[str, object] = {
-        "idle_s": 0.0,
-        "used_s": 0.0,
-        "stall_s": 0.0,
-        "preempt_ms": 0.0,
-        "num_epochs": 0,
-        "num_broken": 0,
-        "num_updates": 0,
-        "losses": (),
-        "accept_lengths": (),
-    }
-    return SpotShare(**known | fields)
+def metrics_of(**values: float) -> dict[str, float]:
+    names = ("bubble/used_s", "bubble/stall_s", "spot/epochs", "spot/broken", "spot/updates")
+    known = dict.fromkeys((*names, "spot/preempt_ms"), 0.0)
+    return known | {name.replace("__", "/"): value for name, value in values.items()}
 
 
 def test_an_update_of_two_members_counts_once_and_the_slowest_rank_is_the_stall() -> None:
-    member = {"num_updates": 2, "losses": (4.0, 2.0), "accept_lengths": (1.0, 2.0)}
-    metrics = spot_metrics(
+    member = {"spot__updates": 2.0, "drafter__loss": 3.0, "drafter__accept_length": 1.5}
+    metrics = merge_metrics(
         [
-            share(idle_s=2.0, used_s=1.5, stall_s=0.1, **member),
-            share(idle_s=1.0, **member),
-            share(stall_s=0.3),
+            metrics_of(bubble__stall_s=0.3),
+            metrics_of(bubble__used_s=1.5, bubble__stall_s=0.1, **member),
+            metrics_of(bubble__used_s=1.0, **member),
         ]
     )
     assert metrics["spot/updates"] == 2
     assert metrics["drafter/loss"] == 3.0
     assert metrics["drafter/accept_length"] == 1.5
-    assert (metrics["bubble/idle_s"], metrics["bubble/used_s"]) == (3.0, 1.5)
+    assert metrics["bubble/used_s"] == 2.5
     assert metrics["bubble/stall_s"] == 0.3
+
+
+def test_the_metrics_of_a_rank_are_means_over_its_updates(rank: Rank) -> None:
+    rank.begin(1)
+    report = rank.train(3)
+    metrics = report.metrics()
+    assert metrics["spot/updates"] == 3
+    assert metrics["spot/epochs"] == 1
+    assert metrics["drafter/loss"] == pytest.approx(sum(s.loss for s in report.updates) / 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,12 @@ from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
-from tlt_megatron.spot.publisher import DrafterPublisher, PublishAction
+from tlt_megatron.spot.publisher import (
+    DrafterPublisher,
+    PublishAction,
+    PublishDecision,
+    checksum_weights,
+)
 
 
 def result(*lengths: float, rows: float = 100.0) -> HoldoutResult:
@@ -48,30 +53,39 @@ class Target:
 
 
 def started(**settings: float) -> DrafterPublisher:
-    publisher = DrafterPublisher(**settings)
-    publisher.start(weights(0))
-    return publisher
+    return DrafterPublisher(weights(0), **settings)
+
+
+def consider(
+    publisher: DrafterPublisher,
+    candidate: Mapping[str, Tensor],
+    measure: Callable[[Mapping[str, Tensor]], HoldoutResult],
+) -> PublishDecision:
+    """Measure candidate, published and best drafter, and decide."""
+    contenders = [candidate, publisher.published.weights, publisher.best.weights]
+    measured = {checksum_weights(one): measure(one) for one in contenders}
+    return publisher.consider(candidate, checksum_weights(candidate), measured)
 
 
 def test_a_better_candidate_is_published_as_the_next_version() -> None:
     publisher, candidate = started(), weights(1)
-    decision = publisher.consider(candidate, Target(d0=1.5, d1=1.6))
+    decision = consider(publisher, candidate, Target(d0=1.5, d1=1.6))
     assert decision.action == PublishAction.PUBLISH
-    assert decision.drafter is publisher.published is publisher.best
-    assert decision.drafter.version == 1
+    assert publisher.published is publisher.best
+    assert publisher.published.version == 1
     candidate["fc.weight"].zero_()  # the trainer goes on; what was published stays
-    assert torch.equal(decision.drafter.weights["fc.weight"], weights(1)["fc.weight"])
+    assert torch.equal(publisher.published.weights["fc.weight"], weights(1)["fc.weight"])
     expected = checksum_tensor("fc.weight", weights(1)["fc.weight"]) % CHECKSUM_MODULUS
-    assert decision.drafter.checksum == expected
+    assert publisher.published.checksum == expected
     assert decision.metrics["drafter/holdout_accept_length/candidate"] == pytest.approx(1.6)
     assert decision.metrics["drafter/version"] == 1.0
 
 
 def test_a_worse_candidate_is_refused_and_counted() -> None:
     publisher = started()
-    decision = publisher.consider(weights(1), Target(d0=1.5, d1=1.4))
+    decision = consider(publisher, weights(1), Target(d0=1.5, d1=1.4))
     assert decision.action == PublishAction.KEEP
-    assert decision.drafter.version == publisher.published.version == 0
+    assert publisher.published.version == 0
     assert decision.metrics["drafter/num_refused"] == 1.0
     assert "accepts 1.400, the best 1.500" in decision.reason
 
@@ -80,9 +94,9 @@ def test_old_numbers_are_not_compared_with_new_ones() -> None:
     """The target has moved: the candidate accepts less than the published one did, and more than it does."""
     publisher = started()
     target = Target(d0=1.4, d1=1.8, d2=1.5)
-    publisher.consider(weights(1), target)
+    consider(publisher, weights(1), target)
     target.move(d1=1.3)
-    assert publisher.consider(weights(2), target).action == PublishAction.PUBLISH
+    assert consider(publisher, weights(2), target).action == PublishAction.PUBLISH
 
 
 def test_the_comparison_is_in_pairs() -> None:
@@ -90,14 +104,14 @@ def test_the_comparison_is_in_pairs() -> None:
     better = (1.2, 1.5, 1.7, 1.9)
     worse = tuple(length - 0.02 for length in better)
     publisher = started()
-    decision = publisher.consider(weights(1), Target(d0=better, d1=worse))
+    decision = consider(publisher, weights(1), Target(d0=better, d1=worse))
     assert decision.action == PublishAction.KEEP
 
 
 @pytest.mark.parametrize(("tolerance", "action"), [(1.0, "publish"), (0.0, "keep")])
 def test_less_within_the_noise_is_published(tolerance: float, action: str) -> None:
     target = Target(d0=(1.5, 1.5, 1.5, 1.5), d1=(1.7, 1.3, 1.7, 1.28))
-    decision = started(tolerance=tolerance).consider(weights(1), target)
+    decision = consider(started(tolerance=tolerance), weights(1), target)
     assert decision.action == action
 
 
@@ -109,7 +123,7 @@ def test_small_losses_do_not_add_up() -> None:
         shift = 0.02 * number
         sign = 1 if number % 2 else -1
         target.move(**{f"d{number}": tuple(x - shift + sign * d for x, d in zip((1.6, 1.5, 1.6, 1.5), (0.05, -0.05, 0.05, -0.05), strict=True))})  # fmt: skip
-        publisher.consider(weights(number), target)
+        consider(publisher, weights(number), target)
     assert publisher.best.version == 0
     assert target(publisher.published.weights).accept_length > 1.5
 
@@ -117,18 +131,18 @@ def test_small_losses_do_not_add_up() -> None:
 def test_the_best_comes_back_where_the_published_one_falls_behind() -> None:
     publisher = started()
     target = Target(d0=(1.6, 1.5), d1=(1.5, 1.59))
-    assert publisher.consider(weights(1), target).action == PublishAction.PUBLISH
+    assert consider(publisher, weights(1), target).action == PublishAction.PUBLISH
     assert publisher.best.version == 0
     target.move(d1=(1.2, 1.2), d2=(1.1, 1.1))
-    decision = publisher.consider(weights(2), target)
+    decision = consider(publisher, weights(2), target)
     assert decision.action == PublishAction.RESTORE
-    assert decision.drafter.version == 2  # versions only rise
-    assert torch.equal(decision.drafter.weights["fc.weight"], weights(0)["fc.weight"])
+    assert publisher.published.version == 2  # versions only rise
+    assert torch.equal(publisher.published.weights["fc.weight"], weights(0)["fc.weight"])
     assert publisher.best is publisher.published
 
 
 def test_what_is_published_already_is_kept() -> None:
-    decision = started().consider(weights(0), Target(d0=1.5))
+    decision = consider(started(), weights(0), Target(d0=1.5))
     assert decision.action == PublishAction.KEEP
     assert decision.metrics["drafter/num_refused"] == 0.0
 
@@ -136,13 +150,13 @@ def test_what_is_published_already_is_kept() -> None:
 def test_numbers_that_are_none_are_never_published() -> None:
     publisher = started()
     for candidate in ({"fc.weight": torch.tensor([[math.inf, 1.0]])}, weights(1)):
-        decision = publisher.consider(candidate, lambda w: result(*([1.5, 1.5] if w is publisher.published.weights else [math.nan, 1.5])))  # fmt: skip
+        decision = consider(publisher, candidate, lambda w: result(*([1.5, 1.5] if w is publisher.published.weights else [math.nan, 1.5])))  # fmt: skip
         assert decision.action == PublishAction.KEEP
 
 
 def test_a_number_is_better_than_none() -> None:
     publisher = started()
-    decision = publisher.consider(weights(1), Target(d0=math.nan, d1=1.1))
+    decision = consider(publisher, weights(1), Target(d0=math.nan, d1=1.1))
     assert decision.action == PublishAction.PUBLISH
     assert publisher.best.version == 1
 
@@ -150,9 +164,9 @@ def test_a_number_is_better_than_none() -> None:
 def test_without_a_slice_candidates_are_published_unless_they_are_broken() -> None:
     publisher = started()
     empty = HoldoutResult(counts=(), accepted=())
-    assert publisher.consider(weights(1), lambda _: empty).action == PublishAction.PUBLISH
+    assert consider(publisher, weights(1), lambda _: empty).action == PublishAction.PUBLISH
     broken = {"fc.weight": torch.tensor([[math.nan]])}
-    assert publisher.consider(broken, lambda _: empty).action == PublishAction.KEEP
+    assert consider(publisher, broken, lambda _: empty).action == PublishAction.KEEP
 
 
 def test_a_live_collapse_alarms_until_a_good_one_is_published() -> None:
@@ -163,25 +177,25 @@ def test_a_live_collapse_alarms_until_a_good_one_is_published() -> None:
     assert publisher.observe_live(1.3)
     assert "version 0 fell to 1.30" in publisher.alarm
     assert publisher.observe_live(None)  # n-gram or OFF meanwhile
-    decision = publisher.consider(weights(1), target)
-    assert decision.is_alarmed
+    decision = consider(publisher, weights(1), target)
+    assert publisher.alarm
     assert decision.metrics["drafter/alarm"] == 1.0
-    decision = publisher.consider(weights(2), target)
+    decision = consider(publisher, weights(2), target)
     assert decision.action == PublishAction.PUBLISH
-    assert not decision.is_alarmed
+    assert not publisher.alarm
     assert decision.metrics["drafter/alarm"] == 0.0
 
 
 def test_a_hold_out_collapse_alarms_and_its_end_needs_a_good_drafter() -> None:
     publisher = started()
     target = Target(d0=1.8, d1=1.8, d2=1.2, d3=1.25, d4=1.75)
-    assert not publisher.consider(weights(1), target).is_alarmed
+    assert not consider(publisher, weights(1), target).metrics["drafter/alarm"]
     target.move(d0=1.1, d1=1.1)  # the target has jumped away from everyone
     for number in (2, 3):
-        decision = publisher.consider(weights(number), target)
+        decision = consider(publisher, weights(number), target)
         assert decision.action == PublishAction.PUBLISH  # better, but not good
-        assert decision.is_alarmed
-    assert not publisher.consider(weights(4), target).is_alarmed
+        assert publisher.alarm
+    assert not consider(publisher, weights(4), target).metrics["drafter/alarm"]
 
 
 def test_a_live_alarm_ends_without_a_publication_and_rises_again_where_it_was_right() -> None:
@@ -193,7 +207,7 @@ def test_a_live_alarm_ends_without_a_publication_and_rises_again_where_it_was_ri
     alarms = []
     for _ in range(6):
         alarms.append(publisher.observe_live(None))
-        assert publisher.consider(weights(1), target).action == PublishAction.KEEP
+        assert consider(publisher, weights(1), target).action == PublishAction.KEEP
     assert alarms == [True] * 3 + [False] * 3
     assert publisher.observe_live(1.2)
     assert not started().observe_live(None)
@@ -202,11 +216,11 @@ def test_a_live_alarm_ends_without_a_publication_and_rises_again_where_it_was_ri
 def test_an_alarm_stays_while_the_hold_out_shows_the_collapse() -> None:
     publisher = started()
     target = Target(d0=1.8, d1=1.2)
-    publisher.consider(weights(1), target)
+    consider(publisher, weights(1), target)
     target.move(d0=1.1, d1=1.05)
     for _ in range(6):
         publisher.observe_live(None)
-        assert publisher.consider(weights(1), target).is_alarmed
+        assert consider(publisher, weights(1), target).metrics["drafter/alarm"]
 
 
 def test_a_drafter_that_never_was_good_does_not_alarm() -> None:
@@ -217,12 +231,12 @@ def test_a_drafter_that_never_was_good_does_not_alarm() -> None:
 def test_a_target_that_became_harder_for_good_ends_the_alarm() -> None:
     publisher = started()
     target = Target(d0=1.9)
-    publisher.consider(weights(0), target)
+    consider(publisher, weights(0), target)
     target.move(d0=1.0)
     alarms = []
     for number in range(1, 40):
         target.move(**{f"d{number}": 1.3})
-        alarms.append(publisher.consider(weights(number), target).is_alarmed)
+        alarms.append(consider(publisher, weights(number), target).metrics["drafter/alarm"])
     assert alarms[0]
     assert not alarms[-1]
 
@@ -231,16 +245,16 @@ def test_restored_state_decides_as_if_never_saved() -> None:
     target = Target(d0=(1.6, 1.5), d1=(1.5, 1.59), d2=(1.4, 1.4), d3=(1.7, 1.7))
     straight = started()
     straight.observe_live(3.0)
-    straight.consider(weights(1), target)  # published, while the best is another
+    consider(straight, weights(1), target)  # published, while the best is another
     straight.observe_live(1.2)
     record = json.loads(json.dumps(straight.record(), allow_nan=False))
-    resumed = DrafterPublisher()
+    resumed = started()
     resumed.load_state_dict(straight.state_dict(), record)
     assert resumed.published.version == straight.published.version
     assert resumed.published.checksum == straight.published.checksum
     assert resumed.best.version == straight.best.version != straight.published.version
     for number in (2, 3):
-        one, other = (p.consider(weights(number), target) for p in (straight, resumed))
+        one, other = (consider(p, weights(number), target) for p in (straight, resumed))
         assert (one.action, one.metrics, one.reason) == (other.action, other.metrics, other.reason)
     fresh = started()
     resumed.load_state_dict(fresh.state_dict(), json.loads(json.dumps(fresh.record())))
@@ -295,4 +309,4 @@ def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone
 )
 def test_settings_are_checked(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DrafterPublisher(**settings)
+        started(**settings)

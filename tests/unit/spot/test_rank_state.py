@@ -11,7 +11,6 @@ from tlt_megatron.spot.rank_state import (
     PhaseLog,
     PhaseView,
     Plan,
-    RankState,
     ReplicaLayout,
     SharedLog,
 )
@@ -38,7 +37,17 @@ def apply(view: PhaseView, line: str) -> None:
 
 
 def states(view: PhaseView) -> str:
-    return " ".join(view.state_of(rank).value for rank in range(view.layout.world_size))
+    """Of each rank: rollout, idle, training; done once all have finished."""
+
+    def state_of(rank: int) -> str:
+        if view.is_over:
+            return "done"
+        if rank in view.unfinished:
+            return "rollout"
+        is_in = rank in view.members() and not view.has_left(rank) and not view.is_closed
+        return "training" if is_in else "idle"
+
+    return " ".join(state_of(rank) for rank in range(view.layout.world_size))
 
 
 def test_states_of_a_phase() -> None:
@@ -58,7 +67,7 @@ def test_states_of_a_phase() -> None:
         assert states(view) == expected
     assert view.is_over
     assert view.ended_at == 12.5
-    assert view.ranks_in(RankState.DONE) == [0, 1, 2, 3]
+    assert view.unfinished == []
 
 
 def test_first_plan_for_an_epoch_is_the_plan() -> None:
@@ -88,7 +97,7 @@ def test_a_rank_that_has_finished_is_free_once_it_is_ready() -> None:
     view = PhaseView(FOUR, MACHINE)
     view.apply(["finished", "2", MACHINE, "1.0"], now=1.1)
     assert view.free_replicas() == ()
-    assert view.ranks_in(RankState.IDLE) == [2]
+    assert states(view) == "rollout rollout idle rollout"
     view.apply(["ready", "2"], now=1.2)
     assert view.free_replicas() == (2,)
 

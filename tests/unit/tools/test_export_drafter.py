@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
 from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
-from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
+from tlt_megatron.models.draft_model import DraftModel, fingerprint_target
+from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, write_checkpoint
 from tools.export_drafter import (
     Target,
     check_export,
@@ -162,8 +162,15 @@ def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
     saved.wait()
     saved.save(state | {"num_updates": torch.tensor(2)}, {})
     folder = tmp_path / "run" / "checkpoints" / "iter_0000004"
-    saved.snapshot_into(folder / "drafter", state | {"num_updates": torch.tensor(3)}, {})
     saved.close()
+    folder.mkdir(parents=True)
+    write_checkpoint(
+        folder / "drafter",
+        model,
+        state | {"num_updates": torch.tensor(3)},
+        {},
+        target=fingerprint_target(model.embedding_VD),
+    )
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("4")
     assert find_drafter(tmp_path / "drafter").name == "save_0000000"  # the best, not the newest
     for path in (tmp_path / "run", folder.parent, folder, folder / "drafter"):
