@@ -17,18 +17,18 @@ class RmsNorm:
     """
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.eps = torch.tensor(eps, dtype=self._wide, device=device)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.eps = torch.tensor(eps, dtype=wide, device=device)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the normalized x, times `weight`, which broadcasts to x."""
-        wide = x if x.dtype == self._wide else x.to(self._wide)
+        wide = x if x.dtype == self.eps.dtype else x.to(self.eps.dtype)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = torch.addcmul(self.eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
         normed = wide * scale
         if normed.dtype != x.dtype:
             normed = normed.to(x.dtype)
-        return normed.mul_(weight)
+        return normed if weight is None else normed.mul_(weight)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -45,13 +45,18 @@ class Matrix:
         self.refresh()
 
     @classmethod
-    def empty(cls, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> Matrix:
+    def empty(
+        cls, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, *, has_bias: bool
+    ) -> Matrix:
         """Return a matrix that owns a zero weight, for `set`. Column-major, which is faster for one row."""
-        return cls(torch.zeros(num_in, num_out, dtype=dtype, device=device).t())
+        bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
+        return cls(torch.zeros(num_in, num_out, dtype=dtype, device=device).t(), bias)
 
-    def set(self, weight: Tensor) -> None:
-        """Copy `weight` [out, in] into this matrix."""
+    def set(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Copy `weight` [out, in], and `bias` [out] if it has one, into this matrix."""
         self._weight.copy_(weight)
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
         self.refresh()
 
     @torch.no_grad()
@@ -61,10 +66,9 @@ class Matrix:
             dense = self._weight.contiguous()
             self._packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
 
-    @property
-    def weight(self) -> Tensor:
-        """Return the weight [out, in], not a copy."""
-        return self._weight
+    def tensors(self) -> list[Tensor]:
+        """Return weight and bias, not copied."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
 
     @property
     def num_bytes(self) -> int:

@@ -26,6 +26,7 @@ from tlt_megatron.models.draft_model import (
     hash_embedding,
     make_draft_config,
 )
+from tlt_megatron.models.matrix import Matrix
 
 
 class GrowingKv:
@@ -97,20 +98,17 @@ def test_steps_equal_the_definition(architecture: str, is_fused: bool) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])
-@pytest.mark.parametrize("max_table_bytes", [0, 1 << 20], ids=["no_table", "table"])
-def test_inference_follows_changed_weights_and_embedding(
-    architecture: str, max_table_bytes: int
-) -> None:
+def test_inference_follows_changed_weights_and_embedding(architecture: str) -> None:
     model = make_draft_model(architecture)
-    view = DraftInference(model, torch.float64, max_table_bytes=max_table_bytes)
+    view = DraftInference(model, torch.float64)
     sequence = make_sequence(model, 8)
     model.rotary.reserve(64)
     view.rotary.reserve(64)
     addresses = [t.data_ptr() for t in tensors_of(view)]
     with torch.no_grad():
-        for tensor in (*model.parameters(), model.embedding_VD, model.lm_head_VD):
+        for tensor in (model.embedding_VD, model.lm_head_VD):
             tensor.mul_(1.25).add_(0.01)
-        view.refresh()
+        view.load({name: weight * 1.25 + 0.01 for name, weight in view.weights().items()})
         positions, tokens = torch.arange(6), sequence.token_ids[1:7]
         features = sequence.features[:6]
         expected = model(tokens, model.fuse(features), positions, GrowingKv())
@@ -119,6 +117,25 @@ def test_inference_follows_changed_weights_and_embedding(
         torch.testing.assert_close(view.logits(actual[1]), model.logits(expected[1]))
     assert addresses == [t.data_ptr() for t in tensors_of(view)]
     assert view.num_bytes() >= sum(p.nbytes for n, p in model.named_parameters() if "o_proj" in n)
+
+
+def test_only_a_draft_pays_for_changed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_draft_model("eagle")
+    view = DraftInference(model, torch.float64)
+    features = make_sequence(model, 8).features
+    copies = []
+    monkeypatch.setattr(Matrix, "set", lambda matrix, *_: copies.append(matrix))
+    view.load(view.weights())
+    view.mark_stale()
+    assert not copies
+    view.fuse(features)
+    num_copies = len(copies)
+    assert num_copies
+    view.fuse(features)
+    assert len(copies) == num_copies
+    view.mark_stale()
+    view.fuse(features)
+    assert len(copies) == 2 * num_copies
 
 
 @pytest.mark.parametrize("architecture", ["eagle", "eagle3"])

@@ -292,8 +292,6 @@ class EmbeddedEngine:
         self._require_awake()
         self._require_version(policy_version)
         started = time.perf_counter()
-        if self._speculation is not None:
-            self._speculation.refresh()
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
         requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
@@ -336,8 +334,6 @@ class EmbeddedEngine:
                     on_finish(rollout)
             if between_passes is not None:
                 between_passes()
-                if self._speculation is not None:
-                    self._speculation.refresh()
             batch.remove([end.row for end in ended])
             batch.grow(scheduler)
             clock.start()

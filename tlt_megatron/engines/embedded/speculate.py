@@ -112,12 +112,7 @@ class Speculation:
     def target_changed(self) -> None:
         """Note that the policy's weights changed."""
         if self.draft is not None:
-            self.draft.is_stale = True
-
-    def refresh(self) -> None:
-        """Refresh a stale drafter. Call before the first pass, and whenever drafter or target may have changed."""
-        if self.draft is not None and self.draft.is_stale:
-            self.draft.refresh()
+            self.draft.mark_stale()
 
     def state_dict(self) -> dict[str, object]:
         """Return the measurements of acceptance and speed as JSON-able values."""
