@@ -8,18 +8,21 @@ every place of a tile, or in tiles of two sizes. Both are checked on this machin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.attention.invariant import (
+    InvariantLaneAttention,
     InvariantPrefillAttention,
     check_attention,
-    invariant_lanes,
     invariant_paged,
 )
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.matrix import Matrix
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
@@ -41,13 +44,13 @@ def invariant_arithmetic(
     check_attention(config, dtype)
     _check_exp(dtype)
     return Arithmetic(
-        matrix=_Products().matrix,
+        matrix=_matrix_factory(),
         norm=InvariantNorm,
         rotate_=rotate_,
         gate=gate_silu,
         prefill=InvariantPrefillAttention,
         paged=invariant_paged,
-        lanes=invariant_lanes,
+        lanes=InvariantLaneAttention,
         aligns_pages=True,
     )
 
@@ -92,8 +95,7 @@ class RowTiles:
 
     def cover(self, num_rows: int) -> list[int]:
         """Return the sizes of consecutive tiles that hold `num_rows` rows; the last may hold more."""
-        found = self._covers.get(num_rows)
-        if found is None:
+        if num_rows not in self._covers:
             found, left = [], num_rows
             while left > 0:
                 larger = [size for size in self.sizes if left <= size <= _PADDING_WASTE * left]
@@ -101,58 +103,52 @@ class RowTiles:
                 found.append(min(larger) if larger else max(smaller, default=self.sizes[0]))
                 left -= found[-1]
             self._covers[num_rows] = found
-        return found
+        return self._covers[num_rows]
 
 
-class InvariantMatrix:
+class InvariantMatrix(Matrix):
     """`Matrix` that multiplies by row tiles."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tiles: RowTiles) -> None:
-        self._matrix = Matrix(weight, bias, min_rows=1)
+        super().__init__(weight, bias, min_rows=1)
         self._tiles = tiles
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """Return [P, out] for x [P, in]. `addend` [P, out] is not changed."""
+        """See `Matrix`."""
         num_rows = x.shape[0]
         tiles = self._tiles.cover(num_rows)
         num_padded = sum(tiles) - num_rows
         if num_padded:
             x = F.pad(x, (0, 0, 0, num_padded))
-        if len(tiles) == 1:
-            out = self._matrix(x)
-        else:
-            out = torch.cat([self._matrix(tile) for tile in x.split(tiles)])
+        outs = [super(InvariantMatrix, self).__call__(tile) for tile in x.split(tiles)]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if num_padded:
             out = out[:num_rows]
         return out if addend is None else out.add_(addend)
 
 
-class _Products:
-    """Makes matrices. Matrices of one shape share the tiles tested for the first one."""
+def _matrix_factory() -> Callable[[Tensor, Tensor | None], InvariantMatrix]:
+    """Return a factory of matrices. Matrices of one shape share the tiles tested for the first one."""
+    tiles: dict[tuple[torch.Size, bool], RowTiles] = {}
 
-    def __init__(self) -> None:
-        self._tiles: dict[tuple[torch.Size, bool], RowTiles] = {}
-
-    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> InvariantMatrix:
+    def matrix(weight: Tensor, bias: Tensor | None) -> InvariantMatrix:
         key = weight.shape, bias is not None
-        if key not in self._tiles:
-            self._tiles[key] = RowTiles(weight, bias)
-        return InvariantMatrix(weight, bias, self._tiles[key])
+        if key not in tiles:
+            tiles[key] = RowTiles(weight, bias)
+        return InvariantMatrix(weight, bias, tiles[key])
+
+    return matrix
 
 
 # ---- norm, rotation and gate
 
 
-class InvariantNorm:
+class InvariantNorm(RmsNorm):
     """`RmsNorm` without a fused multiply-add, which rounds once in a vector loop but may round twice in its remainder."""
 
-    def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.eps = torch.tensor(eps, dtype=self._wide, device=device)
-
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the normalized x, times `weight`, which broadcasts to x."""
-        wide = x.to(self._wide)
+        """See `RmsNorm`."""
+        wide = x.to(self.eps.dtype)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = length.mul_(length).mul_(1.0 / x.shape[-1]).add_(self.eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(weight)

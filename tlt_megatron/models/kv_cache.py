@@ -65,6 +65,7 @@ class KvCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
+        self.num_heads_per_kv = config.num_heads // config.num_kv_heads
         self.device = device
         self.scratch_slot = num_pages * page_size
         num_slots = (num_pages + has_scratch) * page_size

@@ -322,9 +322,7 @@ def lane_steps(
         return model.forward_tapped(
             inputs.token_ids_P,
             inputs.positions_P,
-            model.arithmetic.lanes(
-                view_of(inputs), inputs.slots_P, inputs.positions_P, inputs.bias_BRS
-            ),
+            model.arithmetic.lanes(view_of(inputs), inputs.slots_P, inputs.bias_BRS),
             cache.tap_layers,
         )
 

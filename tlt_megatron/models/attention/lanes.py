@@ -135,11 +135,3 @@ def drafted_bias(
     drafted = torch.where(visible_BRX, 0.0, -torch.inf).to(bias.dtype)
     columns = columns_BX.unsqueeze(1).expand(-1, num_queries, -1)
     return bias.scatter_(2, columns, drafted)
-
-
-def lane_attention(
-    view: LaneView, slots_P: Tensor, positions_P: Tensor, bias_BRS: Tensor
-) -> LaneTreeAttention:
-    """Return the attention for a pass of R queries per row. `positions_P` is not needed: the bias holds the same."""
-    del positions_P
-    return LaneTreeAttention(view, slots_P, bias_BRS)
