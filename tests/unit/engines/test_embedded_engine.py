@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -318,6 +320,20 @@ def test_sleep_wake_and_close(make_engine: MakeEngine, expected: list[list[int]]
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(PROMPTS, PARAMS, policy_version=1)
+
+
+def alive_caches() -> list[weakref.ref[KvCache]]:
+    return [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KvCache]
+
+
+def test_a_sleeping_engine_holds_no_kv(make_engine: MakeEngine) -> None:
+    gc.collect()
+    before = alive_caches()
+    engine = make_engine()
+    engine.generate(PROMPTS, PARAMS, policy_version=1)
+    (kv,) = [cache for cache in alive_caches() if cache not in before]
+    engine.sleep()
+    assert kv() is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -131,7 +131,8 @@ class GraphPool:
         self._lane, self._num_lanes, self._scratch_slot = lane, num_lanes, scratch_slot
 
     def drop(self) -> None:
-        """Free all graphs and their memory. The next passes capture again."""
+        """Free all graphs and their memory, and let go of the KV that the steps read. Call `bind` before the next pass."""
+        self._steps = {}
         self._captured.clear()
         self._static.clear()
         self._layout = None
