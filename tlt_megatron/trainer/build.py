@@ -35,7 +35,11 @@ from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.trainer.build_drafter import attach_drafter, drafter_tap_layers
+from tlt_megatron.trainer.build_drafter import (
+    attach_drafter,
+    drafter_tap_layers,
+    speculation_over,
+)
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.graph_log import graph_lines
@@ -267,16 +271,18 @@ def build_engine(
 
 def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
     model = load_model_config(config.model.path)
+    is_on = config.speculation.enabled
     engine = EmbeddedEngine(
         model,
         config.rollout,
         device,
         max_prompt_tokens=config.data.max_prompt_tokens,
         tap_layers=drafter_tap_layers(config, model),
+        make_speculation=partial(speculation_over, config, model) if is_on else None,
     )
-    strategies = config.speculation.strategies if config.speculation.enabled else []
-    graphs = engine.graph_plan([SpeculationStrategy.parse(text) for text in strategies])
-    for line in graph_lines(graphs, is_used=engine.has_graphs):
+    strategies = [SpeculationStrategy.parse(text) for text in config.speculation.strategies]
+    plan = engine.memory_plan(strategies if is_on else ())
+    for line in graph_lines(plan.graphs, is_used=engine.has_graphs):
         log.info("%s", line)
     return engine
 

@@ -13,7 +13,6 @@ from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, loa
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
@@ -53,24 +52,15 @@ def attach_drafter(
     store: JobStore,
     check_ranks: Callable[[], None],
 ) -> DrafterLifecycle | None:
-    """Enable speculation if configured. Returns the DrafterLifecycle with spot training, else None. A collective of all ranks.
+    """Return the drafter's training, or None without spot training. A collective of all ranks.
 
-    The engine must hold the policy, because drafter and policy are compared. ValueError for a drafter of another policy, or
-    for unknown strategies. If `check_ranks` raises RanksLost, idle ranks stop their work.
+    The engine must hold the policy, because drafter and policy are compared. ValueError for a drafter of another policy. If
+    `check_ranks` raises RanksLost, idle ranks stop their work.
     """
-    is_embedded = isinstance(engine, EmbeddedEngine)
-    if not config.speculation.enabled or not (is_embedded or config.speculation.is_learned):
+    if not config.spot.enabled:
         return None
     target = load_model_config(config.model.path)
     embedding_VD, lm_head_VD = engine.target_tensors()
-    if is_embedded:  # SGLang was started with its drafter
-        draft = None
-        if config.speculation.is_learned:
-            drafting = _make_drafter(config, target, embedding_VD, lm_head_VD)
-            draft = DraftInference(drafting, lm_head_VD.dtype)
-        engine.set_speculation(make_speculation(config, draft))
-    if not config.spot.enabled:
-        return None
     # A second copy for training: the engine gets only weights that the publisher accepts.
     trainer = DrafterTrainer(
         _make_drafter(config, target, embedding_VD, lm_head_VD), config.drafter
@@ -113,6 +103,19 @@ def _make_drafter(
     return DraftModel(
         draft_config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, seed=config.drafter.seed
     )
+
+
+def speculation_over(
+    config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
+) -> Speculation:
+    """Build the speculation of an embedded engine over its policy's embedding and LM head.
+
+    ValueError for a drafter of another policy, or for unknown strategies."""
+    draft = None
+    if config.speculation.is_learned:
+        drafter = _make_drafter(config, target, embedding_VD, lm_head_VD)
+        draft = DraftInference(drafter, lm_head_VD.dtype)
+    return make_speculation(config, draft)
 
 
 def make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:

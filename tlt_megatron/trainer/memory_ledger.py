@@ -11,9 +11,7 @@ import torch
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.memory import drafter_parameters, spot_claims
-from tlt_megatron.engines.embedded.graph_plan import GraphPlan
-from tlt_megatron.engines.embedded.memory_plan import lane_tokens, plan_memory
-from tlt_megatron.engines.embedded.speculate import draft_slots_of
+from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.mcore.memory import policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
@@ -91,20 +89,16 @@ def _engine_claims(
     texts = config.speculation.strategies if config.speculation.enabled else []
     strategies = [SpeculationStrategy.parse(text) for text in texts]
     has_graphs = rollout.cuda_graphs and device.is_cuda
-    draft_slots = draft_slots_of(strategies)
-    is_packed = packs(getattr(torch, rollout.dtype), device.torch_device)
     plan = plan_memory(
         model,
         rollout,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        draft_slots=draft_slots,
-        num_taps=len(drafter_tap_layers(config, model)),
-        has_packed_weights=is_packed,
+        strategies,
+        device=device,
         has_graphs=has_graphs,
-        verify_rows=max((s.num_rows for s in strategies), default=1),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        num_taps=len(drafter_tap_layers(config, model)),
     )
     weights_in = _AWAKE if device.is_cuda else ALL_PHASES
-    phases = frozenset({Phase.ROLLOUT})
     claims = [
         MemoryClaim(name="engine weights", num_bytes=plan.weights_bytes, phases=weights_in),
         MemoryClaim(
@@ -116,32 +110,20 @@ def _engine_claims(
         MemoryClaim(
             name="decode and verify passes",
             num_bytes=plan.activations_bytes,
-            phases=phases,
+            phases=frozenset({Phase.ROLLOUT}),
             lower=f"rollout.max_batch_size={rollout.max_batch_size} or speculation.strategies",
+        ),
+        MemoryClaim(
+            name="engine graphs",
+            num_bytes=plan.graphs.bytes_pool() if has_graphs else 0,
+            phases=frozenset({Phase.ROLLOUT, Phase.SPOT}),
+            lower="speculation.strategies",
         ),
     ]
     if config.speculation.enabled and config.speculation.is_learned:
-        own = drafter_parameters(sizes) * plan.weight_item_bytes * (2 if is_packed else 1)
+        is_packed = packs(getattr(torch, rollout.dtype), device.torch_device)
+        own = drafter_parameters(sizes) * _item_bytes(config) * (2 if is_packed else 1)
         claims.append(MemoryClaim(name="engine drafter", num_bytes=own, phases=weights_in))
-    if has_graphs:
-        lane = lane_tokens(
-            rollout, max_prompt_tokens=config.data.max_prompt_tokens, draft_slots=draft_slots
-        )
-        graphs = GraphPlan(
-            model,
-            strategies,
-            max_batch_size=rollout.max_batch_size,
-            max_length=lane,
-            item_bytes=plan.weight_item_bytes,
-        )
-        claims.append(
-            MemoryClaim(
-                name="engine graphs",
-                num_bytes=graphs.bytes_pool(),
-                phases=frozenset({Phase.ROLLOUT, Phase.SPOT}),
-                lower="speculation.strategies",
-            )
-        )
     return claims
 
 

@@ -105,7 +105,9 @@ def _bench_one_dtype(
             for name in variants
         },
         "batch_invariant": bench_batch_invariant(setting, options, strategies, console),
-        "graph_pool_bytes": bench_graph_bytes(setting.engine.graph_plan(strategies), console),
+        "graph_pool_bytes": bench_graph_bytes(
+            setting.engine.memory_plan(strategies).graphs, console
+        ),
     }
 
 

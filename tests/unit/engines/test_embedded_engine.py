@@ -17,7 +17,6 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
@@ -341,8 +340,7 @@ def test_the_memory_plan_is_what_is_allocated(tiny_path: Path, dtype: str) -> No
     config = load_model_config(tiny_path)
     section = RolloutSection(dtype=dtype, max_batch_size=4, num_samples=2, max_new_tokens=100)
     plan = EmbeddedEngine(config, section, select_device("cpu")).memory_plan()
-    packed = packs(getattr(torch, section.dtype), torch.device("cpu"))
-    assert plan == plan_memory(config, section, has_packed_weights=packed)
+    assert plan == plan_memory(config, section, device=select_device("cpu"))
     assert plan.kv_tokens == 64 * (4 * 2 + 3 * 16)
     device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     assert plan.weights_bytes == Transformer(config, torch_dtype, device).num_bytes()

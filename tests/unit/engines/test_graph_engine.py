@@ -199,8 +199,10 @@ def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
     engine = make_engine(tiny_path, device)
     speculate(engine, tiny_path, "3_2_6")
     plan = engine.memory_plan()
-    settings = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "draft_slots": 8, "has_graphs": True}
-    assert plan == plan_memory(config, section, **settings)
+    strategies = [SpeculationStrategy.parse("3_2_6")]
+    settings = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "has_graphs": True}
+    assert plan == plan_memory(config, section, strategies, device=device, **settings)
+    assert plan.draft_slots == 8
     lane = 384  # 300 + 40 + 8 in pages of 64
     assert plan.kv_tokens == 8 * lane + (8 // 2 + 1) * 320
     cache = KvCache(
@@ -215,4 +217,4 @@ def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
     )
     assert plan.kv_bytes == cache.num_bytes()
     assert cache.scratch_slot == plan.kv_tokens == cache.bias_T.numel() - 64
-    assert engine.graph_plan(()).max_length == lane
+    assert engine.memory_plan(()).graphs.max_length == lane

@@ -16,26 +16,19 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
-from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
-from tlt_megatron.engines.embedded.memory_plan import (
-    PAGE_TOKENS,
-    MemoryPlan,
-    lane_tokens,
-    plan_memory,
-)
+from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.engines.embedded.pass_clock import PassClock, Step
 from tlt_megatron.engines.embedded.prefill import features_of, prefill
 from tlt_megatron.engines.embedded.responses import group_rollouts, make_rollout
 from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
-from tlt_megatron.engines.embedded.speculate import Speculation, draft_slots_of
+from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.models.invariant import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
@@ -54,8 +47,11 @@ class EmbeddedEngine:
         *,
         max_prompt_tokens: int = 1024,
         tap_layers: tuple[int, ...] = (),
+        make_speculation: Callable[[Tensor, Tensor], Speculation] | None = None,
     ) -> None:
-        """Features are the last hidden state, then the states after `tap_layers`. An EAGLE-3 drafter reads the latter."""
+        """Features are the last hidden state, then the states after `tap_layers`. An EAGLE-3 drafter reads the latter.
+
+        After the first `load_weights`, the engine speculates with the result of `make_speculation(embedding, lm_head)`."""
         self._config = model_config
         self._tap_layers = tap_layers
         self._section = section
@@ -65,10 +61,12 @@ class EmbeddedEngine:
         self._arithmetic = PLAIN
         if section.batch_invariant:
             self._arithmetic = invariant_arithmetic(model_config, self._dtype, device.torch_device)
+        self._make_speculation = make_speculation
         self._speculation: Speculation | None = None
         self._paused: Speculation | None = None
+        self.has_graphs = section.cuda_graphs and device.graph_memory() is not None
+        self._plan = self.memory_plan(())
         self._graphs = self._make_graphs()
-        self._plan = self._make_plan()
         self._model: Transformer | None = None
         self._parked: ParkedWeights | None = None
         self._cache: KvCache | None = None
@@ -89,46 +87,23 @@ class EmbeddedEngine:
             kv_capacity_tokens=self._plan.kv_tokens,
         )
 
-    def _make_plan(self) -> MemoryPlan:
+    def _make_graphs(self) -> GraphPool:
+        new_memory = self._device.graph_memory if self.has_graphs else lambda: None
+        return GraphPool(self._plan.graphs, new_memory)
+
+    def memory_plan(self, strategies: Sequence[SpeculationStrategy] | None = None) -> MemoryPlan:
+        """Return the memory of this engine when awake, with these strategies (default: its own). Allocates nothing."""
+        if strategies is None:
+            return self._plan
         return plan_memory(
             self._config,
             self._section,
-            max_prompt_tokens=self._max_prompt_tokens,
-            draft_slots=0 if self._speculation is None else self._speculation.draft_slots,
-            num_taps=len(self._tap_layers),
-            has_packed_weights=packs(self._dtype, self._device.torch_device),
-            has_graphs=self._graphs.has_graphs,
-            verify_rows=1 if self._speculation is None else self._speculation.verify_rows,
-        )
-
-    def _make_graphs(self) -> GraphPool:
-        strategies = () if self._speculation is None else self._speculation.strategies
-        is_wanted = self._section.cuda_graphs
-        plan = self.graph_plan(strategies)
-        return GraphPool(plan, self._device.graph_memory if is_wanted else lambda: None)
-
-    def graph_plan(self, strategies: Sequence[SpeculationStrategy]) -> GraphPlan:
-        """Return the captures for these strategies on a GPU, without capturing anything."""
-        return GraphPlan(
-            self._config,
             strategies,
-            max_batch_size=self._section.max_batch_size,
-            max_length=self._lane_tokens(draft_slots_of(strategies)),
-            item_bytes=self._dtype.itemsize,
+            device=self._device,
+            has_graphs=self.has_graphs,
+            max_prompt_tokens=self._max_prompt_tokens,
+            num_taps=len(self._tap_layers),
         )
-
-    def _lane_tokens(self, draft_slots: int) -> int:
-        longest = self._max_prompt_tokens
-        return lane_tokens(self._section, max_prompt_tokens=longest, draft_slots=draft_slots)
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether this engine captures and replays graphs."""
-        return self._graphs.has_graphs
-
-    def memory_plan(self) -> MemoryPlan:
-        """Return the memory of this engine when awake, without allocating anything."""
-        return self._plan
 
     # ---- weights and lifetime
 
@@ -161,6 +136,9 @@ class EmbeddedEngine:
         self._version = version
         if self._speculation is not None:
             self._speculation.target_changed()
+        elif self._make_speculation is not None:
+            make, self._make_speculation = self._make_speculation, None
+            self.set_speculation(make(*self.target_tensors()))
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. RuntimeError before the first `load_weights`."""
@@ -183,8 +161,8 @@ class EmbeddedEngine:
         self._speculation = speculation
         self._cache = None
         self._graphs.drop()
+        self._plan = self.memory_plan(() if speculation is None else speculation.strategies)
         self._graphs = self._make_graphs()
-        self._plan = self._make_plan()
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
@@ -385,7 +363,7 @@ class EmbeddedEngine:
             max_new_tokens=params.max_new_tokens,
             graphs=self._graphs,
             speculator=speculator,
-            draft_slots=speculation.draft_slots if speculation else 0,
+            draft_slots=self._plan.draft_slots,
         )
 
     def _advance(self, batch: DecodeBatch, scheduler: Scheduler) -> Step:
@@ -470,7 +448,7 @@ class EmbeddedEngine:
                 num_draft_layers=0 if self._speculation is None else 1,
                 keeps_features=keeps_features,
                 tap_layers=self._tap_layers if keeps_features else (),
-                has_scratch=self._graphs.has_graphs,
+                has_scratch=self.has_graphs,
             )
         self._cache.reset()
         return self._cache
@@ -479,9 +457,9 @@ class EmbeddedEngine:
         """Make the rotary tables long enough. With graphs use the planned length at once: captured addresses must stay."""
         assert self._model is not None
         speculation = self._speculation
-        longest += speculation.draft_slots if speculation else 0
-        if self._graphs.has_graphs:
-            longest = max(longest, self._graphs.plan.max_length)
+        longest += self._plan.draft_slots
+        if self.has_graphs:
+            longest = max(longest, self._plan.graphs.max_length)
         self._model.rotary.reserve(longest)
         if speculation is not None and speculation.draft is not None:
             speculation.draft.rotary.reserve(longest)

@@ -11,7 +11,7 @@ the middle of a rollout. It then computes only its own layer over the positions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,6 @@ class Speculation:
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
         self.is_suspended = False  # whether to avoid the learned drafter
         self.drafter_version = 0  # number of `load_drafter` calls
-        self.draft_slots = draft_slots_of(drafting)
-        self.verify_rows = max((s.num_rows for s in drafting), default=1)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -144,17 +142,6 @@ class Speculation:
             prompt = request.state.prompt
             request.text = self.index.start(prompt.prompt_id, prompt.token_ids)
         return request.text
-
-
-def slots_behind_root(strategy: SpeculationStrategy) -> int:
-    """Return how many slots a step may write, from the root on: nodes in growth order, root and tree, committed tokens."""
-    grown = strategy.topk * max(strategy.num_steps - 1, 0)
-    return max(grown, strategy.num_rows, strategy.depth + 1) + 1
-
-
-def draft_slots_of(strategies: Iterable[SpeculationStrategy]) -> int:
-    """Return how many slots after a sequence the steps of any of these strategies may write."""
-    return max((slots_behind_root(s) for s in strategies if not s.is_off), default=0)
 
 
 class Speculator:
