@@ -105,6 +105,10 @@ class RolloutEngine(Protocol):
     def pause_speculation(self, is_paused: bool) -> bool:
         """Switch to plain decoding, or back to speculation. Return False if the engine cannot switch."""
 
+    def free_kv(self) -> None:
+        """Free the KV until the next `generate`, on a rank that trains the drafter meanwhile. The weights stay usable. An engine
+        in another process may keep its KV until `sleep`."""
+
     def sleep(self) -> None:
         """Free memory for training. Call `wake` before the next `generate` or `load_weights`."""
 

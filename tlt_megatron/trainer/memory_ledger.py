@@ -99,12 +99,14 @@ def _engine_claims(
         num_taps=len(drafter_tap_layers(config, model)),
     )
     weights_in = _AWAKE if device.is_cuda else ALL_PHASES
+    # A rank that trains the drafter frees its KV first.
+    kv_in = {Phase.ROLLOUT} if config.spot.enabled else {Phase.ROLLOUT, Phase.SPOT}
     claims = [
         MemoryClaim(name="engine weights", num_bytes=plan.weights_bytes, phases=weights_in),
         MemoryClaim(
             name=f"engine KV ({plan.kv_tokens} tokens)",
             num_bytes=plan.kv_bytes,
-            phases=frozenset({Phase.ROLLOUT, Phase.SPOT}),
+            phases=frozenset(kv_in),
             lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.kv_cache_tokens={rollout.kv_cache_tokens}",
         ),
         MemoryClaim(
@@ -116,7 +118,7 @@ def _engine_claims(
         MemoryClaim(
             name="engine graphs",
             num_bytes=plan.graphs.bytes_pool() if has_graphs else 0,
-            phases=frozenset({Phase.ROLLOUT, Phase.SPOT}),
+            phases=frozenset(kv_in),
             lower="speculation.strategies",
         ),
     ]

@@ -81,6 +81,8 @@ class RolloutWorker:
         except GenerationStopped:
             share = None
         finished_at = self.phases.timeline.now_s()
+        if drafter:
+            self.engine.free_kv()
         with self.phases("WAIT", "wait"):
             spot = drafter.run_until_preempted(step).metrics() if drafter else {}
             shares = gather_objects(share, self.replicas)

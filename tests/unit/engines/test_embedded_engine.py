@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -325,14 +326,19 @@ def alive_caches() -> list[weakref.ref[KvCache]]:
     return [weakref.ref(thing) for thing in gc.get_objects() if type(thing) is KvCache]
 
 
-def test_a_sleeping_engine_holds_no_kv(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("leave", [EmbeddedEngine.free_kv, EmbeddedEngine.sleep])
+def test_an_idle_or_sleeping_engine_holds_no_kv(
+    make_engine: MakeEngine, expected: list[list[int]], leave: Callable[[EmbeddedEngine], None]
+) -> None:
     gc.collect()
     before = alive_caches()
     engine = make_engine()
-    engine.generate(PROMPTS, PARAMS, policy_version=1)
+    assert tokens_of(engine.generate(PROMPTS, PARAMS, policy_version=1)) == expected
     (kv,) = [cache for cache in alive_caches() if cache not in before]
-    engine.sleep()
+    leave(engine)
     assert kv() is None
+    engine.wake()
+    assert tokens_of(engine.generate(PROMPTS, PARAMS, policy_version=1)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -106,6 +106,13 @@ def test_a_reference_policy_is_counted(tmp_path: Path) -> None:
     assert claim(ledger, "reference policy") == claim(ledger, "policy")
 
 
+def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:
+    speculates = ledger_of(tmp_path, "speculation.enabled=true spot.enabled=true")
+    for name, in_spot in (("engine KV", False), ("engine weights", True)):
+        (phases,) = (c.phases for c in speculates.claims if c.name.startswith(name))
+        assert (Phase.SPOT in phases) is in_spot
+
+
 def test_verify_passes_are_counted_row_by_row(tmp_path: Path) -> None:
     plain = ledger_of(tmp_path)
     speculating = ledger_of(
@@ -148,7 +155,9 @@ def test_training_a_drafter_is_counted(tmp_path: Path) -> None:
     assert claim(ledger, "drafter in training") == own * 16
     assert claim(ledger, "engine drafter") == own * 2
     assert claim(ledger, "engine graphs") > 0
-    assert ledger.bytes_in(Phase.SPOT) > ledger_of(tmp_path).bytes_in(Phase.SPOT) + own * 16
+    plain = ledger_of(tmp_path)
+    kept = plain.bytes_in(Phase.SPOT) - claim(plain, "engine KV") - claim(plain, "engine graphs")
+    assert ledger.bytes_in(Phase.SPOT) > kept + own * 16
 
 
 def test_too_little_memory_on_one_rank_is_refused_with_the_same_words_on_all() -> None:

@@ -159,8 +159,7 @@ class EmbeddedEngine:
                 f" after layers {self._tap_layers}: must be the same"
             )
         self._speculation = speculation
-        self._cache = None
-        self._graphs.drop()
+        self.free_kv()
         self._plan = self.memory_plan(() if speculation is None else speculation.strategies)
         self._graphs = self._make_graphs()
 
@@ -191,11 +190,15 @@ class EmbeddedEngine:
             self._paused = None
         return True
 
+    def free_kv(self) -> None:
+        """See `RolloutEngine`. Also frees all graphs, which read the KV."""
+        self._graphs.drop()
+        self._cache = None
+
     def sleep(self) -> None:
         """Free the KV and all graphs. On a GPU also move the weights to the host."""
         self._require_open()
-        self._graphs.drop()
-        self._cache = None
+        self.free_kv()
         if self._model is not None and self._device.is_cuda and not self._is_asleep:
             self._parked = ParkedWeights(t for _, t in self._model.named_hf_tensors())
         self._is_asleep = True
@@ -228,8 +231,8 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Free everything."""
-        self._graphs.drop()
-        self._model = self._parked = self._cache = self._version = None
+        self.free_kv()
+        self._model = self._parked = self._version = None
         self._is_closed = True
 
     def _require_open(self) -> None:
@@ -437,8 +440,7 @@ class EmbeddedEngine:
         self._reserve_positions(longest + params.max_new_tokens)
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):
-            self._graphs.drop()
-            self._cache = None  # free it first, so that two never exist at once
+            self.free_kv()  # first, so that two never exist at once
             self._cache = KvCache(
                 self._config,
                 num_pages=num_pages,

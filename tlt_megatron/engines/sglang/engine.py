@@ -188,6 +188,9 @@ class SglangEngine:
     def _cast(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return cast_tensors(tensors, self._device.torch_device, self._dtype, self._borrowed)
 
+    def free_kv(self) -> None:
+        """See `RolloutEngine`. SGLang keeps its KV until `sleep`."""
+
     def sleep(self) -> None:
         """Free the cached keys and values. On a GPU also release the memory of KV, weights and graphs. The policy's weights are
         dropped, because `load_weights` sends them again; the drafter's are kept on the host."""

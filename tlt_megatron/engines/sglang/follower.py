@@ -87,6 +87,9 @@ class FollowerEngine:
         """Return False: an engine that spans several ranks cannot pause."""
         return False
 
+    def free_kv(self) -> None:
+        """See `RolloutEngine`. SGLang keeps its KV until `sleep`."""
+
     def sleep(self) -> None:
         """Wait until the engine has freed this rank's GPU memory."""
         if not self._is_asleep:
