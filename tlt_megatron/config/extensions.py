@@ -1,64 +1,122 @@
-"""The extension points: settings that name code, as a registered name or as an import path.
+"""The extension points: settings that name a function or a class, by a built-in name or by an import path.
 
-`check_extension` checks the form of such a setting before anything is imported. `load_extension` imports the object. The owner
-of the setting checks that the object fits.
+A new built-in one is one line in `REGISTRY`. Used by the early checks of settings and by the owners of the settings, reward
+workers and SGLang's processes among them. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-# setting -> registered name -> module:object
-REGISTRY: dict[str, dict[str, str]] = {
-    "reward.function": {
-        "math": "tlt_megatron.rewards.builtin:score_math",
-        "exact": "tlt_megatron.rewards.builtin:score_exact",
-    },
-    "speculation.selector": {
-        "cost_model": "tlt_megatron.speculation.cost_model:CostModelSelector",
-        "beg_mab": "tlt_megatron.speculation.beg_mab:BegMabSelector",
-        "fixed": "tlt_megatron.speculation.selector:FixedSelector",
-    },
+
+class ExtensionPoint(NamedTuple):
+    """A setting that names a function or a class."""
+
+    parameters: tuple[str, ...]  # it is called with these keywords; () if its owner checks the call
+    built_in: dict[str, str]  # name -> import path
+
+
+REGISTRY = {
+    "reward.function": ExtensionPoint(
+        ("data_source", "solution_str", "ground_truth", "extra_info"),
+        {
+            "math": "tlt_megatron.rewards.builtin:score_math",
+            "exact": "tlt_megatron.rewards.builtin:score_exact",
+        },
+    ),
+    "algorithm.advantage": ExtensionPoint(
+        ("rewards",),
+        {
+            "grpo": "tlt_megatron.rewards.advantage:grpo",
+            "dr_grpo": "tlt_megatron.rewards.advantage:dr_grpo",
+            "rloo": "tlt_megatron.rewards.advantage:rloo",
+            "reinforce_plus_plus": "tlt_megatron.rewards.advantage:reinforce_plus_plus",
+        },
+    ),
+    "algorithm.loss": ExtensionPoint(
+        ("logprobs", "old_logprobs", "batch", "section"),
+        {
+            "ppo": "tlt_megatron.policy.loss:ppo",
+            "gspo": "tlt_megatron.policy.loss:gspo",
+            "cispo": "tlt_megatron.policy.loss:cispo",
+        },
+    ),
+    "speculation.selector": ExtensionPoint(
+        (),
+        {
+            "cost_model": "tlt_megatron.speculation.cost_model:CostModelSelector",
+            "beg_mab": "tlt_megatron.speculation.beg_mab:BegMabSelector",
+            "fixed": "tlt_megatron.speculation.selector:FixedSelector",
+        },
+    ),
 }
 
 
-def check_extension(setting: str, spec: str) -> None:
-    """Raise ValueError unless `spec` is a registered name of `setting`, `path/to/file.py:name` or `package.module:name`."""
+def check_extension(key: str, spec: str) -> None:
+    """Raise ValueError unless `spec` is a name of the registry or has the form of an import path. Imports nothing."""
+    built_in = REGISTRY[key].built_in
     place, _, name = spec.rpartition(":")
-    if spec not in REGISTRY[setting] and not (place and name):
+    if spec not in built_in and not (place and name):
         raise ValueError(
-            f"{setting}={spec!r}: must be one of {', '.join(REGISTRY[setting])}, path/to/file.py:name or package.module:name"
+            f"{key}={spec!r}: must be one of {', '.join(built_in)}, path/to/file.py:name or package.module:name"
         )
 
 
-def load_extension(setting: str, spec: str) -> Any:
-    """Return the object that `spec` names.
+def check_extension_file(key: str, spec: str) -> None:
+    """Raise ValueError if `spec` names a file that does not exist. Imports nothing."""
+    place = spec.rpartition(":")[0]
+    if _is_file(place) and not Path(place).is_file():
+        raise ValueError(f"{key}={spec!r}: no such file: {Path(place).absolute()}")
 
-    ValueError names the setting, the spec and what is wrong: no such file, module or object, or code that fails on import.
+
+@functools.cache
+def load_extension(key: str, spec: str) -> Callable[..., Any]:
+    """Return the function or class that setting `key` names. A process loads a file once.
+
+    ValueError names the setting and what is wrong: no such file, module or name, code that fails on import, not callable,
+    wrong parameters.
     """
-    check_extension(setting, spec)
-    place, _, name = REGISTRY[setting].get(spec, spec).rpartition(":")
-    is_file = place.endswith(".py") or "/" in place
-    if is_file and not Path(place).is_file():
-        raise ValueError(f"{setting}={spec!r}: no such file: {Path(place).absolute()}")
+    check_extension(key, spec)
+    check_extension_file(key, spec)
+    point = REGISTRY[key]
+    place, _, name = point.built_in.get(spec, spec).rpartition(":")
     try:
-        module = _load_file(Path(place)) if is_file else importlib.import_module(place)
-    except Exception as error:  # the module's own code may raise anything
-        raise ValueError(f"{setting}={spec!r}: {place} fails to load: {error!r}") from error
+        module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+    except Exception as error:
+        raise ValueError(f"{key}={spec!r}: {place} fails to load: {error!r}") from error
     if not hasattr(module, name):
-        raise ValueError(f"{setting}={spec!r}: {place} has no {name!r}")
-    return getattr(module, name)
+        raise ValueError(f"{key}={spec!r}: {place} has no {name!r}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{key}={spec!r}: {type(function).__name__} is not callable")
+    if not point.parameters:
+        return function
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(point.parameters))
+    except TypeError as error:
+        raise ValueError(
+            f"{key}={spec!r}: has parameters {signature}, must accept ({', '.join(point.parameters)}): {error}"
+        ) from error
+    return function
 
 
-def _load_file(path: Path) -> ModuleType:
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
+
+
+def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"extension_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ValueError("not a Python file (.py)")
+        raise ImportError("is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle search for their module there
     spec.loader.exec_module(module)

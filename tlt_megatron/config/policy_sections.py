@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tlt_megatron.config.extensions import check_extension
 from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.ranges import one_of, require
 
@@ -43,7 +44,9 @@ class ParallelSection:
 class AlgorithmSection:
     """Advantage and policy loss."""
 
-    advantage: str = "grpo"  # grpo | dr_grpo | rloo | reinforce_plus_plus
+    # A name, or path/to/file.py:function, or package.module:function.
+    advantage: str = "grpo"  # grpo | dr_grpo | rloo | reinforce_plus_plus | import path
+    loss: str = "ppo"  # ppo | gspo | cispo | import path
     clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
     dual_clip: float = 0.0  # bound on ratio * |A| where A < 0; 0: off, else > 1
@@ -61,11 +64,8 @@ class AlgorithmSection:
     )
 
     def __post_init__(self) -> None:
-        one_of(
-            "algorithm.advantage",
-            self.advantage,
-            ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus"),
-        )
+        check_extension("algorithm.advantage", self.advantage)
+        check_extension("algorithm.loss", self.loss)
         one_of(
             "algorithm.aggregation",
             self.aggregation,
@@ -88,6 +88,18 @@ class AlgorithmSection:
             "algorithm.dual_clip",
             self.dual_clip,
             "0 (off) or > 1",
+        )
+        require(
+            self.dual_clip == 0 or self.loss not in ("gspo", "cispo"),
+            "algorithm.dual_clip",
+            self.dual_clip,
+            f"0 where algorithm.loss={self.loss!r}",
+        )
+        require(
+            self.loss != "gspo" or self.aggregation == "sequence_mean",
+            "algorithm.aggregation",
+            self.aggregation,
+            "sequence_mean where algorithm.loss='gspo' (its ratio is that of a whole response)",
         )
         require(
             self.tis_cap == 0 or self.tis_cap >= 1,

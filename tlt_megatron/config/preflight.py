@@ -1,4 +1,4 @@
-"""Checks what files show before torch is imported: the folders of policy and drafter, the tokenizer, the prompt files.
+"""Checks what files show before torch is imported: policy and drafter, tokenizer, prompts, the files of a user's functions.
 
 The launcher calls it, so that such a mistake is reported within a moment and in one line.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.draft_folder import read_draft_settings
+from tlt_megatron.config.extensions import check_extension_file
 from tlt_megatron.config.model_shape import (
     ModelConfig,
     check_megatron_rope,
@@ -40,6 +41,10 @@ def check_files(config: RunConfig) -> None:
     policy = _check_policy(config.model.path)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
         _check_drafter(Path(config.speculation.drafter), policy)
+    check_extension_file("reward.function", config.reward.function)
+    check_extension_file("algorithm.advantage", config.algorithm.advantage)
+    check_extension_file("algorithm.loss", config.algorithm.loss)
+    check_extension_file("speculation.selector", config.speculation.selector)
     _check_prompts("data.train", config.data.train)
     if config.data.eval:
         _check_prompts("data.eval", config.data.eval)

@@ -377,7 +377,8 @@ class RunConfig:
             f"<= rollout.num_prompts={self.rollout.num_prompts}",
         )
         _require(
-            self.rollout.num_samples > 1 or self.algorithm.advantage == "reinforce_plus_plus",
+            self.rollout.num_samples > 1
+            or self.algorithm.advantage not in ("grpo", "dr_grpo", "rloo"),
             "rollout.num_samples",
             self.rollout.num_samples,
             f"> 1 where algorithm.advantage={self.algorithm.advantage!r} (it compares siblings)",

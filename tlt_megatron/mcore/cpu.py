@@ -7,15 +7,15 @@ how often each one matches in the supported version, so a change of version is n
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CodeType, ModuleType
 
 import torch
+from torch import Tensor
 
 # (pattern, replacement), applied in this order. A replacement has no quotes of its own, because some are inside f-strings.
 REWRITES: tuple[tuple[str, str], ...] = (
@@ -25,6 +25,9 @@ REWRITES: tuple[tuple[str, str], ...] = (
     (r"init_data\((['\"])cuda\1\)", r"init_data(\1cpu\1)"),
     (r"torch\.cuda\.synchronize\(\)", "None"),
     (r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
+    (r"torch\.cuda\.get_rng_state\(\)", "torch.get_rng_state()"),
+    # Here the CPU's random state is the one that is forked; its change is no reason to warn.
+    (r"torch\.all\(cpu_rng_state == torch\.get_rng_state\(\)\)\.item\(\)", "True"),
     (r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'", r"'torch.\1Tensor'"),
     (r"\.cuda\(\)", ".cpu()"),
     (r"^enable_jit_fuser\(\)$", "disable_jit_fuser()"),  # torch.compile: half a minute, no gain
@@ -86,38 +89,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
 def _use_cpu_generator(random: ModuleType) -> None:
     """Make Megatron's random states use the CPU's default generator in place of the GPU's."""
 
-    class CpuRngStatesTracker(random.CudaRNGStatesTracker):
-        """Named random states. `fork` uses one of them inside a block and then restores the previous state."""
-
-        def add(self, name: str, seed: int) -> None:
-            if name in self.states_ or seed in self.seeds_:
-                raise ValueError(f"rng state {name!r} with seed={seed}: name or seed is in use")
-            self._is_initialized = True
-            self.seeds_.add(seed)
-            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-        @contextlib.contextmanager
-        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            if name not in self.states_:
-                raise ValueError(
-                    f"rng state {name!r} was not added; there are {sorted(self.states_)}"
-                )
-            outer = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outer)
-
-    def get_state(
-        device: object = None, clone: bool = False, graph_safe: bool = False
-    ) -> torch.Tensor:
+    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    def set_state(state: Tensor, device: object = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    random.CudaRNGStatesTracker = CpuRngStatesTracker
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state

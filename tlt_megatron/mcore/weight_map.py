@@ -1,21 +1,22 @@
 """Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2 and Qwen3, and loads weights through the map.
 
-There is one row per Megatron parameter. It holds the parameter's name, its Hugging Face tensors, their sizes, and its split
-over tensor-parallel ranks. A second name is Transformer Engine's, which fuses a norm into the linear layer behind it. `split`
-and `merge` are inverses: `load_hf_weights` uses `split`, `export.iter_hf_weights` uses `merge`.
+There is one row per Megatron parameter: its name, its Hugging Face tensors, and its split over tensor-parallel ranks. A second
+name is Transformer Engine's, which fuses a norm into the linear layer behind it. `split` and `merge` are inverses:
+`load_hf_weights` uses `split`, `export.iter_hf_weights` uses `merge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.config.model_shape import ModelConfig, tensor_shapes
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -34,116 +35,58 @@ class Layout(Enum):
     GATE_UP = auto()  # a rank's rows of gate, then its rows of up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One Megatron parameter. Sizes use the project's shape letters; NH and KH are N*H and K*H."""
+    """One Megatron parameter."""
 
     mcore_names: tuple[str, ...]  # the first one that the model has is used
     hf_names: tuple[str, ...]
-    hf_sizes: tuple[tuple[str, ...], ...]  # of each Hugging Face tensor
     layout: Layout
-    needs: str = ""  # the ModelConfig switch that the row depends on
 
 
-_QKV_BIAS = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-_QKV_WEIGHT = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYER_ROWS = (
     Row(
-        mcore_names=("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        hf_names=("input_layernorm.weight",),
-        hf_sizes=(("D",),),
-        layout=Layout.WHOLE,
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("input_layernorm.weight",),
+        Layout.WHOLE,
     ),
+    Row(("self_attention.linear_qkv.weight",), tuple(f"{n}.weight" for n in _QKV), Layout.QKV),
+    Row(("self_attention.linear_qkv.bias",), tuple(f"{n}.bias" for n in _QKV), Layout.QKV),
+    Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",), Layout.WHOLE),
+    Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",), Layout.WHOLE),
+    Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Layout.COLUMNS),
     Row(
-        mcore_names=("self_attention.linear_qkv.weight",),
-        hf_names=_QKV_WEIGHT,
-        hf_sizes=(("NH", "D"), ("KH", "D"), ("KH", "D")),
-        layout=Layout.QKV,
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("post_attention_layernorm.weight",),
+        Layout.WHOLE,
     ),
-    Row(
-        mcore_names=("self_attention.linear_qkv.bias",),
-        hf_names=_QKV_BIAS,
-        hf_sizes=(("NH",), ("KH",), ("KH",)),
-        layout=Layout.QKV,
-        needs="has_qkv_bias",
-    ),
-    Row(
-        mcore_names=("self_attention.q_layernorm.weight",),
-        hf_names=("self_attn.q_norm.weight",),
-        hf_sizes=(("H",),),
-        layout=Layout.WHOLE,
-        needs="has_qk_norm",
-    ),
-    Row(
-        mcore_names=("self_attention.k_layernorm.weight",),
-        hf_names=("self_attn.k_norm.weight",),
-        hf_sizes=(("H",),),
-        layout=Layout.WHOLE,
-        needs="has_qk_norm",
-    ),
-    Row(
-        mcore_names=("self_attention.linear_proj.weight",),
-        hf_names=("self_attn.o_proj.weight",),
-        hf_sizes=(("D", "NH"),),
-        layout=Layout.COLUMNS,
-    ),
-    Row(
-        mcore_names=("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        hf_names=("post_attention_layernorm.weight",),
-        hf_sizes=(("D",),),
-        layout=Layout.WHOLE,
-    ),
-    Row(
-        mcore_names=("mlp.linear_fc1.weight",),
-        hf_names=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        hf_sizes=(("F", "D"), ("F", "D")),
-        layout=Layout.GATE_UP,
-    ),
-    Row(
-        mcore_names=("mlp.linear_fc2.weight",),
-        hf_names=("mlp.down_proj.weight",),
-        hf_sizes=(("D", "F"),),
-        layout=Layout.COLUMNS,
-    ),
+    Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
+    Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
 )
 EMBEDDING_ROW = Row(
-    mcore_names=("embedding.word_embeddings.weight",),
-    hf_names=("model.embed_tokens.weight",),
-    hf_sizes=(("V", "D"),),
-    layout=Layout.ROWS,
+    ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.ROWS
 )
-FINAL_NORM_ROW = Row(
-    mcore_names=("decoder.final_layernorm.weight",),
-    hf_names=("model.norm.weight",),
-    hf_sizes=(("D",),),
-    layout=Layout.WHOLE,
-)
-_LM_HEAD_SIZES = (("V", "D"),)
+FINAL_NORM_ROW = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), Layout.WHOLE)
 
 
 def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
     """Return the rows of `layer` (counted over the model), which has index `local_index` on its stage."""
-    return [
+    rows = [
         Row(
-            mcore_names=tuple(f"decoder.layers.{local_index}.{name}" for name in row.mcore_names),
-            hf_names=tuple(f"model.layers.{layer}.{name}" for name in row.hf_names),
-            hf_sizes=row.hf_sizes,
-            layout=row.layout,
+            tuple(f"decoder.layers.{local_index}.{name}" for name in row.mcore_names),
+            tuple(f"model.layers.{layer}.{name}" for name in row.hf_names),
+            row.layout,
         )
         for row in _LAYER_ROWS
-        if not row.needs or getattr(config, row.needs)
     ]
+    return [row for row in rows if row.hf_names[0] in _shapes(config)]
 
 
 def lm_head_row(config: ModelConfig) -> Row:
     """Return the row of the output layer. With tied embeddings, the last stage holds a copy of the embedding."""
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return Row(
-        mcore_names=("output_layer.weight",),
-        hf_names=(name,),
-        hf_sizes=_LM_HEAD_SIZES,
-        layout=Layout.ROWS,
-    )
+    name = EMBEDDING_ROW.hf_names[0] if config.tie_word_embeddings else "lm_head.weight"
+    return Row(("output_layer.weight",), (name,), Layout.ROWS)
 
 
 def stage_layers(model: GPTModel) -> list[int]:
@@ -165,15 +108,12 @@ def stage_rows(model: GPTModel, config: ModelConfig) -> list[Row]:
 
 def hf_shapes(row: Row, config: ModelConfig) -> list[tuple[int, ...]]:
     """Return the full shape of each Hugging Face tensor of `row`."""
-    letters = {
-        "V": config.vocab_size,
-        "D": config.hidden_size,
-        "F": config.ffn_size,
-        "H": config.head_dim,
-        "NH": config.num_heads * config.head_dim,
-        "KH": config.num_kv_heads * config.head_dim,
-    }
-    return [tuple(letters[letter] for letter in sizes) for sizes in row.hf_sizes]
+    return [_shapes(config)[name] for name in row.hf_names]
+
+
+@cache
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return tensor_shapes(config)
 
 
 def shard_shape(row: Row, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
@@ -243,45 +183,40 @@ def load_hf_weights(
     problems = [f"Megatron's {name} has no Hugging Face counterpart" for name in unknown]
     for row in rows:
         parameter = find_parameter(row, parameters)
-        tensors = _read(row, config, source, problems)
+        tensors = {name: source[name] for name in row.hf_names if name in source}
+        wrong = _wrong_tensors(row, config, tensors)
         if parameter is None:
-            problems.append(f"Megatron's model has no {' or '.join(row.mcore_names)}")
-        elif tensors is not None:
-            shard = split(row, tensors, config, groups.tp.rank, groups.tp.size)
+            wrong.append(f"Megatron's model has no {' or '.join(row.mcore_names)}")
+        if not wrong:
+            shard = split(row, list(tensors.values()), config, groups.tp.rank, groups.tp.size)
             assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
             parameter.data.copy_(shard)
-    if groups.world.is_first:
-        problems += _untied_head(config, source)
+        problems += wrong
+    if groups.world.is_first and _has_other_head(config, source):
+        problems.append(
+            "tie_word_embeddings=true, but lm_head.weight is not model.embed_tokens.weight: "
+            "set it to false in config.json, or remove lm_head.weight"
+        )
     # All ranks raise together, so that no rank enters a collective that a failed rank will never join.
     found = sorted({problem for rank in gather_objects(problems, groups.world) for problem in rank})
     if found:
         raise ValueError(f"model.path={str(source.path)!r}: {'; '.join(found)}")
 
 
-def _untied_head(config: ModelConfig, source: HfReader) -> list[str]:
-    """Return a problem if embeddings are tied but the files hold an output layer that differs from the embedding."""
+def _wrong_tensors(row: Row, config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return what is wrong with the row's tensors as they were read."""
+    wrong = []
+    for name, shape in zip(row.hf_names, hf_shapes(row, config), strict=True):
+        if name not in tensors:
+            wrong.append(f"{name} is missing")
+        elif (found := tuple(tensors[name].shape)) != shape:
+            wrong.append(f"{name} has shape {list(found)}, must be {list(shape)}")
+    return wrong
+
+
+def _has_other_head(config: ModelConfig, source: HfReader) -> bool:
+    """Return whether embeddings are tied but the files hold an output layer that differs from the embedding."""
     head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
     if not config.tie_word_embeddings or head not in source or embedding not in source:
-        return []
-    if torch.equal(source[head].float(), source[embedding].float()):
-        return []
-    return [
-        f"tie_word_embeddings=true, but {head} is not {embedding}: set it to false in config.json, or remove {head}"
-    ]
-
-
-def _read(
-    row: Row, config: ModelConfig, source: HfReader, problems: list[str]
-) -> list[Tensor] | None:
-    """Return the row's tensors, or None after appending what is wrong to `problems`."""
-    tensors = []
-    for name, shape in zip(row.hf_names, hf_shapes(row, config), strict=True):
-        if name not in source:
-            problems.append(f"{name} is missing")
-            continue
-        tensor = source[name]
-        if tuple(tensor.shape) != shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
-            continue
-        tensors.append(tensor)
-    return tensors if len(tensors) == len(row.hf_names) else None
+        return False
+    return not torch.equal(source[head].float(), source[embedding].float())

@@ -8,15 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tlt_megatron.types import (
-    LossFunction,
-    LossResult,
-    MicroBatch,
-    OptimizerStats,
-    TokenLogprobs,
-)
-
-__all__ = ["HiddenTap", "LossFunction", "LossResult", "OptimizerStats", "PolicyModel"]
+from tlt_megatron.types import LossFunction, MicroBatch, OptimizerStats, TokenLogprobs
 
 
 class HiddenTap(Protocol):
@@ -58,7 +50,7 @@ class PolicyModel(Protocol):
     ) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches; return this rank's metric sums on every pipeline stage.
 
-        Sums are over the micro-batches of this data-parallel rank. `loss_fn` is called for each micro-batch in order, only on
+        Sums are over the micro-batches of this data-parallel rank, under the same keys on every rank. `loss_fn` is called for each micro-batch in order, only on
         the last stage. `tap` as in `infer_logprobs`. Call `optimizer_step` next.
         """
 

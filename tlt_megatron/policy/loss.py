@@ -1,86 +1,126 @@
-"""The policy-gradient loss of one micro-batch, with its shapes and sources. The schedule calls it on the last stage."""
+"""The policy loss of one micro-batch, with its shapes and sources. The schedule calls it on the last stage.
+
+`ppo`, `gspo` and `cispo` are the choices of `algorithm.loss`. Each returns the policy-gradient term of every token, and where a
+clip decided it. `policy_loss` adds what all have in common: importance sampling, KL, entropy, aggregation and metrics.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.interfaces import LossResult
-from tlt_megatron.types import MicroBatch, TokenLogprobs
+from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
 
 MAX_LOG_RATIO = 20.0  # keeps exp finite; such a ratio is clipped anyway
 
 
-class PolicyLoss:
-    """Clipped surrogate + KL + entropy, as a LossFunction.
+def policy_loss(
+    predicted: TokenLogprobs, batch: MicroBatch, section: AlgorithmSection
+) -> LossResult:
+    """Return the weighted sum over the tokens and its `count`. The caller divides the sum over all ranks by the summed count.
 
-    Per token, with ratio = exp(logprob - old_logprob) and advantage A (all [P]):
+    Per token: the policy-gradient term of `section.loss`
 
-    - surrogate: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (Schulman et al. 2017, eq. 7;
-      two clip bounds: DAPO, Yu et al. 2025, eq. 8);
-    - dual clip, where A < 0: at most -dual_clip * A (Ye et al. 2020, eq. 5);
-    - truncated importance sampling: times min(exp(old_logprob - rollout_logprob), tis_cap), a constant
-      (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training");
+    - times min(exp(old_logprob - rollout_logprob), tis_cap), a constant: truncated importance sampling (Yao et al. 2025, "Your
+      efficient RL framework secretly brings you off-policy RL training");
     - plus kl_coef * KL(policy, reference), minus entropy_coef * entropy.
+
+    ValueError if the function of `section.loss` does not return two tensors [P].
     """
-
-    def __init__(self, section: AlgorithmSection) -> None:
-        self.section = section
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Return the keys of `LossResult.metrics`. A rank without micro-batches needs them to take part in the sums."""
-        names = ["pg_clipfrac", "ppo_kl", "entropy", "pg_loss"]
-        if self.section.tis_cap:
-            names.append("tis_weight")
-        if self._has_kl_loss:
-            names.append("kl_loss")
-        return tuple(names)
-
-    @property
-    def _has_kl_loss(self) -> bool:
-        return self.section.kl_coef > 0 and self.section.kl_placement == "loss"
-
-    def __call__(self, predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
-        """Return the weighted sum over the tokens and its `count`. The caller divides the sum over all ranks by the summed
-        count.
-        """
-        section, mask_P = self.section, batch.loss_mask
-        old_P = batch.old_logprobs
-        if old_P is None:  # rollouts come from the policy that is updated: every ratio is 1
-            old_P = predicted.logprobs.detach()
-        log_ratio_P = (predicted.logprobs - old_P) * mask_P
-        surrogate_P, is_clipped_P = clipped_surrogate(
-            log_ratio_P, batch.advantages, section.clip_low, section.clip_high, section.dual_clip
+    mask_P = batch.loss_mask
+    old_P = batch.old_logprobs
+    if old_P is None:  # rollouts come from the policy that is updated: every ratio is 1
+        old_P = predicted.logprobs.detach()
+    gradient_term = load_extension("algorithm.loss", section.loss)
+    term_P, is_clipped_P = gradient_term(
+        logprobs=predicted.logprobs, old_logprobs=old_P, batch=batch, section=section
+    )
+    if not term_P.shape == is_clipped_P.shape == mask_P.shape:
+        raise ValueError(
+            f"algorithm.loss={section.loss!r}: returned shapes {list(term_P.shape)} and {list(is_clipped_P.shape)}, "
+            f"must be {list(mask_P.shape)} for both"
         )
-        metrics = {
-            "pg_clipfrac": (is_clipped_P * mask_P).sum(),
-            "ppo_kl": -log_ratio_P.detach().sum(),
-            "entropy": (predicted.entropy.detach() * mask_P).sum(),
-        }
-        if section.tis_cap:
-            weight_P = truncated_importance(old_P, batch.rollout_logprobs, section.tis_cap)
-            metrics["tis_weight"] = (weight_P * mask_P).sum()
-            surrogate_P = surrogate_P * weight_P
-        loss_P = surrogate_P - section.entropy_coef * predicted.entropy
-        if self._has_kl_loss:
-            assert batch.ref_logprobs is not None
-            kl_P = (
-                kl_estimate(section.kl_estimator, predicted.logprobs, batch.ref_logprobs) * mask_P
-            )
-            metrics["kl_loss"] = (kl_P.detach() * mask_P).sum()
-            loss_P = loss_P + section.kl_coef * kl_P
-        metrics["pg_loss"] = (surrogate_P.detach() * batch.loss_weights).sum()
-        return LossResult(
-            loss_sum=(loss_P * batch.loss_weights).sum(), count=batch.loss_count, metrics=metrics
-        )
+    metrics = {
+        "pg_clipfrac": (is_clipped_P.detach() * mask_P).sum(),
+        "ppo_kl": ((old_P - predicted.logprobs.detach()) * mask_P).sum(),
+        "entropy": (predicted.entropy.detach() * mask_P).sum(),
+    }
+    if section.tis_cap:
+        weight_P = truncated_importance(old_P, batch.rollout_logprobs, section.tis_cap)
+        metrics["tis_weight"] = (weight_P * mask_P).sum()
+        term_P = term_P * weight_P
+    loss_P = term_P - section.entropy_coef * predicted.entropy
+    if section.kl_coef and section.kl_placement == "loss":
+        assert batch.ref_logprobs is not None
+        kl_P = kl_estimate(section.kl_estimator, predicted.logprobs, batch.ref_logprobs) * mask_P
+        metrics["kl_loss"] = kl_P.detach().sum()
+        loss_P = loss_P + section.kl_coef * kl_P
+    metrics["pg_loss"] = (term_P.detach() * batch.loss_weights).sum()
+    return LossResult(
+        loss_sum=(loss_P * batch.loss_weights).sum(), count=batch.loss_count, metrics=metrics
+    )
+
+
+def ppo(
+    logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate of the ratio of each token."""
+    log_ratio_P = (logprobs - old_logprobs) * batch.loss_mask
+    return clipped_surrogate(
+        log_ratio_P, batch.advantages, section.clip_low, section.clip_high, section.dual_clip
+    )
+
+
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate of the ratio of each response (Zheng et al. 2025, "Group sequence policy optimization", eq. 5-7).
+
+    The ratio is the geometric mean over the T tokens of a response, s = exp(sum of log-ratios / T). The gradient goes through
+    the token's own log-prob (eq. 14, GSPO-token), which gives eq. 5's gradient where all tokens have one advantage.
+    """
+    lengths_B = batch.cu_seqlens.diff().long()
+    mask_P = batch.loss_mask
+    log_ratio_P = (logprobs - old_logprobs).detach() * mask_P
+    counts_B = torch.segment_reduce(mask_P, "sum", lengths=lengths_B).clamp(min=1)
+    means_B = torch.segment_reduce(log_ratio_P, "sum", lengths=lengths_B) / counts_B
+    own_P = (logprobs - logprobs.detach()) * mask_P  # zero; carries the gradient
+    return clipped_surrogate(
+        means_B.repeat_interleave(lengths_B) + own_P,
+        batch.advantages,
+        section.clip_low,
+        section.clip_high,
+    )
+
+
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
+) -> tuple[Tensor, Tensor]:
+    """-clip(ratio) * A * logprob, with a constant ratio (MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, eq. 4-5).
+
+    A clipped token keeps its gradient. The paper sets no lower bound: clip_low=1.
+    """
+    log_ratio_P = (logprobs - old_logprobs).detach() * batch.loss_mask
+    ratio_P = log_ratio_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped_P = ratio_P.clamp(1 - section.clip_low, 1 + section.clip_high)
+    return -clipped_P * batch.advantages * logprobs, (clipped_P != ratio_P).float()
 
 
 def clipped_surrogate(
-    log_ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float, dual_clip: float
+    log_ratio_P: Tensor,
+    advantages_P: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the per-token surrogate loss [P] and whether a clip decided it [P]."""
+    """Return the surrogate loss of each token [P] and whether a clip decided it [P].
+
+    - -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (Schulman et al. 2017, eq. 7; two clip bounds: DAPO, Yu et
+      al. 2025, eq. 8);
+    - dual clip, where A < 0: at most -dual_clip * A (Ye et al. 2020, eq. 5).
+    """
     ratio_P = log_ratio_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain_P = -ratio_P * advantages_P
     clipped_P = -ratio_P.clamp(1 - clip_low, 1 + clip_high) * advantages_P

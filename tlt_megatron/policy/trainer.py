@@ -6,12 +6,14 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.batching import (
     attach_experiences,
@@ -22,12 +24,19 @@ from tlt_megatron.policy.batching import (
     split_evenly,
 )
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
-from tlt_megatron.policy.interfaces import HiddenTap, LossFunction, LossResult, PolicyModel
-from tlt_megatron.policy.loss import PolicyLoss, kl_estimate
-from tlt_megatron.rewards.advantage import compute_advantages
+from tlt_megatron.policy.interfaces import HiddenTap, PolicyModel
+from tlt_megatron.policy.loss import kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import Experience, MicroBatch, Rollout, ScoredGroup, TokenLogprobs
+from tlt_megatron.types import (
+    Experience,
+    LossResult,
+    MicroBatch,
+    OptimizerStats,
+    Rollout,
+    ScoredGroup,
+    TokenLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +64,6 @@ class Inference:
     metrics: dict[str, float]
 
 
-class _RecordedLoss:
-    """A LossFunction that keeps the policy log-probs of each micro-batch. Only the last pipeline stage calls it."""
-
-    def __init__(self, loss: LossFunction) -> None:
-        self._loss = loss
-        self.policy_logprobs: list[Tensor] = []  # [P] of each micro-batch, on the model's device
-
-    def __call__(self, predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
-        self.policy_logprobs.append(predicted.policy_logprobs.detach())
-        return self._loss(predicted, batch)
-
-
 class PolicyTrainer:
     """The algorithm over a PolicyModel: log-probs, advantages, clipped updates."""
 
@@ -89,7 +86,6 @@ class PolicyTrainer:
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.health = health
-        self.loss = PolicyLoss(section)
 
     @property
     def is_last_update_good(self) -> bool:
@@ -137,13 +133,17 @@ class PolicyTrainer:
         update.
         """
         advantages = self._advantages(inference)
-        totals = dict.fromkeys((*self.loss.metric_names, "loss_count", "num_tokens"), 0.0)
-        last: dict[str, float] = {}
+        totals: dict[str, float] = defaultdict(float)
         engines: dict[str, float] = {}
-        num_skipped = 0
-        grad_norms: list[float] = []
-        recorded = _RecordedLoss(self.loss)
-        loss_fn = recorded if inference.old_logprobs is None else self.loss
+        stats: list[OptimizerStats] = []
+        has_old_logprobs = inference.old_logprobs is not None
+        recorded: list[Tensor] = []  # policy log-probs [P] of each micro-batch of the only update
+
+        def loss_fn(predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
+            if not has_old_logprobs:
+                recorded.append(predicted.policy_logprobs.detach())
+            return policy_loss(predicted, batch, self.section)
+
         for _ in range(self.section.num_epochs):
             for minibatch in inference.minibatches:
                 batches = [self._with_targets(pack, inference, advantages) for pack in minibatch]
@@ -154,27 +154,26 @@ class PolicyTrainer:
                 sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
                 for name, value in sums.items():
                     totals[name] += value
-                if inference.old_logprobs is None:
-                    engines = self._compare_in_update(inference, recorded.policy_logprobs)
-                stats = self.model.optimizer_step()
-                grad_norms.append(stats.grad_norm)
-                num_skipped += stats.is_skipped
-                last["actor/lr"] = stats.lr
+                if not has_old_logprobs:
+                    engines = self._compare_in_update(inference, recorded)
+                stats.append(self.model.optimizer_step())
         means = self._means(totals)
+        grad_norms = [each.grad_norm for each in stats]
+        num_skipped = sum(each.is_skipped for each in stats)
+        step = _step_of(inference.scored)
         if num_skipped and self.groups.world.is_first:
             log.warning(
                 "step %d: %d of %d updates were skipped, gradient norm %s: weights and optimizer are unchanged",
-                *(_step_of(inference.scored), num_skipped, len(grad_norms), grad_norms[-1]),
+                *(step, num_skipped, len(stats), grad_norms[-1]),
             )
         if self.health is not None:
-            loss = means["actor/pg_loss"]
-            self.health.check_updates(_step_of(inference.scored), grad_norms, loss)
+            self.health.check_updates(step, grad_norms, means["actor/pg_loss"])
         return {
             **means,
             **engines,
-            **last,
-            "actor/grad_norm": sum(grad_norms) / len(grad_norms),
-            "actor/num_updates": float(len(grad_norms)),
+            "actor/lr": stats[-1].lr,
+            "actor/grad_norm": sum(grad_norms) / len(stats),
+            "actor/num_updates": float(len(stats)),
             "actor/num_skipped_updates": float(num_skipped),
         }
 
@@ -208,37 +207,41 @@ class PolicyTrainer:
         )
 
     def _advantages(self, inference: Inference) -> dict[RolloutKey, Tensor]:
-        """Return the advantages of every rollout of the batch.
-
-        KL in the reward needs the log-probs of other ranks, which takes one gather.
-        """
-        scored = inference.scored
-        penalties = None
-        if inference.ref_logprobs is not None and self.section.kl_placement == "reward":
-            assert inference.old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
-            mine = {
-                key: self.section.kl_coef
-                * kl_estimate(self.section.kl_estimator, old, inference.ref_logprobs[key])
-                for key, old in inference.old_logprobs.items()
-            }
-            everyones = {
-                k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()
-            }
-            penalties = [
-                [everyones[(i, r.sample_index)] for r in s.group.rollouts]
-                for i, s in enumerate(scored)
+        """Return the advantages of every rollout of the batch."""
+        section, scored = self.section, inference.scored
+        penalties = self._kl_penalties(inference)
+        rewards = [
+            [
+                _token_rewards(rollout, reward, penalties.get((i, rollout.sample_index)))
+                for rollout, reward in zip(s.group.rollouts, s.rewards, strict=True)
             ]
-        computed = compute_advantages(
-            self.section.advantage,
-            [s.rewards for s in scored],
-            [[r.token_ids.numel() for r in s.group.rollouts] for s in scored],
-            penalties,
-        )
+            for i, s in enumerate(scored)
+        ]
+        computed = load_extension("algorithm.advantage", section.advantage)(rewards=rewards)
+        for i, (group, found) in enumerate(zip(rewards, computed, strict=True)):
+            shapes, expected = ([list(each.shape) for each in part] for part in (found, group))
+            if shapes != expected:
+                raise ValueError(
+                    f"algorithm.advantage={section.advantage!r}: returned the shapes {shapes} for prompt {i} of the batch, "
+                    f"must be {expected}"
+                )
         return {
-            (i, rollout.sample_index): advantage
+            (i, rollout.sample_index): advantage.float()
             for i, s in enumerate(scored)
             for rollout, advantage in zip(s.group.rollouts, computed[i], strict=True)
         }
+
+    def _kl_penalties(self, inference: Inference) -> dict[RolloutKey, Tensor]:
+        """Return the KL penalty [T] of every rollout of the batch; empty unless KL is in the reward. Takes one gather."""
+        if inference.ref_logprobs is None or self.section.kl_placement != "reward":
+            return {}
+        assert inference.old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
+        mine = {
+            key: self.section.kl_coef
+            * kl_estimate(self.section.kl_estimator, old, inference.ref_logprobs[key])
+            for key, old in inference.old_logprobs.items()
+        }
+        return {k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()}
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
         sums = sum_metrics(totals, [self.groups.dp])
@@ -271,6 +274,13 @@ class PolicyTrainer:
 def _step_of(scored: Sequence[ScoredGroup]) -> int:
     """Return the RL step, counted from 1. The policy version of the rollouts is the number of RL steps done before it."""
     return scored[0].group.rollouts[0].policy_version + 1
+
+
+def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) -> Tensor:
+    """Return [T] float64: the reward at the last token, minus the penalty of each token."""
+    reward_T = torch.zeros(rollout.token_ids.numel(), dtype=torch.float64)
+    reward_T[-1] = reward
+    return reward_T if penalty_T is None else reward_T - penalty_T
 
 
 def _engine_difference(

@@ -19,19 +19,12 @@ from tlt_megatron.config.extensions import load_extension
 RawScore = float | Mapping[str, object]
 RewardFunction = Callable[..., RawScore | Awaitable[RawScore]]
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Find the function that `spec` names and check that it can be called as a reward function.
-
-    ValueError names the spec and what is wrong: no such file, module or function, code that fails on import, not callable,
-    wrong parameters.
-    """
-    function = load_extension("reward.function", spec)
-    _check_callable(spec, function)
-    return function
+    """Return the function that `reward.function` names. ValueError as in `load_extension`."""
+    return load_extension("reward.function", spec)
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -61,16 +54,3 @@ def read_score(result: object) -> float:
             f"score={repr(result)[:80]}: must be a finite number from {-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}"
         )
     return score
-
-
-def _check_callable(spec: str, function: object) -> None:
-    if not callable(function):
-        raise ValueError(f"reward.function={spec!r}: {type(function).__name__} is not callable")
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**dict.fromkeys(ARGUMENTS))
-    except TypeError as error:
-        raise ValueError(
-            f"reward.function={spec!r}: has parameters {signature}, "
-            f"must accept ({', '.join(ARGUMENTS)}): {error}"
-        ) from error

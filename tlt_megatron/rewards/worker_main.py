@@ -17,7 +17,10 @@ import signal
 import time
 import traceback
 
-from tlt_megatron.rewards.reward import ARGUMENTS, RewardFunction, is_async, load_reward, read_score
+from tlt_megatron.config.extensions import REGISTRY
+from tlt_megatron.rewards.reward import RewardFunction, is_async, load_reward, read_score
+
+_ARGUMENTS = REGISTRY["reward.function"].parameters
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
@@ -110,7 +113,7 @@ async def _score_async(
 
 
 def _arguments(task: dict) -> dict[str, object]:
-    return dict(zip(ARGUMENTS, task["arguments"], strict=True))
+    return dict(zip(_ARGUMENTS, task["arguments"], strict=True))
 
 
 def _describe(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.preflight import risky_settings
 from tlt_megatron.config.schema import RunConfig
@@ -84,7 +85,7 @@ def build_run(
 ) -> Iterator[Run]:
     """Build the run, restore a checkpoint if the settings ask for it, and close everything on exit. A collective of all ranks.
 
-    Cheap checks come first: a bad reward function or prompt raises before any model is built.
+    Cheap checks come first: a bad function of the user or a bad prompt raises before any model is built.
     """
     settings = config.run
     stop = stop or StopRequest()  # without a caller's: one that is never requested
@@ -111,6 +112,8 @@ def _build(
     stop: StopRequest,
 ) -> Iterator[tuple[RLTrainer, McorePolicyModel, torch.dtype]]:
     saved = _find_saved_run(config, run_dir, world)
+    load_extension("algorithm.advantage", config.algorithm.advantage)  # refused before models exist
+    load_extension("algorithm.loss", config.algorithm.loss)
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)

@@ -14,7 +14,7 @@ from tlt_megatron.mcore import cpu
 
 # Matches of each rewrite in all of megatron.core 0.16.1. Another version: look at what changed, then pin anew.
 PINNED_VERSION = "0.16.1"
-PINNED_COUNTS = (6, 169, 59, 2, 31, 3, 9, 19, 1)
+PINNED_COUNTS = (6, 169, 59, 2, 31, 3, 6, 2, 9, 19, 1)
 
 
 def test_rewrites_match_the_supported_megatron_as_often_as_pinned() -> None:
@@ -59,15 +59,13 @@ def test_install_refuses_where_megatron_was_imported_without_it(
         cpu.install()
 
 
-def _tracker() -> object:
+def test_forked_rng_state_goes_on_and_leaves_the_default_state_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cpu.install()
     from megatron.core.tensor_parallel import random
 
-    return random.CudaRNGStatesTracker()
-
-
-def test_forked_rng_state_goes_on_and_leaves_the_default_state_alone() -> None:
-    tracker = _tracker()
+    tracker = random.CudaRNGStatesTracker()
     tracker.add("a", 5)
     generator = torch.Generator().manual_seed(5)
     expected = [torch.rand(3, generator=generator) for _ in range(2)]
@@ -81,17 +79,4 @@ def test_forked_rng_state_goes_on_and_leaves_the_default_state_alone() -> None:
     assert torch.equal(first, expected[0])
     assert torch.equal(second, expected[1])
     assert torch.equal(torch.rand(4), outside)
-
-
-def test_rng_state_names_and_seeds_are_unique_and_must_be_known() -> None:
-    tracker = _tracker()
-    tracker.add("a", 5)
-    with pytest.raises(ValueError, match=r"'a' with seed=6"):
-        tracker.add("a", 6)
-    with pytest.raises(ValueError, match=r"'b' with seed=5"):
-        tracker.add("b", 5)
-    with (
-        pytest.raises(ValueError, match=r"'c' was not added; there are \['a'\]"),
-        tracker.fork("c"),
-    ):
-        pass
+    assert not caplog.text, "Megatron warns on GPUs where the CPU's state changes inside a fork"

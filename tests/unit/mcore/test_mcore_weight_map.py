@@ -23,7 +23,7 @@ from tlt_megatron.mcore.weight_map import (
 )
 
 CONFIG = tiny_config(num_heads=8, num_kv_heads=4, head_dim=3, has_qkv_bias=True)
-ROWS = [EMBEDDING_ROW, *layer_rows(CONFIG, 1, 5), FINAL_NORM_ROW, lm_head_row(CONFIG)]
+ROWS = [EMBEDDING_ROW, *layer_rows(CONFIG, 1, 1), FINAL_NORM_ROW, lm_head_row(CONFIG)]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -72,7 +72,7 @@ def test_tied_output_layer_is_made_of_the_embedding() -> None:
 
 
 def test_norms_are_found_under_local_and_fused_names() -> None:
-    row = layer_rows(CONFIG, 1, 5)[0]
+    row = layer_rows(CONFIG, 1, 1)[0]
     weight = torch.ones(8)
     for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
         assert find_parameter(row, {f"decoder.layers.1.{name}": weight}) is weight

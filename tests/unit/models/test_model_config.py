@@ -17,7 +17,6 @@ from tlt_megatron.config.weight_files import INDEX_NAME
 from tlt_megatron.mcore.weight_map import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
-    hf_shapes,
     layer_rows,
     lm_head_row,
 )
@@ -85,12 +84,7 @@ def test_expected_tensors_are_those_of_megatrons_table(switches: dict[str, bool]
     config = tiny_config(**switches)
     rows = [EMBEDDING_ROW, FINAL_NORM_ROW, lm_head_row(config)]
     rows += [row for n in range(config.num_layers) for row in layer_rows(config, n, n)]
-    table = {
-        name: shape
-        for row in rows
-        for name, shape in zip(row.hf_names, hf_shapes(row, config), strict=True)
-    }
-    assert table == tensor_shapes(config)
+    assert {name for row in rows for name in row.hf_names} == tensor_shapes(config).keys()
 
 
 def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.loss import (
-    PolicyLoss,
     clipped_surrogate,
     kl_estimate,
+    policy_loss,
     truncated_importance,
 )
 from tlt_megatron.types import MicroBatch, TokenLogprobs
@@ -23,12 +24,12 @@ def micro_batch(advantages: list[float], mask: list[float], weights: list[float]
         "old_logprobs": torch.full((size,), -1.0),
         "rollout_logprobs": torch.full((size,), -1.0),
         "loss_count": int(sum(mask)),
+        "cu_seqlens": torch.tensor([0, size], dtype=torch.int32),
     }
     return MicroBatch(
         token_ids=torch.zeros(size, dtype=torch.int64),
         labels=torch.zeros(size, dtype=torch.int64),
         position_ids=torch.arange(size),
-        cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
         loss_mask=torch.tensor(mask),
         loss_weights=torch.tensor(weights),
         advantages=torch.tensor(advantages),
@@ -66,7 +67,7 @@ def test_clipped_surrogate_by_hand(
 def test_a_clipped_token_has_no_gradient_and_an_unmasked_one_none_either() -> None:
     output = predicted([-1.0 + math.log(1.5), -1.0, -0.3])
     batch = micro_batch([1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0])
-    result = PolicyLoss(AlgorithmSection(clip_low=0.2, clip_high=0.2))(output, batch)
+    result = policy_loss(output, batch, AlgorithmSection(clip_low=0.2, clip_high=0.2))
     result.loss_sum.backward()
     assert output.logprobs.grad.tolist() == pytest.approx([0.0, -1.0, 0.0])
     assert result.count == 2
@@ -91,7 +92,7 @@ def test_k1_and_k3_average_to_the_divergence() -> None:
 def test_kl_loss_adds_its_coefficient_times_the_estimate() -> None:
     section = AlgorithmSection(kl_coef=0.1, kl_estimator="k2")
     batch = micro_batch([0.0], [1.0], [1.0], ref_logprobs=torch.tensor([-2.0]))
-    result = PolicyLoss(section)(predicted([-1.0]), batch)
+    result = policy_loss(predicted([-1.0]), batch, section)
     assert float(result.loss_sum) == pytest.approx(0.1 * 0.5)
     assert float(result.metrics["kl_loss"]) == pytest.approx(0.5)
 
@@ -105,21 +106,112 @@ def test_truncated_importance_caps_from_above_only() -> None:
 
 def test_importance_weight_scales_the_surrogate() -> None:
     batch = micro_batch([1.0], [1.0], [1.0], rollout_logprobs=torch.tensor([-0.5]))
-    result = PolicyLoss(AlgorithmSection(tis_cap=2.0))(predicted([-1.0]), batch)
+    result = policy_loss(predicted([-1.0]), batch, AlgorithmSection(tis_cap=2.0))
     assert float(result.loss_sum) == pytest.approx(-math.exp(-0.5))
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
-    result = PolicyLoss(AlgorithmSection(entropy_coef=0.2))(
-        predicted([-1.0]), micro_batch([0.0], [1.0], [1.0])
-    )
+    batch = micro_batch([0.0], [1.0], [1.0])
+    result = policy_loss(predicted([-1.0]), batch, AlgorithmSection(entropy_coef=0.2))
     assert float(result.loss_sum) == pytest.approx(-0.2 * 0.5)
 
 
+def two_responses(**fields: object) -> MicroBatch:
+    """Prompt tokens at 0 and 3. Response 1 has the advantage 2, response 2 the advantage -1. Weights of sequence_mean."""
+    return micro_batch(
+        [0.0, 2.0, 2.0, 0.0, -1.0, -1.0, -1.0, 0.0],
+        [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0],
+        [0.0, 0.5, 0.5, 0.0, 1 / 3, 1 / 3, 1 / 3, 0.0],
+        cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32),
+        loss_count=2,
+        **fields,
+    )
+
+
+def shifted(*ratios: float) -> TokenLogprobs:
+    """Log-probs whose ratios to the old ones, all -1, are those. At masked tokens they do not matter."""
+    return predicted([-1.0 + math.log(ratio) for ratio in ratios])
+
+
+def test_gspo_by_hand() -> None:
+    """Ratios 4 and 1 have the geometric mean 2; 1/8, 1 and 1 have 1/2. The arithmetic means would be 2.5 and 0.7."""
+    section = AlgorithmSection(loss="gspo", aggregation="sequence_mean", clip_low=0.9, clip_high=2)
+    output = shifted(7.0, 4.0, 1.0, 7.0, 1 / 8, 1.0, 1.0, 7.0)
+    result = policy_loss(output, two_responses(), section)
+    # -(2 * 2) of response 1, +1/2 of response 2, counted in sequences
+    assert float(result.loss_sum) == pytest.approx(-4 + 0.5, rel=1e-5)
+    assert result.count == 2
+    result.loss_sum.backward()
+    # d s/d logprob_t = s / T: -2 * 2 / 2 for each token of response 1, 1/2 / 3 for each of response 2
+    expected = [0.0, -2.0, -2.0, 0.0, 1 / 6, 1 / 6, 1 / 6, 0.0]
+    assert output.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
+    assert float(result.metrics["pg_clipfrac"]) == 0
+
+
+def test_gspo_clips_whole_responses() -> None:
+    section = AlgorithmSection(
+        loss="gspo", aggregation="sequence_mean", clip_low=0.4, clip_high=0.5
+    )
+    output = shifted(1.0, 4.0, 1.0, 1.0, 1 / 8, 1.0, 1.0, 1.0)
+    result = policy_loss(output, two_responses(), section)
+    # the ratio 2 counts as 1.5 for the advantage 2, the ratio 1/2 as 0.6 for the advantage -1
+    assert float(result.loss_sum) == pytest.approx(-3 + 0.6, rel=1e-5)
+    assert float(result.metrics["pg_clipfrac"]) == 5
+    result.loss_sum.backward()
+    assert output.logprobs.grad.tolist() == [0.0] * 8
+
+
+def test_cispo_by_hand_keeps_the_gradient_of_a_clipped_token() -> None:
+    """-clip(ratio) * A * logprob: the gradient is -clip(ratio) * A, also where the ratio is cut."""
+    section = AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.5)
+    output = shifted(7.0, 4.0, 1.0, 7.0, 1 / 8, 1.0, 1.0, 7.0)
+    result = policy_loss(output, two_responses(), section)
+    result.loss_sum.backward()
+    # ratio 4 -> 1.5, no lower bound: 1/8 stays. Times the advantage, times the weight of sequence_mean.
+    expected = [0.0, -1.5, -1.0, 0.0, 1 / 24, 1 / 3, 1 / 3, 0.0]
+    assert output.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
+    logprobs = [-1 + math.log(ratio) for ratio in (7.0, 4.0, 1.0, 7.0, 1 / 8, 1.0, 1.0, 7.0)]
+    by_hand = sum(e * logprob for e, logprob in zip(expected, logprobs, strict=True))
+    assert float(result.loss_sum) == pytest.approx(by_hand, rel=1e-5)
+    assert float(result.metrics["pg_clipfrac"]) == 1
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_first_update_of_a_batch_has_the_gradient_of_ppo(loss: str) -> None:
+    """All ratios are 1, and the advantage is the same at every token of a response."""
+    grads = []
+    for name in ("ppo", loss):
+        output = shifted(1.0, 4.0, 1.0, 1.0, 1 / 8, 1.0, 1.0, 1.0)
+        section = AlgorithmSection(loss=name, aggregation="sequence_mean")
+        policy_loss(output, two_responses(old_logprobs=None), section).loss_sum.backward()
+        grads.append(output.logprobs.grad.tolist())
+    assert grads[0] == pytest.approx(grads[1])
+
+
+def test_a_sequence_without_a_response_token_gives_nothing_under_gspo() -> None:
+    section = AlgorithmSection(loss="gspo", aggregation="sequence_mean")
+    batch = micro_batch([1.0, 1.0], [0.0, 0.0], [0.0, 0.0], loss_count=0)
+    assert float(policy_loss(shifted(2.0, 2.0), batch, section).loss_sum) == 0
+
+
+def test_a_users_loss_of_the_wrong_shape_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def total(logprobs, old_logprobs, batch, section):\n    return logprobs.sum(), logprobs\n"
+    )
+    section = AlgorithmSection(loss=f"{tmp_path}/mine.py:total")
+    with pytest.raises(ValueError, match=r"mine\.py:total': returned shapes \[\] and \[1\]"):
+        policy_loss(predicted([-1.0]), micro_batch([1.0], [1.0], [1.0]), section)
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"tis_cap": 2.0}, {"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_placement": "reward"}]
+    ("options", "message"),
+    [
+        ({"loss": "gspo"}, "algorithm.aggregation='token_mean': must be sequence_mean"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0: must be 0"),
+        ({"loss": "grpo"}, "algorithm.loss='grpo': must be one of ppo, gspo, cispo, path/to/file.py"),
+        ({"advantage": "gea"}, "algorithm.advantage='gea': must be one of grpo, dr_grpo, rloo, reinf"),
+    ],
 )
-def test_metric_names_are_the_metrics(options: dict) -> None:
-    loss = PolicyLoss(AlgorithmSection(**options))
-    batch = micro_batch([1.0], [1.0], [1.0], ref_logprobs=torch.tensor([-2.0]))
-    assert set(loss(predicted([-1.0]), batch).metrics) == set(loss.metric_names)
+def test_losses_and_advantages_that_do_not_fit_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AlgorithmSection(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.interfaces import HiddenTap, LossFunction, OptimizerStats
+from tlt_megatron.policy.interfaces import HiddenTap
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
     FinishReason,
+    LossFunction,
     MicroBatch,
+    OptimizerStats,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -99,11 +102,16 @@ def scored_batch(num_groups: int = 5, num_samples: int = 3) -> list[ScoredGroup]
 
 
 def run(
-    section: AlgorithmSection, groups: ProcessGroups
+    section: AlgorithmSection, groups: ProcessGroups, micro_batch_tokens: int = 20
 ) -> tuple[dict, dict, list[list[MicroBatch]]]:
     model = FakeModel()
     trainer = PolicyTrainer(
-        model, section, groups=groups, micro_batch_tokens=20, temperature=1.0, max_new_tokens=32
+        model,
+        section,
+        groups=groups,
+        micro_batch_tokens=micro_batch_tokens,
+        temperature=1.0,
+        max_new_tokens=32,
     )
     inference = trainer.infer_logprobs(scored_batch())
     return inference.metrics, trainer.update(inference), model.updates
@@ -121,10 +129,12 @@ SECTIONS = [
     AlgorithmSection(num_minibatches=2, num_epochs=2),
     AlgorithmSection(advantage="rloo", aggregation="sequence_mean", kl_coef=0.1, tis_cap=2.0),
     AlgorithmSection(advantage="reinforce_plus_plus", kl_coef=0.1, kl_placement="reward"),
+    AlgorithmSection(loss="gspo", aggregation="sequence_mean", clip_high=0.05, num_minibatches=2),
+    AlgorithmSection(loss="cispo", clip_low=1.0, num_epochs=2),
 ]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.advantage)
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.advantage}-{s.loss}")
 def test_metrics_and_updates_do_not_depend_on_the_number_of_ranks(
     section: AlgorithmSection,
 ) -> None:
@@ -134,6 +144,15 @@ def test_metrics_and_updates_do_not_depend_on_the_number_of_ranks(
         assert mine[1] == pytest.approx(updated, rel=1e-5, abs=1e-6)
         assert len(mine[2]) == len(calls)
     assert updated["actor/num_updates"] == section.num_minibatches * section.num_epochs
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.advantage}-{s.loss}")
+def test_metrics_do_not_depend_on_how_the_batch_is_cut(section: AlgorithmSection) -> None:
+    _, updated, calls = run(section, ProcessGroups(world=SINGLE))
+    for micro_batch_tokens in (1, 45, 10_000):
+        _, other, cuts = run(section, ProcessGroups(world=SINGLE), micro_batch_tokens)
+        assert [len(update) for update in cuts] != [len(update) for update in calls]
+        assert other == pytest.approx(updated, rel=1e-5, abs=1e-6)
 
 
 def test_ranks_share_every_sequence_out_once() -> None:
@@ -231,3 +250,10 @@ def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() 
     # The fake's update says 0.1 less than the rollouts' distribution, and 0.15 more than their raw policy.
     assert updated["actor/tis_weight"] == pytest.approx(math.exp(-0.1), rel=1e-5)
     assert updated["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.15)
+
+
+def test_a_users_advantage_of_the_wrong_shape_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def flat(rewards):\n    return [g[:1] for g in rewards]\n")
+    section = AlgorithmSection(advantage=f"{tmp_path}/mine.py:flat")
+    with pytest.raises(ValueError, match=r"algorithm\.advantage='.*mine\.py:flat': returned the"):
+        run(section, ProcessGroups(world=SINGLE))

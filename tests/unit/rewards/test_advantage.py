@@ -7,10 +7,28 @@ import math
 import pytest
 import torch
 
-from tlt_megatron.rewards.advantage import compute_advantages
+from tlt_megatron.config.extensions import load_extension
 
 REWARDS = [(1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0)]
 LENGTHS = [(2, 1, 3, 1), (1, 1, 1, 2)]
+
+
+def compute_advantages(
+    kind: str,
+    rewards: list[tuple[float, ...]],
+    lengths: list[tuple[int, ...]],
+    penalties: list[list[torch.Tensor]] | None = None,
+) -> list[list[torch.Tensor]]:
+    """Of responses with the given rewards at their last tokens, minus the penalty of each token."""
+    token_rewards = []
+    for i, group in enumerate(rewards):
+        row = []
+        for g, reward in enumerate(group):
+            reward_T = torch.zeros(lengths[i][g], dtype=torch.float64)
+            reward_T[-1] = reward
+            row.append(reward_T - penalties[i][g] if penalties else reward_T)
+        token_rewards.append(row)
+    return load_extension("algorithm.advantage", kind)(rewards=token_rewards)
 
 
 def firsts(advantages: list) -> list[list[float]]:

@@ -1,0 +1,72 @@
+"""Every policy loss trains the same at any layout and however the batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_redundant_log_probs import _scored_batch as scored_batch
+from tests.mcore_policy import Layout, build_policy, export
+from tests.ranks import run_ranks
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.trainer import PolicyTrainer
+
+NUM_STEPS = 2
+SECTIONS = {
+    "ppo": AlgorithmSection(clip_low=0.01, clip_high=0.01, num_epochs=3),
+    "gspo": AlgorithmSection(
+        loss="gspo", aggregation="sequence_mean", clip_low=0.003, clip_high=0.003, num_epochs=3
+    ),
+    "cispo": AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.01, num_epochs=3),
+}
+
+
+def _run(path: Path, layout: Layout, loss: str, micro_batch_tokens: int) -> tuple[list, dict]:
+    """Metrics of every step, and the weights after the last."""
+    policy, groups = build_policy(path, layout)
+    trainer = PolicyTrainer(
+        policy,
+        SECTIONS[loss],
+        groups=groups,
+        micro_batch_tokens=micro_batch_tokens,
+        temperature=0.8,
+        max_new_tokens=32,
+    )
+    steps = [
+        trainer.update(trainer.infer_logprobs(scored_batch(seed))) for seed in range(NUM_STEPS)
+    ]
+    return steps, export(policy)
+
+
+@pytest.fixture(scope="module", params=SECTIONS)
+def one_rank(request: pytest.FixtureRequest, model_path: Path) -> tuple[str, list, dict]:
+    """The loss, and what one rank does with it in micro-batches of up to 20 tokens."""
+    (result,) = run_ranks(1, _run, model_path, Layout(world=1), request.param, 20)
+    return request.param, *result
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch_tokens"),
+    [
+        (Layout(world=1), 1),
+        (Layout(world=1), 1000),
+        (Layout(world=2), 20),
+        (Layout(world=2, tensor=2, sequence=True), 20),
+        (Layout(world=2, pipeline=2), 30),
+        (Layout(world=4, tensor=2, pipeline=2), 20),
+    ],
+    ids=("one_sequence", "one_pack", "dp2", "tp2_sp", "pp2", "tp2_pp2"),
+)
+def test_updates_equal_those_of_one_rank(
+    model_path: Path, one_rank: tuple[str, list, dict], layout: Layout, micro_batch_tokens: int
+) -> None:
+    loss, steps, weights = one_rank
+    results: Any = run_ranks(layout.world, _run, model_path, layout, loss, micro_batch_tokens)
+    for mine, exported in results:
+        for step, expected in zip(mine, steps, strict=True):
+            assert step == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for name, weight in weights.items():
+            assert (exported[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    assert steps[0]["actor/pg_clipfrac"] > 0, "the test must reach the clipped part"

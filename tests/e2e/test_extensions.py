@@ -1,0 +1,65 @@
+"""Functions of the user, in files outside the package, through the program itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_task import metric_rows, rollouts, run, run_forked
+
+pytestmark = pytest.mark.e2e
+
+MINE = '''"""An advantage and a loss whose values in the metrics are known."""
+
+import torch
+
+
+def constant(rewards):
+    return [[torch.full(reward_T.shape, 3.0) for reward_T in group] for group in rewards]
+
+
+def plain(logprobs, old_logprobs, batch, section):
+    ratio = (logprobs - old_logprobs).exp()
+    return -ratio * batch.advantages, torch.ones_like(logprobs)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_users_advantage_and_loss_train(config: Path, mine: Path, tmp_path: Path) -> None:
+    functions = (f"algorithm.advantage={mine}:constant", f"algorithm.loss={mine}:plain")
+    run(2, config, tmp_path / "run", *functions, "run.num_steps=2", "data.eval=")
+    rows = [row for row in metric_rows(tmp_path / "run") if "actor/pg_loss" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["actor/pg_loss"] == pytest.approx(-3.0, rel=1e-5)
+        assert row["actor/pg_clipfrac"] == 1
+    assert len(rollouts(tmp_path / "run")) == 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.loss=kl", "algorithm.loss='kl': must be ppo, gspo, cispo, path/to/file.py:"),
+        ("algorithm.loss=nowhere.py:plain", "no such file: "),
+        ("algorithm.loss={mine}:constant", "must accept (logprobs, old_logprobs, batch, section)"),
+        ("algorithm.advantage={mine}:none", "has no function 'none'"),
+        ("algorithm.advantage=no.such:thing", "import no.such fails"),
+    ],
+)
+def test_functions_that_cannot_serve_are_refused_in_one_line(
+    config: Path, mine: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    override = override.format(mine=mine)
+    results = run_forked(2, "--config", config, f"run.dir={tmp_path}/run", override)
+    assert [code for code, _ in results] == [2, 2]
+    (line,) = [line for _, text in results for line in text.splitlines() if message in line]
+    key, _, spec = override.partition("=")
+    assert f"{key}={spec!r}: " in line
+    assert not any("Traceback" in text for _, text in results)
