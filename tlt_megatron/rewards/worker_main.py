@@ -2,8 +2,8 @@
 
 Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to or close. In: {"task",
 "arguments"}. Out: {"is_async"} or {"failed"}, then for each task its number and the fields of `worker_process.Outcome` that are
-not their default. The main thread runs the function, because functions may use signals (math-verify does). The worker cannot
-work without the socket, so an error on it ends the process.
+not their default. The main thread runs the function, because functions may use signals (math-verify does). An error on the
+socket ends the process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 import traceback
 
 from tlt_megatron.config.extensions import REGISTRY
+from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
 from tlt_megatron.rewards.reward import RewardFunction, is_async, load_reward, read_score
 
 _ARGUMENTS = REGISTRY["reward.function"].parameters
@@ -56,11 +58,13 @@ class _Channel:
             self.send(task=task, score=result, seconds=seconds)
         else:
             failure = "timeout" if is_late else "error"
-            self.send(task=task, failure=failure, detail=_describe(result), seconds=seconds)
+            detail = "".join(traceback.format_exception(result))[-_MAX_DETAIL:]
+            self.send(task=task, failure=failure, detail=detail, seconds=seconds)
 
 
-def main(spec: str, timeout_s: float, control_fd: int) -> int:
-    """Score tasks until the socket closes; return the exit status."""
+def main(spec: str, timeout_s: float, life_fd: int, control_fd: int) -> None:
+    """Score tasks until the socket closes, as a child of a keeper. Exit status 1 if the function cannot be loaded."""
+    keep(life_fd, control_fd)
     _outlive_signals()
     channel = _Channel(control_fd)
     try:
@@ -70,13 +74,12 @@ def main(spec: str, timeout_s: float, control_fd: int) -> int:
         is_named = isinstance(error, ValueError)
         line = str(error) if is_named else f"reward.function={spec!r} fails to load: {error!r}"
         channel.send(failed=line[-_MAX_DETAIL:])
-        return 1
+        sys.exit(1)
     channel.send(is_async=is_async(function))
     if is_async(function):
         asyncio.run(_serve_async(channel, function, timeout_s))
     else:
         _serve(channel, function)
-    return 0
 
 
 def _serve(channel: _Channel, function: RewardFunction) -> None:
@@ -116,16 +119,12 @@ def _arguments(task: dict) -> dict[str, object]:
     return dict(zip(_ARGUMENTS, task["arguments"], strict=True))
 
 
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-_MAX_DETAIL:]
-
-
 def _outlive_signals() -> None:
-    """Ignore SIGINT and SIGTERM: the trainer decides when scoring ends, by closing the socket.
+    """Do nothing at signals to stop: the trainer decides when scoring ends, by closing the socket.
 
-    The handler does nothing. SIG_IGN would be inherited by programs that a reward function starts, and they could not be
-    terminated. The trainer blocked both signals until this point.
+    SIG_IGN and blocked signals would be inherited by programs that a reward function starts, and they could not be terminated.
+    The trainer blocked these signals until this point.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

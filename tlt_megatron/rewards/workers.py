@@ -19,11 +19,12 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, Self
 
+from tlt_megatron.rewards.keeper import STOP_SIGNALS
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
 from tlt_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
-# not one of our loggers: a user's prints belong in the rank's log file, not on the terminal
+# Not one of our loggers: a user's prints belong in the rank's log file, not on the terminal
 output_log = logging.getLogger("reward_output")
 
 MAX_OUTPUT_BYTES = 1 << 16  # logged output of a rank's reward functions between two `collect`
@@ -64,17 +65,14 @@ class RewardPool:
         self._on_error = on_error
         self._folder = os.getcwd()  # relative paths mean the same in a worker started later
         self._batch: dict[Hashable, Future[Outcome]] = {}
-        self._num_submitted = 0
         self._scored: list[Outcome] = []  # since `take_stats`
         self._wait_seconds = 0.0
-        self._broken: BaseException | None = None
         self._is_closed = False
-        self._logged_prompt_ids: set[str] = set()  # used by the loop's thread, like all below
-        self._output = _OutputLog(function_spec)
+        # Used by the loop's thread, like all below.
+        self._logged_prompt_ids: set[str] = set()
+        self._num_output_bytes = 0  # since the last `collect`
         self._workers: list[WorkerProcess] = []
-        self._free: asyncio.Queue[_Seat] = (
-            asyncio.Queue()
-        )  # one entry for each response that a seat has room for
+        self._free: asyncio.Queue[_Seat] = asyncio.Queue()  # a seat once per response it can take
         self._alone = _Seat()  # rescores responses whose worker ended with several at once
         self._alone_lock = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -88,6 +86,7 @@ class RewardPool:
         ValueError if it cannot be loaded, RuntimeError if a worker died while loading it.
         """
         self._wait([self._loaded])
+        _raise_first_error([self._loaded])
 
     def submit(self, rollout_key: Hashable, prompt: Prompt, solution_str: str) -> None:
         """Submit a response for scoring; never waits. ValueError if the batch already holds `rollout_key`.
@@ -99,12 +98,9 @@ class RewardPool:
             raise RuntimeError("the reward pool is closed")
         if rollout_key in self._batch:
             raise ValueError(f"rollout_key={rollout_key!r}: submitted twice in one batch")
-        self._num_submitted += 1
         row = (prompt.data_source, solution_str, prompt.ground_truth, dict(prompt.extra_info))
-        message = {"task": self._num_submitted, "arguments": row}
-        line = json.dumps(message, default=_as_text).encode() + b"\n"
-        scoring = self._score(self._num_submitted, line, prompt.prompt_id, rollout_key)
-        self._batch[rollout_key] = self._call(scoring)
+        arguments = json.dumps(row, default=_as_text).encode()
+        self._batch[rollout_key] = self._call(self._score(arguments, prompt.prompt_id, rollout_key))
 
     def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
         """Wait until `collect` would not wait. Returns False if `should_stop` returns True first.
@@ -112,16 +108,9 @@ class RewardPool:
         `close` then drops what is not scored.
         """
         start = time.perf_counter()
-        futures = [self._loaded, *self._batch.values()]
-        while not (self._broken or self._is_closed):
-            done, pending = wait(futures, timeout=0, return_when=FIRST_EXCEPTION)
-            if not pending or any(future.exception() for future in done):
-                break
-            if should_stop():
-                return False
-            wait(futures, timeout=_STOP_POLL_S, return_when=FIRST_EXCEPTION)
+        is_scored = self._wait([self._loaded, *self._batch.values()], should_stop)
         self._wait_seconds += time.perf_counter() - start
-        return True
+        return is_scored
 
     def collect(self) -> dict[Hashable, float]:
         """Wait for everything submitted since the last `collect`; return the reward of each key, in no particular order.
@@ -129,13 +118,12 @@ class RewardPool:
         With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt. The pool can then only be
         closed.
         """
-        start = time.perf_counter()
-        self._wait([self._loaded, *self._batch.values()])
-        self._wait_seconds += time.perf_counter() - start
+        self.wait_scored(lambda: False)
+        _raise_first_error([self._loaded, *self._batch.values()])
         outcomes = {key: future.result() for key, future in self._batch.items()}
         self._batch = {}
         self._scored += outcomes.values()
-        self._loop.call_soon_threadsafe(self._output.end_batch)
+        self._loop.call_soon_threadsafe(self._end_output)
         return {key: outcome.score for key, outcome in outcomes.items()}
 
     def take_stats(self) -> RewardStats:
@@ -169,23 +157,23 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, futures: list[Future]) -> None:
-        """Return when all are done; raise the first error of any of them or of an earlier call."""
+    def _wait(self, futures: list[Future], should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Return True when all are done or one has failed, False if `should_stop` returns True first."""
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
-        if self._broken is None:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            self._broken = next((e for future in done if (e := future.exception())), None)
-        if self._broken is not None:
-            # a new exception each time: raising the same object twice collects tracebacks
-            raise type(self._broken)(*self._broken.args)
+        while True:
+            done, pending = wait(futures, timeout=_STOP_POLL_S, return_when=FIRST_EXCEPTION)
+            if not pending or any(future.exception() for future in done):
+                return True
+            if should_stop():
+                return False
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _run_loop(self) -> None:
-        # workers inherit the mask, so that no signal ends one before its handlers are set
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # Workers inherit the mask, so that no signal ends one before its handlers are set.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self._loop.run_forever()
 
     async def _start_workers(self, num_workers: int) -> None:
@@ -199,21 +187,21 @@ class RewardPool:
         """Return the worker in a seat. If the last one has ended, start a new one."""
         async with seat.lock:
             if seat.worker is None or seat.worker.is_lost:
-                arguments = self._spec, self._timeout_s, self._folder, self._output.write
+                arguments = self._spec, self._timeout_s, self._folder, self._log_output
                 seat.worker = WorkerProcess(*arguments)
                 self._workers = [worker for worker in self._workers if not worker.is_lost]
                 self._workers.append(seat.worker)
                 await seat.worker.load()
             return seat.worker
 
-    async def _score(self, task: int, line: bytes, prompt_id: str, key: Hashable) -> Outcome:
+    async def _score(self, arguments: bytes, prompt_id: str, key: Hashable) -> Outcome:
         """Return the outcome of one response. With on_error="raise", a failure raises RuntimeError."""
         seat = await self._free.get()
         try:
-            outcome = await (await self._worker_of(seat)).score(task, line)
+            outcome = await (await self._worker_of(seat)).score(arguments)
             if outcome.is_shared:  # any of several may have ended the worker
                 async with self._alone_lock:
-                    outcome = await (await self._worker_of(self._alone)).score(task, line)
+                    outcome = await (await self._worker_of(self._alone)).score(arguments)
         finally:
             self._free.put_nowait(seat)
         if outcome.failure:
@@ -229,7 +217,22 @@ class RewardPool:
     async def _end_workers(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
         await self._loop.shutdown_default_executor()
-        self._output.end_batch()
+        self._end_output()
+
+    def _log_output(self, data: bytes) -> None:
+        """Log what reward functions print, up to `MAX_OUTPUT_BYTES` for each batch."""
+        kept = data[: max(0, MAX_OUTPUT_BYTES - self._num_output_bytes)]
+        self._num_output_bytes += len(data)
+        if text := kept.decode(errors="replace").rstrip():
+            output_log.info("%s", text)
+
+    def _end_output(self) -> None:
+        num_cut, self._num_output_bytes = self._num_output_bytes - MAX_OUTPUT_BYTES, 0
+        if num_cut > 0:
+            output_log.info(
+                "reward.function=%r: %d more bytes of output of this step were cut",
+                *(self._spec, num_cut),
+            )
 
 
 class _Seat:
@@ -240,26 +243,11 @@ class _Seat:
         self.worker: WorkerProcess | None = None
 
 
-class _OutputLog:
-    """Logs what reward functions print, up to a limit for each batch. The rest is counted."""
-
-    def __init__(self, spec: str) -> None:
-        self._spec = spec
-        self._num_bytes = 0
-
-    def write(self, data: bytes) -> None:
-        kept = data[: max(0, MAX_OUTPUT_BYTES - self._num_bytes)]
-        self._num_bytes += len(data)
-        if text := kept.decode(errors="replace").rstrip():
-            output_log.info("%s", text)
-
-    def end_batch(self) -> None:
-        num_cut, self._num_bytes = self._num_bytes - MAX_OUTPUT_BYTES, 0
-        if num_cut > 0:
-            output_log.info(
-                "reward.function=%r: %d more bytes of output of this step were cut",
-                *(self._spec, num_cut),
-            )
+def _raise_first_error(futures: list[Future]) -> None:
+    errors = [future.exception() for future in futures if future.done()]
+    if error := next(filter(None, errors), None):
+        # A new exception each time: raising the same object twice collects tracebacks.
+        raise type(error)(*error.args)
 
 
 def _as_text(value: object) -> str:

@@ -208,8 +208,14 @@ def test_a_users_loss_of_the_wrong_shape_is_refused_by_name(tmp_path: Path) -> N
     [
         ({"loss": "gspo"}, "algorithm.aggregation='token_mean': must be sequence_mean"),
         ({"loss": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0: must be 0"),
-        ({"loss": "grpo"}, "algorithm.loss='grpo': must be one of ppo, gspo, cispo, path/to/file.py"),
-        ({"advantage": "gea"}, "algorithm.advantage='gea': must be one of grpo, dr_grpo, rloo, reinf"),
+        (
+            {"loss": "grpo"},
+            "algorithm.loss='grpo': must be one of ppo, gspo, cispo, path/to/file.py",
+        ),
+        (
+            {"advantage": "gea"},
+            "algorithm.advantage='gea': must be one of grpo, dr_grpo, rloo, reinf",
+        ),
     ],
 )
 def test_losses_and_advantages_that_do_not_fit_are_refused(options: dict, message: str) -> None:

@@ -43,9 +43,9 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
         return subprocess.Popen(["sleep", "1000"]).pid
     if verb == "has_torch":
         return "torch" in sys.modules
-    if verb == "terminate_child":
+    if verb == "signal_child":
         child = subprocess.Popen(["sleep", "1000"])
-        child.terminate()
+        child.send_signal(int(argument))
         return child.wait()
     if verb == "row":
         return float((data_source, ground_truth, extra_info) == EXPECTED)
@@ -322,7 +322,7 @@ def test_stats_start_anew_when_taken(make_pool: PoolMaker) -> None:
 def test_signals_to_stop_do_not_end_workers(make_pool: PoolMaker) -> None:
     pool = make_pool(on_error="raise")
     (pid,) = score(pool, "pid")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(int(pid), number)
     assert score(pool, "pid") == [pid]
 
@@ -333,14 +333,24 @@ def test_signals_to_stop_do_not_end_workers_that_are_starting(make_pool: PoolMak
     while len(keepers) < 2:
         keepers = children_of(os.getpid())
     for pid in keepers | {worker for keeper in keepers for worker in children_of(keeper)}:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
     workers = {int(pid) for pid in score(pool, *["pid"] * 50)}
     assert workers <= {worker for keeper in keepers for worker in children_of(keeper)}
 
 
-def test_programs_of_a_reward_function_can_be_terminated(make_pool: PoolMaker) -> None:
-    assert score(make_pool(on_error="raise"), "terminate_child") == [-signal.SIGTERM]
+def test_programs_of_a_reward_function_hear_the_signals_that_the_trainer_blocks(
+    make_pool: PoolMaker,
+) -> None:
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        pool = make_pool(on_error="raise")
+        assert score(pool, *[f"signal_child {number:d}" for number in numbers]) == [
+            -number for number in numbers
+        ]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.mark.parametrize("last", [None, "hang", "hang_in_c"])
