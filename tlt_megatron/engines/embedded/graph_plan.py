@@ -100,11 +100,11 @@ def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
     per_token += 0 if is_draft else 2 * c.ffn_size
     repeat = c.num_heads // c.num_kv_heads
     per_token += key.length * repeat if repeat > 1 and key.num_rows > 1 else 0
-    # Attention: three wide copies of the scores, or one wide copy plus the narrow weights and a copy of the values.
+    # Attention: two wide copies of the scores, or one wide copy plus the narrow weights and a copy of the values.
     wide = max(item_bytes, _WIDE_BYTES)
     scores = num_tokens * c.num_heads * key.length
     values = key.batch_size * c.num_kv_heads * key.length * c.head_dim * item_bytes
-    attention = max(3 * wide * scores, (wide + item_bytes) * scores + values)
+    attention = max(2 * wide * scores, (wide + item_bytes) * scores + values)
     mlp = num_tokens * 2 * c.ffn_size * item_bytes
     bias = num_tokens * key.length
     states = num_tokens * c.hidden_size * (3 if is_draft else 1)
