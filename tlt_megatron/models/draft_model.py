@@ -33,7 +33,7 @@ class TargetFingerprint:
 
     hidden_size: int
     vocab_size: int
-    embedding_hash: str  # 64 hex digits, see `hash_embedding`
+    embedding_hash: str  # 64 hex digits, see `fingerprint_sample`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,7 @@ class DraftConfig:
     rope: RopeConfig
     max_position_embeddings: int
     vocab_size: int
-    aux_layer_ids: tuple[
-        int, ...
-    ] = ()  # eagle3: features are the residual stream after these layers
+    aux_layer_ids: tuple[int, ...] = ()  # eagle3: features are the residual stream after these
     target: TargetFingerprint | None = None  # None: a foreign checkpoint without a fingerprint
 
     def __post_init__(self) -> None:
@@ -115,20 +113,6 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     return ids if ids[0] < ids[1] < ids[2] else (0, (num_layers - 2) // 2, num_layers - 2)
 
 
-def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
-    """Return the fingerprint of the target with this embedding."""
-    return fingerprint_sample(sample_embedding(embedding_VD), embedding_VD.shape[0])
-
-
-def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
-    """Return the fingerprint from `sample_embedding`, for callers that cannot keep the whole embedding."""
-    return TargetFingerprint(
-        hidden_size=sample_ND.shape[1],
-        vocab_size=vocab_size,
-        embedding_hash=_hash_sample(sample_ND),
-    )
-
-
 def sample_embedding(embedding_VD: Tensor) -> Tensor:
     """Copy the rows that a fingerprint needs, on their own device and without synchronizing with it."""
     num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
@@ -136,21 +120,27 @@ def sample_embedding(embedding_VD: Tensor) -> Tensor:
     return embedding_VD.detach()[rows.to(embedding_VD.device, non_blocking=True)]
 
 
-def hash_embedding(embedding_VD: Tensor) -> str:
-    """Return 64 hex digits: the signs of 256 random projections (Charikar 2002, SimHash).
+def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
+    """Return the fingerprint of the target with this embedding."""
+    return fingerprint_sample(sample_embedding(embedding_VD), embedding_VD.shape[0])
 
-    Small changes of the embedding flip few bits. An exact checksum would change after one update, or in another dtype.
+
+def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
+    """Return the fingerprint from `sample_embedding`, for callers that cannot keep the whole embedding.
+
+    Its 256 bits are the signs of random projections (Charikar 2002, SimHash), so small changes of the embedding flip few.
+    An exact checksum would change after one update, or in another dtype.
     """
-    return _hash_sample(sample_embedding(embedding_VD))
-
-
-def _hash_sample(sample_ND: Tensor) -> str:
     sample = sample_ND.to("cpu", torch.float64)
     left = _random_signs(_HASH_SIDE, sample.shape[0], seed=1)
     right = _random_signs(sample.shape[1], _HASH_SIDE, seed=2)
     bits = (left @ sample @ right).flatten() > 0
     value = sum(1 << index for index, bit in enumerate(bits.tolist()) if bit)
-    return f"{value:0{_HASH_SIDE * _HASH_SIDE // 4}x}"
+    return TargetFingerprint(
+        hidden_size=sample_ND.shape[1],
+        vocab_size=vocab_size,
+        embedding_hash=f"{value:0{_HASH_SIDE * _HASH_SIDE // 4}x}",
+    )
 
 
 def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
@@ -172,7 +162,7 @@ def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
             raise ValueError(f"the drafter's {name}={own} is not the target's {actual}")
     if config.target is None:
         return
-    found = hash_embedding(embedding_VD)
+    found = fingerprint_target(embedding_VD).embedding_hash
     differing = (int(found, 16) ^ int(config.target.embedding_hash, 16)).bit_count()
     if differing > _MAX_DIFFERING_BITS:
         raise ValueError(

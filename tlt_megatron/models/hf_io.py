@@ -65,36 +65,33 @@ def save_hf_model(
 ) -> None:
     """Write `tensors` as sharded safetensors with an index, and copy the config and tokenizer files of `source`.
 
-    Holds one shard in memory. Chat template and generation config are copied too.
+    Holds one shard in memory.
     """
     path.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    weight_map: dict[str, str] = {}
-    total_bytes = shard_bytes = 0
+    shard: dict[str, Tensor] = {}
+    written: list[list[str]] = []  # the names in each file
+    total_bytes = 0
 
     def flush() -> None:
-        save_tensors(shards[-1], path / f"part-{len(shards):05d}", metadata={"format": "pt"})
-        shards[-1] = dict.fromkeys(shards[-1])  # type: ignore[arg-type]
+        save_tensors(shard, path / f"part-{len(written)}", metadata={"format": "pt"})
+        written.append(list(shard))
+        shard.clear()
 
     for name, tensor in tensors:
         tensor = tensor.detach().to("cpu", dtype).contiguous()
-        if shard_bytes + tensor.nbytes > max_shard_bytes and shards[-1]:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
             flush()
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = tensor.clone()
-        shard_bytes += tensor.nbytes
+        shard[name] = tensor.clone()
         total_bytes += tensor.nbytes
     flush()
-    for number, shard in enumerate(shards, start=1):
-        file = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
-        (path / f"part-{number:05d}").rename(path / file)
-        weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(written):
+        file = f"model-{number + 1:05d}-of-{len(written):05d}.safetensors"
+        if len(written) == 1:
+            file = "model.safetensors"
+        (path / f"part-{number}").rename(path / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(written) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
     else:  # remove an older model's index, which readers would prefer
@@ -104,11 +101,7 @@ def save_hf_model(
 
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
     for file in source.iterdir():
-        if (
-            file.is_file()
-            and file.suffix in (".json", ".txt", ".model", ".jinja")
-            and file.name != INDEX_NAME
-        ):
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX_NAME:
             shutil.copy2(file, path / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)

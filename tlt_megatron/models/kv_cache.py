@@ -70,31 +70,20 @@ class KvCache:
         self.scratch_slot = num_pages * page_size
         num_slots = (num_pages + has_scratch) * page_size
         # Zeros, not empty: a masked position still adds 0 * value, which must not be 0 * nan.
-        self.kv_LKTH = torch.zeros(
-            config.num_layers + num_draft_layers,
-            2 * config.num_kv_heads,
-            num_slots,
-            config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        num_layers = config.num_layers + num_draft_layers
+        shape = num_layers, 2 * config.num_kv_heads, num_slots, config.head_dim
+        self.kv_LKTH = torch.zeros(shape, dtype=dtype, device=device)
         self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
         self.layers = list(self.kv_LKTH.unbind(0))
         self.has_features = keeps_features
         self.tap_layers = tap_layers
+        kept = num_slots if keeps_features else 0
         feature_size = config.hidden_size * (1 + len(tap_layers))
-        self.features_TD = torch.zeros(
-            num_slots if keeps_features else 0, feature_size, dtype=dtype, device=device
-        )
+        self.features_TD = torch.zeros(kept, feature_size, dtype=dtype, device=device)
         # One more slot: the token after the last lane's last position is written, but never read.
-        self.token_ids_T = torch.zeros(
-            num_slots + 1 if keeps_features else 0, dtype=torch.int64, device=device
-        )
+        self.token_ids_T = torch.zeros(kept + keeps_features, dtype=torch.int64, device=device)
         self._paged_bias = self.bias_T.view(-1, page_size)
-        self._state = bytearray(num_pages)
-        self._holder: list[list[int] | None] = [None] * num_pages
-        self.num_free = num_pages
-        self.peak_pages = 0
+        self.reset()
 
     def num_bytes(self) -> int:
         """Return the bytes of the pool."""
@@ -104,7 +93,7 @@ class KvCache:
     def reset(self) -> None:
         """Free every page and reset the peak."""
         self._state = bytearray(self.num_pages)
-        self._holder = [None] * self.num_pages
+        self._holder: list[list[int] | None] = [None] * self.num_pages
         self.num_free = self.num_pages
         self.peak_pages = 0
 
@@ -116,7 +105,6 @@ class KvCache:
         if page < 0:
             return False
         self._take(page, _RESPONSE, pages)
-        self._paged_bias[page].fill_(-torch.inf)
         return True
 
     def take_prompt_pages(self, pages: list[int], count: int) -> bool:
@@ -124,9 +112,7 @@ class KvCache:
         if count > self.num_free:
             return False
         for _ in range(count):
-            page = self._state.rfind(_FREE)
-            self._take(page, _PROMPT, pages)
-            self._paged_bias[page].fill_(-torch.inf)
+            self._take(self._state.rfind(_FREE), _PROMPT, pages)
         return True
 
     def _take(self, page: int, state: int, pages: list[int]) -> None:
@@ -134,6 +120,7 @@ class KvCache:
         self._state[page] = state
         self._holder[page] = pages
         pages.append(page)
+        self._paged_bias[page].fill_(-torch.inf)
         self.num_free -= 1
         self.peak_pages = max(self.peak_pages, self.num_pages - self.num_free)
 
@@ -169,17 +156,16 @@ class KvCache:
         Changes the lists that hold the pages in place. Returns whether a page moved.
         """
         moves: list[tuple[int, int]] = []
-        count = self._state.count(_RESPONSE)
-        if self.response_end - count > max(_MIN_HOLES, _MAX_HOLES * count):
-            sources = [p for p in range(count, self.response_end) if self._state[p] == _RESPONSE]
-            holes = [p for p in range(count) if self._state[p] == _FREE]
-            moves += zip(sources, holes, strict=False)
-        count = self._state.count(_PROMPT)
-        end = self.num_pages - count
-        if end - self.prompt_start > max(_MIN_HOLES, _MAX_HOLES * count):
-            sources = [p for p in range(self.prompt_start, end) if self._state[p] == _PROMPT]
-            holes = [p for p in range(end, self.num_pages) if self._state[p] == _FREE]
-            moves += zip(sources, holes, strict=False)
+        for state in (_RESPONSE, _PROMPT):
+            count = self._state.count(state)
+            inner, outer = range(count), range(count, self.response_end)  # the end, and beyond it
+            if state == _PROMPT:
+                border = self.num_pages - count
+                inner, outer = range(border, self.num_pages), range(self.prompt_start, border)
+            if len(outer) > max(_MIN_HOLES, _MAX_HOLES * count):
+                sources = [page for page in outer if self._state[page] == state]
+                holes = [page for page in inner if self._state[page] == _FREE]
+                moves += zip(sources, holes, strict=False)
         if not moves:
             return False
         for source, target in moves:
@@ -226,6 +212,6 @@ class KvCache:
         """Copy slots to other slots, which may overlap. Needs memory for one layer's copy of them."""
         for layer in self.layers:
             layer.index_copy_(1, target_S, layer.index_select(1, source_S))
-        slotwise = (self.bias_T, self.features_TD, self.token_ids_T)
-        for tensor in slotwise if self.has_features else slotwise[:1]:
+        features = (self.features_TD, self.token_ids_T) if self.has_features else ()
+        for tensor in (self.bias_T, *features):
             tensor.index_copy_(0, target_S, tensor.index_select(0, source_S))

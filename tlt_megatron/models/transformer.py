@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.models.arithmetic import PLAIN, Arithmetic
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RotaryTable
-from tlt_megatron.models.matrix import packs
+from tlt_megatron.models.matrix import Matrix, packs
+
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +36,6 @@ class LayerWeights:
     post_norm: Tensor  # [D]
     gate_up: Tensor  # [2F, D]
     down: Tensor  # [D, F]
-
-
-class _Matrices:
-    """The matrices of one layer as `Arithmetic.matrix` objects."""
-
-    def __init__(self, layer: LayerWeights, arithmetic: Arithmetic) -> None:
-        self.qkv = arithmetic.matrix(layer.qkv, layer.qkv_bias)
-        self.output = arithmetic.matrix(layer.output, None)
-        self.gate_up = arithmetic.matrix(layer.gate_up, None)
-        self.down = arithmetic.matrix(layer.down, None)
 
 
 class Transformer:
@@ -62,64 +55,45 @@ class Transformer:
         self.arithmetic = arithmetic
         self.dtype = dtype
         self.device = device
-        c = config
+        self._shapes = tensor_shapes(config)
+        self._views: dict[str, Tensor] = {}  # every Hugging Face tensor, in the weights below
+        self.embedding = self._allocate("model.embed_tokens.weight")
+        self.final_norm = self._allocate("model.norm.weight")
+        is_tied = config.tie_word_embeddings
+        self.lm_head = self.embedding if is_tied else self._allocate("lm_head.weight")
+        self.layers = [self._allocate_layer(number) for number in range(config.num_layers)]
+        # Of each layer: qkv, output, gate and up, down. Made by the first pass after weights are loaded.
+        self._matrices: list[tuple[Matrix, Matrix, Matrix, Matrix]] = []
+        self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
+        self._norm = arithmetic.norm(config.rms_norm_eps, dtype, device)
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
+    def _allocate(self, *names: str) -> Tensor:
+        """Return an empty tensor that holds the named Hugging Face tensors along dim 0."""
+        shapes = [self._shapes[name] for name in names]
+        rows = [shape[0] for shape in shapes]
+        if names[0].endswith(_HEAD_NORMS):  # repeated, so that one multiply serves all heads
+            shapes, rows = [(0, *shapes[0])], [self.config.num_heads, self.config.num_kv_heads]
+        fused = torch.empty(sum(rows), *shapes[0][1:], dtype=self.dtype, device=self.device)
+        self._views |= zip(names, fused.split(rows), strict=True)
+        return fused
 
-        num_fused = c.num_heads + 2 * c.num_kv_heads
-        self.embedding = empty(c.vocab_size, c.hidden_size)
-        self.final_norm = empty(c.hidden_size)
-        self.lm_head = (
-            self.embedding if c.tie_word_embeddings else empty(c.vocab_size, c.hidden_size)
+    def _allocate_layer(self, number: int) -> LayerWeights:
+        def allocate(*names: str) -> Tensor:
+            return self._allocate(*(f"model.layers.{number}.{name}" for name in names))
+
+        has_bias, has_qk_norm = self.config.has_qkv_bias, self.config.has_qk_norm
+        return LayerWeights(
+            input_norm=allocate("input_layernorm.weight"),
+            qkv=allocate(*(f"self_attn.{part}_proj.weight" for part in "qkv")),
+            qkv_bias=allocate(*(f"self_attn.{p}_proj.bias" for p in "qkv")) if has_bias else None,
+            qk_norm=allocate(*(f"self_attn.{p}_norm.weight" for p in "qk"))
+            if has_qk_norm
+            else None,
+            output=allocate("self_attn.o_proj.weight"),
+            post_norm=allocate("post_attention_layernorm.weight"),
+            gate_up=allocate("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            down=allocate("mlp.down_proj.weight"),
         )
-        self.layers = [
-            LayerWeights(
-                input_norm=empty(c.hidden_size),
-                qkv=empty(num_fused * c.head_dim, c.hidden_size),
-                qkv_bias=empty(num_fused * c.head_dim) if c.has_qkv_bias else None,
-                qk_norm=empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.has_qk_norm else None,
-                output=empty(c.hidden_size, c.num_heads * c.head_dim),
-                post_norm=empty(c.hidden_size),
-                gate_up=empty(2 * c.ffn_size, c.hidden_size),
-                down=empty(c.hidden_size, c.ffn_size),
-            )
-            for _ in range(c.num_layers)
-        ]
-        self._views = self._hf_views()
-        self._matrices: list[_Matrices] = []  # made by the first pass after weights are loaded
-        self.rotary = RotaryTable(c.rope, c.head_dim, dtype, device)
-        self._norm = arithmetic.norm(c.rms_norm_eps, dtype, device)
-
-    def _hf_views(self) -> dict[str, Tensor]:
-        """Return every Hugging Face name with its view of the fused storage."""
-        c = self.config
-        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
-        if not c.tie_word_embeddings:
-            views["lm_head.weight"] = self.lm_head
-        q_end = c.num_heads * c.head_dim
-        k_end = q_end + c.num_kv_heads * c.head_dim
-        rows = {"q": slice(0, q_end), "k": slice(q_end, k_end), "v": slice(k_end, None)}
-        for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}."
-            views[prefix + "input_layernorm.weight"] = layer.input_norm
-            for part, part_rows in rows.items():
-                views[f"{prefix}self_attn.{part}_proj.weight"] = layer.qkv[part_rows]
-                if layer.qkv_bias is not None:
-                    views[f"{prefix}self_attn.{part}_proj.bias"] = layer.qkv_bias[part_rows]
-            if layer.qk_norm is not None:
-                views[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[: c.num_heads]
-                views[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[c.num_heads :]
-            views[prefix + "self_attn.o_proj.weight"] = layer.output
-            views[prefix + "post_attention_layernorm.weight"] = layer.post_norm
-            views[prefix + "mlp.gate_proj.weight"] = layer.gate_up[: c.ffn_size]
-            views[prefix + "mlp.up_proj.weight"] = layer.gate_up[c.ffn_size :]
-            views[prefix + "mlp.down_proj.weight"] = layer.down
-        return views
-
-    @staticmethod
-    def _is_head_norm(name: str) -> bool:
-        return name.endswith((".q_norm.weight", ".k_norm.weight"))
 
     def hf_names(self) -> frozenset[str]:
         """Return the names that `load_hf` must load before the first forward pass."""
@@ -131,29 +105,25 @@ class Transformer:
         if view is None:
             known = "tied to model.embed_tokens.weight" if name == "lm_head.weight" else "unknown"
             raise ValueError(f"tensor {name!r} is {known} in this {self.config.model_type} model")
-        expected = view.shape[1:] if self._is_head_norm(name) else view.shape
+        expected = self._shapes[name]
         if tensor.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {tuple(expected)}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {expected}")
         self._matrices = []
-        view.copy_(
-            tensor
-        )  # a head norm is repeated per head, so that one multiply serves all heads
+        view.copy_(tensor)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights as views under their Hugging Face names, without a tied lm_head."""
         for name, view in self._views.items():
-            yield name, view[0] if self._is_head_norm(name) else view
+            yield name, view[0] if name.endswith(_HEAD_NORMS) else view
 
     def num_bytes(self) -> int:
         """Return the bytes of the weights and of the packed copies that the first pass makes."""
         held = sum(view.nbytes for view in self._views.values())
         if packs(self.dtype, self.device):
-            held += sum(
-                matrix.nbytes
-                for layer in self.layers
-                for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
-            )
             held += self.lm_head.nbytes
+            for layer in self.layers:
+                matrices = layer.qkv, layer.output, layer.gate_up, layer.down
+                held += sum(matrix.nbytes for matrix in matrices)
         return held
 
     def tensors_read(self) -> list[Tensor]:
@@ -162,8 +132,17 @@ class Transformer:
 
     def pack(self) -> None:
         """Prepare the matrices now instead of in the first pass."""
-        self._matrices = [_Matrices(layer, self.arithmetic) for layer in self.layers]
-        self._head = self.arithmetic.matrix(self.lm_head, None)
+        make = self.arithmetic.matrix
+        self._matrices = [
+            (
+                make(layer.qkv, layer.qkv_bias),
+                make(layer.output, None),
+                make(layer.gate_up, None),
+                make(layer.down, None),
+            )
+            for layer in self.layers
+        ]
+        self._head = make(self.lm_head, None)
 
     def forward(self, token_ids_P: Tensor, position_ids_P: Tensor, attention: Attention) -> Tensor:
         """Return [P, D] after the final norm. `rotary.reserve` must cover the positions."""
@@ -191,7 +170,8 @@ class Transformer:
         x_PD = F.embedding(token_ids_P, self.embedding)
         taps: list[Tensor] = []
         for index, (layer, matrices) in enumerate(zip(self.layers, self._matrices, strict=True)):
-            fused = matrices.qkv(norm(x_PD, layer.input_norm))
+            qkv, output, gate_up, down = matrices
+            fused = qkv(norm(x_PD, layer.input_norm))
             heads_PAH = fused.view(num_tokens, num_fused, c.head_dim)
             rotated = heads_PAH[:, :num_rotated]
             if layer.qk_norm is not None:
@@ -200,9 +180,9 @@ class Transformer:
             context_PN = attention.attend(
                 index, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :]
             )
-            x_PD = matrices.output(context_PN, x_PD)
-            gate_PF, up_PF = matrices.gate_up(norm(x_PD, layer.post_norm)).chunk(2, dim=-1)
-            x_PD = matrices.down(gate(gate_PF, up_PF), x_PD)
+            x_PD = output(context_PN, x_PD)
+            gate_PF, up_PF = gate_up(norm(x_PD, layer.post_norm)).chunk(2, dim=-1)
+            x_PD = down(gate(gate_PF, up_PF), x_PD)
             if index in tap_layers:
                 taps.append(x_PD)
         hidden_PD = norm(x_PD, self.final_norm)

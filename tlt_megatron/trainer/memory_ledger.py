@@ -32,7 +32,7 @@ _AWAKE = frozenset({Phase.ROLLOUT, Phase.SPOT, Phase.WEIGHT_SYNC, Phase.CHECKPOI
 def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLedger:
     """Return the ledger of the rank with the highest use. Reads the model's config.json; allocates nothing."""
     model = load_model_config(config.model.path)
-    sizes = ModelSizes.of(model)
+    sizes = ModelSizes(model)
     num_replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     sequences = config.rollout.num_prompts * config.rollout.num_samples

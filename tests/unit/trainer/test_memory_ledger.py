@@ -51,7 +51,7 @@ def claim(ledger: MemoryLedger, name: str) -> int:
 
 
 def sizes_of(tmp_path: Path) -> ModelSizes:
-    return ModelSizes.of(load_model_config(tmp_path))
+    return ModelSizes(load_model_config(tmp_path))
 
 
 def test_an_unsharded_rank_holds_everything(tmp_path: Path) -> None:

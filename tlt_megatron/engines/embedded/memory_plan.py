@@ -92,7 +92,7 @@ def plan_memory(
         draft_slots=draft_slots,
         lane_pages=lane_pages if has_graphs else 0,
     )
-    sizes = ModelSizes.of(model)
+    sizes = ModelSizes(model)
     d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
     num_fused = model.num_heads + 2 * model.num_kv_heads
     weights = sizes.total

@@ -1,8 +1,7 @@
-"""Attention of several query tokens per sequence over lanes, for verify passes and the drafter's passes.
+"""Attention over lanes: contiguous ranges of KV slots, one per sequence. Every pass in lanes makes one attention object.
 
-A lane is a contiguous range of KV slots for one sequence. The embedded engine makes one attention object per pass. New keys
-go to slots after the committed ones, and a bias says which of them each query sees. So a chain, a tree and a plain extension
-each need one kernel call.
+New keys go to slots after the committed ones, and a bias says which of them each query sees. So a chain, a tree and a plain
+extension each need one kernel call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class LaneView:
         self.starts_B = torch.arange(first_row, first_row + num_rows, device=cache.device) * lane
         self._bias_B1T = self._bias_B1S = cache.bias_T[self._slots].view(num_rows, 1, lane)
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._blocks: dict[tuple[int, int], Tensor] = {}
 
     def part(self, start: int, end: int) -> LaneView:
         """Return a view of rows start..end-1."""
@@ -50,22 +48,16 @@ class LaneView:
         """Return keys and values, each [B, K, S, H], of the first `length` positions."""
         found = self._kv.get((layer, length))
         if found is None:
-            lanes = self.cache.layers[layer][:, self._slots]
-            lanes = lanes.view(lanes.shape[0], self.num_rows, self.lane, -1).transpose(0, 1)
-            lanes = lanes[:, :, :length]
-            num_kv_heads = self.cache.num_kv_heads
-            found = lanes[:, :num_kv_heads], lanes[:, num_kv_heads:]
-            self._kv[layer, length] = found
+            kv_KTH = self.cache.layers[layer][:, self._slots]
+            kv_BKTH = kv_KTH.unflatten(1, (self.num_rows, self.lane)).transpose(0, 1)
+            found = self._kv[layer, length] = kv_BKTH[:, :, :length].chunk(2, dim=1)
         return found
 
     def blocks(self, layer: int, num_blocks: int) -> Tensor:
         """Return keys and values [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
-        found = self._blocks.get((layer, num_blocks))
-        if found is None:
-            lanes = self.cache.layers[layer][:, self._slots]
-            blocks = lanes.unflatten(1, (self.num_rows, -1, self.cache.page_size))
-            found = self._blocks[layer, num_blocks] = blocks[:, :, :num_blocks]
-        return found
+        kv_KTH = self.cache.layers[layer][:, self._slots]
+        blocks = kv_KTH.unflatten(1, (self.num_rows, -1, self.cache.page_size))
+        return blocks[:, :, :num_blocks]
 
     def committed_bias(self, length: int) -> Tensor:
         """Return [B, 1, S], a view: 0 where a position is committed, -inf elsewhere."""
@@ -86,9 +78,7 @@ class LaneTreeAttention:
         self._first_layer = first_layer
         num_queries, self._length = bias_BRS.shape[1:]
         self._is_one = num_queries == 1
-        self._bias = bias_BRS.unsqueeze(
-            1
-        )  # [B, 1, R, S], later repeated per query head of a kv head
+        self._bias = bias_BRS.unsqueeze(1)  # later repeated for the query heads of a kv head
         self._is_spread = self._is_one  # with one query, one bias row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
