@@ -153,11 +153,8 @@ def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
 
 def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
     """Raise ValueError with the reason if the drafter belongs to another target than `embedding_VD`'s."""
-    vocab_size, hidden_size = embedding_VD.shape
-    for name, own, actual in (
-        ("hidden_size", config.hidden_size, hidden_size),
-        ("vocab_size", config.vocab_size, vocab_size),
-    ):
+    for name, actual in zip(("vocab_size", "hidden_size"), embedding_VD.shape, strict=True):
+        own = getattr(config, name)
         if own != actual:
             raise ValueError(f"the drafter's {name}={own} is not the target's {actual}")
     if config.target is None:
@@ -218,7 +215,7 @@ class DraftMlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer. EAGLE has no norm before attention; EAGLE-3 norms embedding and feature separately."""
+    """The decoder layer. EAGLE has no norm before attention; EAGLE-3 norms embedding and features separately."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -254,8 +251,7 @@ class DraftModel(nn.Module):
             )
         self.config = config
         # Detached, so that this module does not register a Parameter of the target.
-        self.embedding_VD = embedding_VD.detach()
-        self.lm_head_VD = lm_head_VD.detach()
+        self.embedding_VD, self.lm_head_VD = embedding_VD.detach(), lm_head_VD.detach()
         hidden_size = config.hidden_size
         if config.is_eagle3:
             self.fc = nn.Linear(config.feature_size, hidden_size, bias=False)
@@ -263,12 +259,11 @@ class DraftModel(nn.Module):
             self.norm = DraftNorm(hidden_size, config.rms_norm_eps)
         else:
             # SGLang always gives this layer a bias, even if a checkpoint has none.
-            self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=True)
+            self.fc = nn.Linear(2 * hidden_size, hidden_size)
             self.layers = nn.ModuleList([DraftLayer(config)])
         self._initialize(seed)
-        device = embedding_VD.device
-        self.to(device, dtype)
-        self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
+        self.to(embedding_VD.device, dtype)
+        self.rotary = RotaryTable(config.rope, config.head_dim, dtype, embedding_VD.device)
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
@@ -310,13 +305,11 @@ class DraftModel(nn.Module):
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
         embedded_PD = F.embedding(token_ids_P, self.embedding_VD).to(self.fc.weight.dtype)
         if self.config.is_eagle3:
-            residual_PD = hidden_PD
             normed = (layer.input_layernorm(embedded_PD), layer.hidden_norm(hidden_PD))
-            attended_PD = layer.self_attn(torch.cat(normed, dim=-1), cos_P1H, sin_P1H, attention)
+            residual_PD, input_PI = hidden_PD, torch.cat(normed, dim=-1)
         else:
-            residual_PD = self.fc(torch.cat((embedded_PD, hidden_PD), dim=-1))
-            attended_PD = layer.self_attn(residual_PD, cos_P1H, sin_P1H, attention)
-        residual_PD = residual_PD + attended_PD
+            residual_PD = input_PI = self.fc(torch.cat((embedded_PD, hidden_PD), dim=-1))
+        residual_PD = residual_PD + layer.self_attn(input_PI, cos_P1H, sin_P1H, attention)
         output_PD = residual_PD + layer.mlp(layer.post_attention_layernorm(residual_PD))
         return output_PD, self.norm(output_PD) if self.config.is_eagle3 else output_PD
 

@@ -8,7 +8,7 @@ every place of a tile, or in tiles of two sizes. Both are checked on this machin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,8 @@ from tlt_megatron.models.matrix import Matrix
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
 # Candidate tile sizes. A single row often runs another kernel (matrix-vector product), so 1 is not listed.
 _TILE_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_PADDING_WASTE = (
-    1.5  # pad to a larger tile if it has at most this many times the rows, else take a smaller one
-)
+# Pad to a larger tile if it has at most this many times the rows, else take a smaller one.
+_PADDING_WASTE = 1.5
 
 
 def invariant_arithmetic(
@@ -44,7 +43,7 @@ def invariant_arithmetic(
     check_attention(config, dtype)
     _check_exp(dtype)
     return Arithmetic(
-        matrix=_matrix_factory(),
+        matrix=InvariantMatrix,
         norm=InvariantNorm,
         rotate_=rotate_,
         gate=gate_silu,
@@ -72,17 +71,17 @@ def cancelling(num_rows: int, size: int, seed: int, sign: float) -> Tensor:
 class RowTiles:
     """The row counts with which a kernel may be called, for matrices of one shape and dtype."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Test the kernel of `Matrix` on artificial values in the shape of `weight`. RuntimeError if a row's place matters."""
-        num_out, num_in = weight.shape
-        probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(weight.dtype), bias, min_rows=1)
-        x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(weight.dtype)
+    def __init__(self, num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+        """Test the kernel of `Matrix` on artificial values. RuntimeError if a row's place matters."""
+        bias = torch.linspace(-1e-6, 1e-6, num_out).to(dtype) if has_bias else None
+        probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(dtype), bias, min_rows=1)
+        x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(dtype)
         order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(2))
         expected = torch.cat([probe(tile) for tile in x.split(_BASE_ROWS)])
         shuffled = torch.cat([probe(tile) for tile in x[order].split(_BASE_ROWS)])
         if not torch.equal(shuffled, expected[order]):
             raise RuntimeError(
-                f"rollout.batch_invariant=True: on this machine a {weight.dtype} product with a matrix of"
+                f"rollout.batch_invariant=True: on this machine a {dtype} product with a matrix of"
                 f" {num_out}x{num_in} depends on a row's place among {_BASE_ROWS} rows"
             )
         self.sizes = [
@@ -106,12 +105,22 @@ class RowTiles:
         return self._covers[num_rows]
 
 
+@functools.cache
+def _row_tiles(
+    num_out: int, num_in: int, dtype: torch.dtype, has_bias: bool, num_threads: int
+) -> RowTiles:
+    """Test each kind of matrix once. Kernels divide their work by the number of threads."""
+    return RowTiles(num_out, num_in, dtype, has_bias=has_bias)
+
+
 class InvariantMatrix(Matrix):
     """`Matrix` that multiplies by row tiles."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: RowTiles) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """RuntimeError if this machine has no kernel for it; see `RowTiles`."""
         super().__init__(weight, bias, min_rows=1)
-        self._tiles = tiles
+        kind = *weight.shape, weight.dtype, bias is not None
+        self._tiles = _row_tiles(*kind, torch.get_num_threads())
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """See `Matrix`."""
@@ -125,19 +134,6 @@ class InvariantMatrix(Matrix):
         if num_padded:
             out = out[:num_rows]
         return out if addend is None else out.add_(addend)
-
-
-def _matrix_factory() -> Callable[[Tensor, Tensor | None], InvariantMatrix]:
-    """Return a factory of matrices. Matrices of one shape share the tiles tested for the first one."""
-    tiles: dict[tuple[torch.Size, bool], RowTiles] = {}
-
-    def matrix(weight: Tensor, bias: Tensor | None) -> InvariantMatrix:
-        key = weight.shape, bias is not None
-        if key not in tiles:
-            tiles[key] = RowTiles(weight, bias)
-        return InvariantMatrix(weight, bias, tiles[key])
-
-    return matrix
 
 
 # ---- norm, rotation and gate

@@ -58,30 +58,22 @@ class RotaryTable:
     ) -> None:
         self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._frequencies = rope_frequencies(rope, head_dim, self._angle_dtype)
-        self._dtype = dtype
-        self._device = device
-        self._table_SH2 = torch.empty(0, 2 * head_dim, dtype=dtype, device=device)
-
-    @property
-    def table_SH2(self) -> Tensor:
-        """Return the tensor that `lookup` reads. `reserve` replaces it when it grows."""
-        return self._table_SH2
+        # What `lookup` reads. `reserve` replaces it when it grows.
+        self.table_SH2 = torch.empty(0, 2 * head_dim, dtype=dtype, device=device)
 
     def reserve(self, num_positions: int) -> None:
         """Make positions 0..num_positions-1 available. Not for the hot path."""
-        if num_positions <= self._table_SH2.shape[0]:
+        if num_positions <= self.table_SH2.shape[0]:
             return
-        size = max(num_positions, 2 * self._table_SH2.shape[0], 256)
+        size = max(num_positions, 2 * self.table_SH2.shape[0], 256)
         angles = torch.outer(torch.arange(size, dtype=self._angle_dtype), self._frequencies)
         cos, sin = angles.cos(), angles.sin()
-        table = torch.cat((cos, cos, -sin, sin), dim=-1)
-        self._table_SH2 = table.to(self._device, self._dtype)
+        self.table_SH2 = torch.cat((cos, cos, -sin, sin), dim=-1).to(self.table_SH2)
 
     def lookup(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos, signed sin), each [P, 1, H], for `apply_rope_`."""
-        rows = self._table_SH2.index_select(0, position_ids_P).unsqueeze(1)
-        head_dim = rows.shape[-1] // 2
-        return rows[..., :head_dim], rows[..., head_dim:]
+        rows = self.table_SH2.index_select(0, position_ids_P).unsqueeze(1)
+        return rows.chunk(2, dim=-1)
 
 
 def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:

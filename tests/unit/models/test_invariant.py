@@ -51,7 +51,7 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(
 ) -> None:
     weight = cancelling(num_out, num_in, 3, 1.0).to(dtype)
     bias = torch.linspace(-1, 1, num_out).to(dtype) * 1e-6
-    matrix = InvariantMatrix(weight, bias, RowTiles(weight, bias))
+    matrix = InvariantMatrix(weight, bias)
     x = cancelling(300, num_in, 4, -1.0).to(dtype)
     expected = torch.cat([matrix(row) for row in x.split(1)])
     assert expected.abs().max() > 0
@@ -69,8 +69,7 @@ def test_without_tiles_a_row_of_a_product_differs() -> None:
 
 
 def test_tiles_hold_all_rows_with_little_to_spare() -> None:
-    weight = torch.randn(16, 32)
-    tiles = RowTiles(weight, None)
+    tiles = RowTiles(16, 32, torch.float32, has_bias=False)
     assert {16, 64} <= set(tiles.sizes)
     for num_rows in range(1, 600):
         cover = tiles.cover(num_rows)

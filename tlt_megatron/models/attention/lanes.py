@@ -28,7 +28,7 @@ class LaneView:
         self._first_row = first_row
         self._slots = slice(first_row * lane, (first_row + num_rows) * lane)
         self.starts_B = torch.arange(first_row, first_row + num_rows, device=cache.device) * lane
-        self._bias_B1T = self._bias_B1S = cache.bias_T[self._slots].view(num_rows, 1, lane)
+        self._bias_B1T = cache.bias_T[self._slots].view(num_rows, 1, lane)
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def part(self, start: int, end: int) -> LaneView:
@@ -61,9 +61,7 @@ class LaneView:
 
     def committed_bias(self, length: int) -> Tensor:
         """Return [B, 1, S], a view: 0 where a position is committed, -inf elsewhere."""
-        if self._bias_B1S.shape[-1] != length:
-            self._bias_B1S = self._bias_B1T[..., :length]
-        return self._bias_B1S
+        return self._bias_B1T[..., :length]
 
 
 class LaneTreeAttention:

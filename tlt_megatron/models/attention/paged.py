@@ -1,8 +1,7 @@
-"""Attention over the KV cache for prefill and for decoding over pages.
+"""Attention over the KV cache for prefill, and for decoding over pages.
 
-Each class satisfies `Attention`; the engine passes an instance to `Transformer.forward`. `PagedAttention` serves
-many sequences of unequal length with shared prompts. `tree_attention.LaneTreeAttention` serves few contiguous sequences
-with one kernel call and no merging. Both give the same numbers up to rounding.
+`PagedAttention` serves many sequences of unequal length with shared prompts. `lanes.LaneTreeAttention` serves few contiguous
+sequences with one kernel call and no merging. Both give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -31,38 +30,34 @@ class PrefillAttention:
 
     def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
         self._cache = cache
-        self._segments = segments
         self._slots_P = torch.cat([segment.new_slots_C for segment in segments])
-        self._masks: list[Tensor | None] = []
-        for segment in segments:
-            num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
+        self._sizes = [segment.new_slots_C.numel() for segment in segments]
+        self._contexts: list[tuple[Tensor, Tensor | None]] = []  # slots and mask of each segment
+        for segment, num_new in zip(segments, self._sizes, strict=True):
+            num_all = segment.context_slots_S.numel()
             mask = None
             if num_new < num_all:  # otherwise is_causal is enough
                 visible = torch.ones(num_new, num_all, dtype=torch.bool, device=cache.device)
                 mask = visible.tril(num_all - num_new)
-            self._masks.append(mask)
+            self._contexts.append((segment.context_slots_S, mask))
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
-        num_heads, num_kv_heads = query_PNH.shape[1], cache.num_kv_heads
         outputs = []
-        start = 0
-        for segment, mask in zip(self._segments, self._masks, strict=True):
-            end = start + segment.new_slots_C.numel()
-            kv_KSH = cache.layers[layer].index_select(1, segment.context_slots_S).unsqueeze(0)
-            out = F.scaled_dot_product_attention(
-                query_PNH[start:end].transpose(0, 1).unsqueeze(0),
-                kv_KSH[:, :num_kv_heads],
-                kv_KSH[:, num_kv_heads:],
+        queries = query_PNH.transpose(0, 1)[None].split(self._sizes, dim=2)
+        for query_1NTH, (slots_S, mask) in zip(queries, self._contexts, strict=True):
+            kv_1KSH = cache.layers[layer].index_select(1, slots_S)[None]
+            out_1NTH = F.scaled_dot_product_attention(
+                query_1NTH,
+                *kv_1KSH.chunk(2, dim=1),
                 attn_mask=mask,
                 is_causal=mask is None,
-                enable_gqa=num_heads != num_kv_heads,
+                enable_gqa=cache.num_heads_per_kv > 1,
             )
-            outputs.append(out.squeeze(0).transpose(0, 1).reshape(end - start, -1))
-            start = end
+            outputs.append(out_1NTH[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
 
@@ -96,46 +91,36 @@ class PagedAttention:
         lse over no keys is not -inf.
         """
         cache = self._cache
-        device = cache.device
         end, start = cache.response_end, cache.prompt_start
         owner = [0] * end  # a free page is computed for row 0, and its result is never read
         readers: list[list[int]] = [[] for _ in range(cache.num_pages - start)]
-        prompt_pages: list[list[int]] = []  # of each sequence
+        shared: list[list[tuple[int, int]]] = []  # of each row: prompt page, number as its reader
         for row, sequence in enumerate(sequences):
             for page in sequence.pages:
                 owner[page] = row
             assert sequence.prompt is not None
             # Skip the last page of a prompt if the sequence holds a copy of its content.
-            shared = sequence.prompt.pages[: -1 if sequence.num_copied else None]
-            prompt_pages.append([page - start for page in shared])
-            for index in prompt_pages[-1]:
-                readers[index].append(row)
+            pages = sequence.prompt.pages[: -1 if sequence.num_copied else None]
+            shared.append([(page - start, len(readers[page - start])) for page in pages])
+            for page in pages:
+                readers[page - start].append(row)
         num_siblings = max(map(len, readers), default=0) or 1
         # Part numbers: response pages, then (prompt page, sibling), then one empty part as padding.
-        empty = end + len(readers) * num_siblings
         parts = [
-            [end + index * num_siblings + readers[index].index(row) for index in indices]
-            + sequence.pages
-            for row, (indices, sequence) in enumerate(zip(prompt_pages, sequences, strict=True))
+            [end + page * num_siblings + sibling for page, sibling in pages] + sequence.pages
+            for pages, sequence in zip(shared, sequences, strict=True)
         ]
-        for rows in readers:
-            rows.extend([0] * (num_siblings - len(rows)))
-        num_parts = max(map(len, parts))
-        for row_parts in parts:
-            row_parts.extend([empty] * (num_parts - len(row_parts)))
-        self._table_BM = torch.tensor(parts, device=device)
-        self._owner_P = torch.tensor(owner, device=device)
-        self._readers_XG = torch.tensor(readers, device=device) if readers else None
-        num_kv_heads = cache.num_kv_heads
-        pages = slice(0, end), slice(start, cache.num_pages)
-        self._response_kv = [
-            (p[pages[0], :num_kv_heads], p[pages[0], num_kv_heads:]) for p in self._paged
-        ]
-        self._prompt_kv = [
-            (p[pages[1], :num_kv_heads], p[pages[1], num_kv_heads:]) for p in self._paged
-        ]
+        num_parts, empty = max(map(len, parts)), end + len(readers) * num_siblings
+        parts = [numbers + [empty] * (num_parts - len(numbers)) for numbers in parts]
+        readers = [rows + [0] * (num_siblings - len(rows)) for rows in readers]
+        self._table_BM = torch.tensor(parts, device=cache.device)
+        self._owner_P = torch.tensor(owner, device=cache.device)
+        self._readers_XG = torch.tensor(readers, device=cache.device) if readers else None
+        own, prompts = slice(0, end), slice(start, cache.num_pages)
+        self._response_kv = [layer[own].chunk(2, dim=1) for layer in self._paged]
+        self._prompt_kv = [layer[prompts].chunk(2, dim=1) for layer in self._paged]
         bias = cache.bias_T.view(-1, 1, 1, cache.page_size)
-        self._response_bias, self._prompt_bias = bias[pages[0]], bias[pages[1]]
+        self._response_bias, self._prompt_bias = bias[own], bias[prompts]
 
     def begin_step(self, slots_B: Tensor) -> None:
         """Set the slots that this pass writes, one per sequence."""
@@ -147,13 +132,10 @@ class PagedAttention:
         cache = self._cache
         cache.write(layer, self._slots_B, kv_PKH)
         num_rows, num_heads, head_dim = query_PNH.shape
-        num_kv_heads = cache.num_kv_heads
-        repeat = num_heads // num_kv_heads
+        num_kv_heads, repeat = cache.num_kv_heads, cache.num_heads_per_kv
         query_BKRH = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
-        key, value = self._response_kv[layer]
-        out, lse = self._attend(
-            query_BKRH.index_select(0, self._owner_P), key, value, self._response_bias
-        )
+        query = query_BKRH.index_select(0, self._owner_P)
+        out, lse = self._attend(query, *self._response_kv[layer], self._response_bias)
         outs = [out, out.new_zeros(1, num_kv_heads, repeat, head_dim)]
         lses = [lse, lse.new_full((1, num_kv_heads, repeat), -torch.inf)]
         if self._readers_XG is not None:
@@ -161,13 +143,10 @@ class PagedAttention:
             query = query_BKRH.index_select(0, self._readers_XG.view(-1))
             query = query.view(num_pages, num_siblings, num_kv_heads, repeat, head_dim)
             query = query.transpose(1, 2).reshape(num_pages, num_kv_heads, -1, head_dim)
-            key, value = self._prompt_kv[layer]
-            out, lse = self._attend(query, key, value, self._prompt_bias)
-            out = out.reshape(num_pages, num_kv_heads, num_siblings, repeat, head_dim)
-            out = out.transpose(1, 2)
-            lse = lse.reshape(num_pages, num_kv_heads, num_siblings, repeat).transpose(1, 2)
-            outs.insert(1, out.reshape(-1, num_kv_heads, repeat, head_dim))
-            lses.insert(1, lse.reshape(-1, num_kv_heads, repeat))
+            out, lse = self._attend(query, *self._prompt_kv[layer], self._prompt_bias)
+            siblings = (num_siblings, repeat)
+            outs.insert(1, out.unflatten(2, siblings).transpose(1, 2).flatten(0, 1))
+            lses.insert(1, lse.unflatten(2, siblings).transpose(1, 2).flatten(0, 1))
         table = self._table_BM.view(-1)
         parts = (num_rows, -1, num_kv_heads, repeat)
         merged = self._merge(
