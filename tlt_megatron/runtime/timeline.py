@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -196,6 +197,7 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
         row = {
             "ph": event["ph"],
             "name": event["name"],
+            "cat": event["name"].partition("(")[0],
             "pid": rank,
             "tid": lanes.setdefault(event["lane"], len(lanes)),
             "ts": start_ns // 1000,
@@ -208,8 +210,36 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
         rows.append(row)
     names = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
     names.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
-    names += [_metadata("thread_name", rank, tid, name=lane) for lane, tid in lanes.items()]
-    return names + rows
+    for lane, tid in lanes.items():
+        name = f"rank {rank}" if lane == threading.main_thread().name else lane
+        names.append(_metadata("thread_name", rank, tid, name=name))
+    return names + rows + _counters(rank, rows) + (_step_markers(rows) if rank == 0 else [])
+
+
+def _counters(rank: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return counter events of the decode passes: running requests and tokens/s. A rollout ends with zeros."""
+    counters = []
+    for row in rows:
+        ts, args = row["ts"], row["args"]
+        if row.get("dur") and "batch_size" in args and "committed" in args:
+            values = (args["batch_size"], round(1e6 * args["committed"] / row["dur"]))
+        elif row["name"] == "ROLLOUT":
+            ts, values = ts + row.get("dur", 0), (0, 0)
+        else:
+            continue
+        for name, value in zip(("running requests", "tokens/s"), values, strict=True):
+            counters.append({"ph": "C", "name": name, "pid": rank, "ts": ts, "args": {name: value}})
+    return counters
+
+
+def _step_markers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a marker where each RL step starts: the SYNC of the policy before it ends there, and its own SYNC follows."""
+    syncs = [row for row in rows if row["name"] == "SYNC" and "version" in row["args"]]
+    return [
+        {"ph": "i", "s": "g", "cat": "step", "pid": 0, "tid": before["tid"], "args": {}}
+        | {"name": f"step {own['args']['version']}", "ts": before["ts"] + before["dur"]}
+        for before, own in pairwise(syncs)
+    ]
 
 
 def _metadata(name: str, rank: int, tid: int, /, **args: object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-MAIN_LANE = "MainThread"
+MAIN_LANE = "MainThread"  # its name in a trace: rank N, in older ones MainThread
 _PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "committed")
 
 
@@ -163,11 +163,12 @@ def _read_trace(path: Path) -> tuple[list[Span], list[Span]]:
             if event["ph"] == "M" and event["name"] == "thread_name"
         }
         for event in events:
-            if event["ph"] not in ("X", "i"):
+            if event["ph"] not in ("X", "i") or event.get("s") == "g":  # g: a marker of all ranks
                 continue
+            lane = lanes[event["pid"], event["tid"]]
             span = Span(
                 rank=event["pid"],
-                lane=lanes[event["pid"], event["tid"]],
+                lane=MAIN_LANE if lane == f"rank {event['pid']}" else lane,
                 name=event["name"],
                 start_s=event["ts"] / 1e6,
                 end_s=(event["ts"] + event.get("dur", 0)) / 1e6,

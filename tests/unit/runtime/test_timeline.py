@@ -223,6 +223,32 @@ def test_spans_added_afterwards_nest_in_the_span_that_encloses_them(tmp_path: Pa
     assert not any(event["name"] == "EVAL" for event in events)
 
 
+def test_the_trace_counts_running_requests_and_marks_the_steps(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        timeline = open_timeline(tmp_path, rank)
+        timeline.add_span("SYNC", 0.0, 1.0, version=4)
+        timeline.add_span("DECODE", 2.0, 2.5, batch_size=8, committed=16)
+        timeline.add_span("VERIFY(4_1_4)", 2.5, 3.0, batch_size=2, committed=5)
+        timeline.add_span("ROLLOUT", 1.5, 3.5)
+        timeline.add_span("SYNC", 4.0, 5.0, version=5)
+        timeline.close()
+    events = merged(tmp_path)
+    for rank in (0, 1):
+        counted: dict[str, list[tuple[int, int]]] = {}
+        for event in (e for e in events if e["ph"] == "C" and e["pid"] == rank):
+            (value,) = event["args"].values()
+            counted.setdefault(event["name"], []).append((event["ts"], value))
+        assert {name: sorted(points) for name, points in counted.items()} == {
+            "running requests": [(2_000_000, 8), (2_500_000, 2), (3_500_000, 0)],
+            "tokens/s": [(2_000_000, 32), (2_500_000, 10), (3_500_000, 0)],
+        }
+    (marker,) = [e for e in events if e["ph"] == "i"]
+    assert (marker["name"], marker["ts"], marker["s"]) == ("step 5", 1_000_000, "g")
+    assert {e["cat"] for e in spans(events)} == {"SYNC", "ROLLOUT", "DECODE", "VERIFY"}
+    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert lanes == ["rank 0", "rank 1"]  # of the main thread
+
+
 def test_an_added_span_keeps_its_times(tmp_path: Path) -> None:
     timeline = open_timeline(tmp_path)
     timeline.add_span("DECODE", 100.0, 100.5)
