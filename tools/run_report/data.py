@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -62,6 +63,7 @@ def read_run(run_dir: Path) -> RunData:
         raise ValueError(f"{run_dir}: no such run folder")
     config_text = _read_text(run_dir / "config.yaml")
     config = _parse_config(run_dir / "config.yaml", config_text)
+    summary = run_dir / "summary.json"
     spans, moments = None, []
     if config.get("logging", {}).get("trace", True):
         spans, moments = _read_trace(run_dir / "trace.json")
@@ -69,7 +71,7 @@ def read_run(run_dir: Path) -> RunData:
         name=run_dir.resolve().name,
         config=config,
         config_text=config_text,
-        summary=_read_object(run_dir / "summary.json"),
+        summary=_parse_object(f"{summary}", _read_text(summary)),
         rows=_read_metrics(run_dir / "metrics.jsonl"),
         spans=spans,
         moments=moments,
@@ -96,41 +98,32 @@ def _parse_config(path: Path, text: str) -> dict[str, dict[str, object]]:
     return config
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def _parse_object(place: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: is not JSON ({error})") from None
+        raise ValueError(f"{place}: is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: must hold an object, not a {type(value).__name__}")
+        raise ValueError(f"{place}: must hold an object, not a {type(value).__name__}")
     return value
 
 
-def _read_lines(path: Path) -> list[tuple[int, dict[str, object]]]:
-    """Return objects and their line numbers. A last line without its end is an interrupted write and is left out."""
-    text = _read_text(path)
-    lines = text.split("\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: is not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: must hold an object, not a {type(row).__name__}")
-        rows.append((number, row))
-    return rows
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return objects and their places. A last line without its end is an interrupted write and is left out."""
+    lines = _read_text(path).split("\n")[:-1]
+    places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
+    return [(place, _parse_object(place, line)) for place, line in zip(places, lines, strict=True)]
 
 
 def _read_metrics(path: Path) -> list[dict[str, float | None]]:
     rows: dict[int, dict[str, float | None]] = {}
-    for number, row in _read_lines(path):
+    for place, row in _read_lines(path):
         step = row.get("step")
         if not isinstance(step, int):
-            raise ValueError(f"{path}:{number}: step={step!r} must be a whole number")
+            raise ValueError(f"{place}: step={step!r} must be a whole number")
         for name, value in row.items():
             if value is not None and not isinstance(value, int | float):
-                raise ValueError(f"{path}:{number}: {name}={value!r} must be a number or null")
+                raise ValueError(f"{place}: {name}={value!r} must be a number or null")
             rows.setdefault(step, {})[name] = value
     if not rows:
         raise ValueError(f"{path}: holds no step")
@@ -141,17 +134,17 @@ def _read_passes(path: Path) -> list[dict[str, object]] | None:
     if not path.exists():
         return None
     rows = []
-    for number, row in _read_lines(path):
+    for place, row in _read_lines(path):
         absent = [name for name in _PASS_FIELDS if name not in row]
         if absent:
-            raise ValueError(f"{path}:{number}: has no {', '.join(absent)}")
+            raise ValueError(f"{place}: has no {', '.join(absent)}")
         rows.append(row)
     return rows
 
 
 def _read_trace(path: Path) -> tuple[list[Span], list[Span]]:
     """Return spans and moments, in the order of the trace."""
-    events = _read_object(path).get("traceEvents")
+    events = _parse_object(f"{path}", _read_text(path)).get("traceEvents")
     if not isinstance(events, list):
         raise ValueError(f"{path}: traceEvents must be a list of events")
     spans: list[Span] = []

@@ -8,24 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import plotly.offline
 
 from tools.run_report.data import RunData
-from tools.run_report.headline import facts, headline
-from tools.run_report.palette import (
-    AXIS,
-    BLACK,
-    GRID,
-    INK,
-    ON_DARK,
-    SHARES,
-    legend_order,
-    phase_of,
-    text_on,
-)
-from tools.run_report.panels import (
+from tools.run_report.figures import (
     Absent,
     HeatMap,
     Lanes,
@@ -35,8 +24,20 @@ from tools.run_report.panels import (
     StackedBars,
     percent,
 )
+from tools.run_report.headline import facts, headline
+from tools.run_report.palette import (
+    AXIS,
+    BLACK,
+    GRID,
+    INK,
+    ON_DARK,
+    SHARES,
+    by_legend_entry,
+    phase_of,
+    text_on,
+)
 
-Json = dict[str, object]
+Json = dict[str, Any]
 
 _FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 _FONT = {"family": _FAMILY, "size": 13, "color": INK}
@@ -52,12 +53,12 @@ _AXIS = {
 _LANE_HEIGHT = 46
 _OWN_HEIGHT: Json = {"automargin": "height"}  # labels must not narrow a wide panel
 _WIDE_MARGIN = {"l": 110, "r": 24, "t": 8, "b": 10}  # equal margins, so that time axes line up
-_MODES: dict[str, Json] = {
-    "lines": {"mode": "lines"},
-    "dots": {"mode": "lines+markers"},
-    "marks": {"mode": "markers"},
-    "dashed": {"mode": "lines"},
-    "steps": {"mode": "lines"},
+_MODES: dict[str, tuple[str, Json]] = {  # of Plotly, and the style of the line
+    "lines": ("lines", {}),
+    "dots": ("lines+markers", {}),
+    "marks": ("markers", {}),
+    "dashed": ("lines", {"dash": "dash"}),
+    "steps": ("lines", {"shape": "hv"}),
 }
 
 
@@ -100,7 +101,7 @@ def figure(panel: Panel) -> Json:
         "xaxis": _AXIS | {"title": {"text": panel.x_label, "standoff": 8}},
         "yaxis": _AXIS | {"title": {"text": panel.y_label, "standoff": 10}, "rangemode": "tozero"},
         "showlegend": False,  # the page has a legend that wraps, below the plot
-    }  # fmt: skip
+    }
     content = panel.content
     if isinstance(content, Lanes):
         data = _lanes(content, layout)
@@ -121,45 +122,35 @@ def figure(panel: Panel) -> Json:
 
 def _curves(content: Lines, layout: Json) -> list[Json]:
     layout["hovermode"] = "x unified"
-    axis: Json = dict(layout["yaxis"])  # type: ignore[call-overload]
     if content.x_range is not None:  # a wide panel shares the axis of the timeline
-        layout["xaxis"] = (
-            _AXIS | {"title": layout["xaxis"]["title"], "range": [*content.x_range]} | _OWN_HEIGHT
-        )  # type: ignore[index]
         layout |= {"margin": _WIDE_MARGIN, "height": 240}
+        layout["xaxis"] |= {"range": [*content.x_range]} | _OWN_HEIGHT
     if content.y_range is not None:
-        axis["range"] = list(content.y_range)
+        layout["yaxis"]["range"] = list(content.y_range)
     if content.is_log:
-        axis |= {"type": "log", "tickvals": content.log_ticks, "tickformat": ","}
-    layout["yaxis"] = axis
+        layout["yaxis"] |= {"type": "log", "tickvals": content.log_ticks, "tickformat": ","}
     return [_curve(series) for series in content.series]
 
 
 def _curve(series: Series) -> Json:
-    line: Json = {"color": series.color, "width": 2}
-    if series.mode == "dashed":
-        line["dash"] = "dash"
-    if series.mode == "steps":
-        line["shape"] = "hv"
-    marker = {"color": series.color, "size": 7}
-    if series.mode == "marks":
-        marker |= {"symbol": "diamond"}
+    mode, style = _MODES[series.mode]
+    symbol = {"symbol": "diamond"} if mode == "markers" else {}
     return {
         "type": "scatter",
+        "mode": mode,
         "name": series.name,
         "x": list(series.x),
         "y": list(series.y),
-        "line": line,
-        "marker": marker,
-        **_MODES[series.mode],
+        "line": {"color": series.color, "width": 2, **style},
+        "marker": {"color": series.color, "size": 7, **symbol},
     }
 
 
 def _heat_map(content: HeatMap, layout: Json) -> list[Json]:
     scale = [[i / (len(SHARES) - 1), color] for i, color in enumerate(SHARES)]
     layout["hovermode"] = "closest"
-    layout["xaxis"] = _AXIS | {"title": layout["xaxis"]["title"], "type": "category"}  # type: ignore[index]
-    layout["yaxis"] = _AXIS | {"title": layout["yaxis"]["title"], "type": "category"}  # type: ignore[index]
+    for axis in ("xaxis", "yaxis"):
+        layout[axis]["type"] = "category"
     return [
         {
             "type": "heatmap",
@@ -182,12 +173,8 @@ def _heat_map(content: HeatMap, layout: Json) -> list[Json]:
 
 def _lanes(content: Lanes, layout: Json) -> list[Json]:
     names = content.names
-    by_label: dict[str, list] = {}
-    for segment in content.segments:
-        by_label.setdefault(phase_of(segment.phase)[0], []).append(segment)
     data: list[Json] = []
-    for label in legend_order(by_label):
-        segments = by_label[label]
+    for label, segments in by_legend_entry(content.segments).items():
         color = phase_of(segments[0].phase)[1]
         data.append(
             {
@@ -210,21 +197,19 @@ def _lanes(content: Lanes, layout: Json) -> list[Json]:
         )
     if content.moments:
         data.append(_moments(content))
+    line: Json = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
+    line["line"] = {"color": BLACK, "width": 1, "dash": "dot"}
+    starts = [start for start in content.window.step_starts.values() if start > 0]
     layout |= {
         "barmode": "overlay",
         "bargap": 0.25,
         "hovermode": "closest",
         "height": 120 + _LANE_HEIGHT * len(names),
         "margin": _WIDE_MARGIN,
-        "xaxis": _AXIS | {"title": layout["xaxis"]["title"], "range": [0, content.width_s]}
-        | _OWN_HEIGHT,
-        "yaxis": _AXIS | {"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False},
-        "shapes": [
-            {"type": "line", "x0": start, "x1": start, "y0": 0, "y1": 1, "yref": "paper",
-             "line": {"color": BLACK, "width": 1, "dash": "dot"}}
-            for start in content.window.step_starts.values() if start > 0
-        ],
-    }  # fmt: skip
+        "shapes": [line | {"x0": start, "x1": start} for start in starts],
+    }
+    layout["xaxis"] |= {"range": [0, content.width_s]} | _OWN_HEIGHT
+    layout["yaxis"] |= {"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False}
     return data
 
 

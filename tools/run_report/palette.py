@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tools.run_report.lanes import Segment
+
 BLACK = "#000000"
 ORANGE = "#E69F00"
 SKY = "#56B4E9"
@@ -66,10 +68,12 @@ def phase_of(phase: str) -> tuple[str, str]:
     return phase, OTHER
 
 
-def legend_order(labels: Iterable[str]) -> list[str]:
-    """Return the labels in the order of the legend."""
-    order = [label for _, label, _ in _PHASES]
-    return sorted(set(labels), key=lambda label: (label not in order, order.index(label) if label in order else 0, label))  # fmt: skip
+def by_legend_entry(segments: Iterable[Segment]) -> dict[str, list[Segment]]:
+    """Return the segments by name in the legend, in its order; unknown phases come last."""
+    found: dict[str, list[Segment]] = {label: [] for _, label, _ in _PHASES}
+    for segment in sorted(segments, key=lambda segment: segment.phase):
+        found.setdefault(phase_of(segment.phase)[0], []).append(segment)
+    return {label: of_label for label, of_label in found.items() if of_label}
 
 
 def timing_color(phase: str) -> str:
