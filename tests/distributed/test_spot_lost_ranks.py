@@ -36,7 +36,7 @@ def ends(report: SpotReport) -> list[tuple[tuple[int, ...], str]]:
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_survivors_of_a_lost_member_train_on(victim: int, tmp_path: Path) -> None:
-    """Ranks 1, 2, 3 train, led by whoever was first. Rank 0, which keeps the store, generates; see below for its loss."""
+    """Ranks 1, 2, 3 train, led by the first one. Rank 0, which keeps the store, generates; see below for its loss."""
     markers = Markers(tmp_path)
     survivors = tuple(rank for rank in range(1, 4) if rank != victim)
 

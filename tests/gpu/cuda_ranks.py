@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-_CHECK_S = 1.0  # between two looks whether all ranks are alive
+_CHECK_S = 1.0  # between two checks that all ranks are alive
 
 
 def needs_gpus(count: int = 1) -> list[pytest.MarkDecorator]:

@@ -1,9 +1,16 @@
-"""The rules of the house, read off the source: layers, where foreign packages may be named, sizes, forbidden calls."""
+"""Rules for the source: layers, where foreign packages may be named, forbidden calls, sizes, assignments, plain English.
+
+`PRESENT` lists the violations that remain. It must only shrink: an entry that is no longer needed fails the test.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +26,19 @@ LAYERS = {
 SAME_LAYER_ALLOWED = {("runtime", "types")}
 TOP = ("launch", "tools", "examples", "tests")  # layer 5
 PACKAGE = "tlt_megatron/"
-MAX_LINES = 500
+MAX_LINES = 400
+MAX_PARAMETERS = 8  # of a constructor, without self
+BANNED = re.compile(
+    r"\b(one thing to know|whoever|for ever|muster\w*|calm\w*|doubt\w*|hiccups?|upkeep|news|(a|two) looks?)\b",
+    re.I,
+)
+CODE = re.compile(r"`[^`\n]*`")  # names in docstrings are not language
+TORCH_ATTRIBUTES = {"data", "grad"}  # of a parameter; torch has no other way to set them
+# Folders that set attributes of foreign objects, with the reason.
+FOREIGN_OBJECTS = {
+    "tlt_megatron/engines/sglang/": "hooks replace results in SGLang's own records",
+    "tlt_megatron/mcore/": "Megatron has no other way to set module specs, marks of parameters and its random state",
+}
 
 
 def imported_names(path: str, tree: ast.Module) -> Iterator[str]:
@@ -105,12 +124,96 @@ def check_calls(path: str, tree: ast.Module) -> list[str]:
 
 
 def check_file(path: str, tree: ast.Module, num_lines: int | None = None) -> list[str]:
-    """A file is named after what it holds, and has at most 500 lines."""
+    """A file is named after what it holds, and has at most 400 lines."""
     found = []
     if Path(path).name in ("utils.py", "helpers.py", "common.py"):
         found.append("does not say what it holds")
     num_lines = num_lines if num_lines is not None else len((ROOT / path).read_text().splitlines())
     return [*found, f"has {num_lines} lines"] if num_lines > MAX_LINES else found
+
+
+def check_constructors(path: str, tree: ast.Module) -> list[str]:
+    """A constructor has at most 8 parameters."""
+    found = []
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for method in owner.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                given = method.args
+                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - 1
+                if count > MAX_PARAMETERS:
+                    found.append(f"line {method.lineno}: {owner.name}() has {count} parameters")
+    return found
+
+
+def check_assignments(path: str, tree: ast.Module) -> list[str]:
+    """An object is complete after construction: only its own methods set its attributes.
+
+    Allowed are an object that the same function made by a call, and fields of a mutable dataclass of the same folder.
+    """
+    if path.startswith(("tests/", *FOREIGN_OBJECTS)):
+        return []
+    records = _mutable_fields(tree) | TORCH_ATTRIBUTES
+    for sibling in _trees_of((ROOT / path).parent):
+        records |= _mutable_fields(sibling)
+    found = []
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            continue
+        nodes = list(_nodes_of(function))
+        made = {
+            target.id
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value)
+                if owner not in {"self", "ctx", *made} and node.attr not in records:
+                    found.append(f"line {node.lineno}: sets {ast.unparse(node)}")
+    return found
+
+
+def check_language(path: str, tree: ast.Module, text: str | None = None) -> list[str]:
+    """Docstrings, comments, log lines and error texts are plain English."""
+    if path == Path(__file__).relative_to(ROOT).as_posix():
+        return []
+    text = text if text is not None else (ROOT / path).read_text(encoding="utf-8")
+    return [
+        f"line {token.start[0] + token.string.count(chr(10), 0, match.start())}: {match.group()!r}"
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type in (tokenize.COMMENT, tokenize.STRING)
+        for match in BANNED.finditer(CODE.sub(lambda code: " " * len(code.group()), token.string))
+    ]
+
+
+def _nodes_of(function: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a function or module, without those of the functions in it."""
+    for node in ast.iter_child_nodes(function):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _nodes_of(node)
+
+
+@cache
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _trees_of(folder: Path) -> list[ast.Module]:
+    return [_parse(file) for file in sorted(folder.glob("*.py"))]
+
+
+def _mutable_fields(tree: ast.Module) -> set[str]:
+    """Names of the fields of dataclasses that are not frozen."""
+    fields = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if "dataclass" in decorators and "frozen=True" not in decorators:
+                fields |= {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
+    return fields
 
 
 def _mentions(path: str, tree: ast.Module, names: tuple[str, ...]) -> list[str]:
@@ -130,8 +233,53 @@ RULES = (
     check_torch_cuda,
     check_environ,
     check_calls,
+    check_constructors,
+    check_assignments,
+    check_language,
     check_file,
 )
+# rule -> files that still break it -> what has to happen.
+PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
+    check_constructors: {
+        "tlt_megatron/models/kv_cache.py": "group the sizes",
+        "tlt_megatron/speculation/cost_model.py": "fewer settings",
+        "tlt_megatron/trainer/loop.py": "group",
+    },
+    check_assignments: {
+        "tlt_megatron/engines/embedded/engine.py": "methods that suspend speculation and stop a clock",
+        "tlt_megatron/rewards/workers.py": "a method that replaces a worker",
+        "tlt_megatron/speculation/ngram.py": "a dataclass",
+        "tlt_megatron/speculation/step_cost.py": "a method that forgets",
+        "tlt_megatron/spot/publisher.py": "a method that restores a level",
+        "tlt_megatron/spot/session.py": "the group as an argument of a step",
+        "tlt_megatron/spot/spot_trainer.py": "the group as an argument of a step",
+        "tlt_megatron/trainer/loop.py": "a method",
+    },
+    check_language: {
+        "tlt_megatron/speculation/acceptance_model.py": "rewrite",
+        "tlt_megatron/speculation/acceptance_shape.py": "rewrite",
+        "tlt_megatron/speculation/belief.py": "rewrite",
+        "tlt_megatron/speculation/cost_model.py": "rewrite",
+        "tlt_megatron/speculation/plan.py": "rewrite",
+        "tlt_megatron/speculation/step_cost.py": "rewrite",
+        "tests/synthetic_decoding.py": "rewrite",
+        "tests/unit/speculation/test_acceptance_model.py": "rewrite",
+        "tests/unit/speculation/test_cost_model.py": "rewrite",
+        "tests/unit/speculation/test_plan.py": "rewrite",
+    },
+    check_file: {
+        "tlt_megatron/drafter/data_buffer.py": "split",
+        "tlt_megatron/engines/embedded/decode.py": "split",
+        "tlt_megatron/engines/embedded/engine.py": "split",
+        "tlt_megatron/speculation/cost_model.py": "split",
+        "tools/make_tiny_policy.py": "split",
+        "tools/run_report/panels.py": "split",
+        "tests/distributed/test_mcore_parity.py": "split",
+        "tests/unit/drafter/test_data_buffer.py": "split",
+        "tests/unit/tools/test_report.py": "split",
+        "tests/unit/rewards/test_reward_workers.py": "split",
+    },
+}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -139,13 +287,16 @@ def test_source_keeps_the_rule(rule: Callable[..., list[str]]) -> None:
     folders = ("tlt_megatron", *TOP)
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 10
-    violations = []
+    found = {}
     for file in files:
         path = file.relative_to(ROOT).as_posix()
-        violations += [
-            f"{path} {text}" for text in rule(path, ast.parse(file.read_text(encoding="utf-8")))
-        ]
-    assert not violations, "\n".join(violations)
+        if violations := rule(path, _parse(file)):
+            found[path] = violations
+    allowed = PRESENT.get(rule, {})
+    new = [f"{path} {text}" for path in found if path not in allowed for text in found[path]]
+    assert not new, "\n".join(new)
+    settled = sorted(allowed.keys() - found.keys())
+    assert not settled, f"these keep the rule now: delete them from PRESENT: {settled}"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +324,18 @@ def test_source_keeps_the_rule(rule: Callable[..., list[str]]) -> None:
         (check_calls, "data/a.py", "def f():\n    import pickle"),
         (check_calls, "mcore/a.py", "torch.load(path)"),
         (check_calls, "mcore/a.py", "torch.load(path, weights_only=False)"),
+        (
+            check_constructors,
+            "a.py",
+            "class A:\n    def __init__(self, a, b, c, d, e, f, *, g, h, i): ...",
+        ),
+        (check_assignments, "trainer/a.py", "def f(self):\n    self.engine.version = 1"),
+        (check_assignments, "trainer/a.py", "def f(engine):\n    engine.version += 1"),
+        (
+            check_assignments,
+            "trainer/a.py",
+            "class A:\n    def f(self):\n        a = self.a\n        a.b = 1",
+        ),
     ],
 )
 def test_rule_catches_a_violation(rule: Callable[..., list[str]], path: str, source: str) -> None:
@@ -188,14 +351,29 @@ def test_rule_catches_a_violation(rule: Callable[..., list[str]], path: str, sou
         ("mcore/a.py", "import megatron.core\ntorch.cuda.synchronize()"),
         ("engines/sglang/a.py", "import sglang\ntorch.cuda.synchronize()"),
         ("trainer/a.py", "torch.load(path, weights_only=True)\nlog.info('print()')"),
+        (
+            "trainer/a.py",
+            "class A:\n    def __init__(self, a, b, c, d, e, f, *, g, h):\n        self.a = a",
+        ),
+        ("trainer/a.py", "def f():\n    a = A()\n    a.b = 1"),
+        ("trainer/a.py", "@dataclass\nclass A:\n    b: int\ndef f(a):\n    a.b = 1"),
+        ("mcore/a.py", "def f(layer):\n    layer.weight.sequence_parallel = True"),
     ],
 )
 def test_rules_allow_what_is_allowed(path: str, source: str) -> None:
-    for rule in RULES[:-1]:
+    for rule in RULES[:-2]:
         assert rule(PACKAGE + path, ast.parse(source)) == []
 
 
-@pytest.mark.parametrize("name, num_lines", [("utils.py", 1), ("loop.py", 501)])
+@pytest.mark.parametrize("name, num_lines", [("utils.py", 1), ("loop.py", 401)])
 def test_rule_catches_a_bad_file(name: str, num_lines: int) -> None:
     assert len(check_file(PACKAGE + name, ast.parse(""), num_lines)) == 1
-    assert check_file(PACKAGE + "loop.py", ast.parse(""), 500) == []
+    assert check_file(PACKAGE + "loop.py", ast.parse(""), 400) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["# One thing to know: x", "def f():\n    'Keep calm.'", "log.info(f'{x}: no doubt')"]
+)
+def test_rule_catches_a_banned_phrase(text: str) -> None:
+    assert len(check_language(PACKAGE + "a.py", ast.parse(text), text)) == 1
+    assert check_language(PACKAGE + "a.py", ast.parse(""), "upkeep = 1  # newsletter") == []

@@ -14,10 +14,8 @@ from typing import Any
 
 import yaml
 
+from tlt_megatron.config.other_names import our_name
 from tlt_megatron.config.schema import RunConfig
-
-# Keys that users may expect under another name -> their real name.
-_RENAMED = {"drafter.path": "speculation.drafter", "model.drafter": "speculation.drafter"}
 
 
 class _DuplicateKeyError(ValueError):
@@ -62,7 +60,8 @@ for _class in (_Loader, _Dumper):
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check every key, type and value.
 
-    ValueError names the key, the value and what is allowed. For an unknown key it also names the nearest known one.
+    ValueError names the key, the value and what is allowed. For an unknown key it also names the nearest known one, or
+    ours if the key is of verl, slime or TRL.
     """
     raw: Any = {}
     if path is not None:
@@ -118,11 +117,7 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            meant = _RENAMED.get(name, near[0])
-            raise ValueError(
-                f"{name}={value!r}: unknown key; did you mean {meant}? (known: {', '.join(sorted(known))})"
-            )
+            raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         hint = hints[key]
         values[key] = (
             _build(hint, value, name)
@@ -130,6 +125,17 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
             else _convert(value, hint, name)
         )
     return section_type(**values)
+
+
+def _meant(name: str, value: object, known: set[str]) -> str:
+    """Return what to write instead of an unknown key, or instead of the keys in an unknown section."""
+    keys = [(name, value)]
+    for key, content in keys:  # grows
+        if isinstance(content, dict):
+            keys += [(f"{key}.{inner}", item) for inner, item in content.items()]
+    found = [f"{key}: here {ours}" for key, _ in keys if (ours := our_name(key))]
+    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.0)
+    return "; ".join(found) or f"did you mean {near[0]}? (known: {', '.join(sorted(known))})"
 
 
 def _convert(value: object, hint: object, name: str) -> object:

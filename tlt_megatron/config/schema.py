@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from tlt_megatron.config.extensions import check_extension
 from tlt_megatron.config.policy_sections import (
@@ -17,8 +17,17 @@ from tlt_megatron.config.policy_sections import (
     OptimizerSection,
     ParallelSection,
 )
-from tlt_megatron.config.ranges import one_of as _one_of
-from tlt_megatron.config.ranges import require as _require
+from tlt_megatron.config.ranges import (
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Section,
+    Share,
+    one_of,
+    require,
+)
 
 __all__ = [
     "AlgorithmSection",
@@ -42,7 +51,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
+class DataSection(Section):
     """Prompts. Rows use slime's keys (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, ...)."""
 
     train: str = ""  # .jsonl or .parquet
@@ -50,107 +59,81 @@ class DataSection:
     input_key: str = "prompt"  # string or list of chat messages
     label_key: str = ""  # empty: label, else reward_model.ground_truth
     apply_chat_template: bool = True  # for chat messages; a string prompt is used unchanged
-    duplicate_ids: str = "refuse"  # rows with the same id and data_source: refuse | keep
-    max_prompt_tokens: int = 1024  # longer prompts are skipped, counted and reported
-    shuffle: bool = True
+    # rows with the same id and data_source
+    duplicate_ids: Annotated[str, one_of("refuse", "keep")] = "refuse"
+    max_prompt_tokens: PositiveInt = 1024  # longer prompts are skipped, counted and reported
+    shuffle: bool = True  # anew in every epoch
     seed: int = 0  # of the order of the prompts
-
-    def __post_init__(self) -> None:
-        _require(
-            self.max_prompt_tokens >= 1, "data.max_prompt_tokens", self.max_prompt_tokens, ">= 1"
-        )
-        _one_of("data.duplicate_ids", self.duplicate_ids, ("refuse", "keep"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSection:
+class RewardSection(Section):
     """How responses are scored."""
 
     function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
-    num_workers: int = 1  # worker processes per rank, >= 1
-    timeout_s: float = 30.0  # for one response, > 0
-    on_error: str = "raise"  # raise: end the run, naming the prompt | zero: reward 0, counted
+    num_workers: PositiveInt = 1  # worker processes per rank
+    timeout_s: Positive = 30.0  # for one response
+    # raise: end the run, naming the prompt; zero: reward 0, counted
+    on_error: Annotated[str, one_of("raise", "zero")] = "raise"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Check the form of the function's name."""
         check_extension("reward.function", self.function)
-        _require(self.num_workers >= 1, "reward.num_workers", self.num_workers, ">= 1")
-        _require(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "> 0")
-        _one_of("reward.on_error", self.on_error, ("raise", "zero"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSection:
+class RolloutSection(Section):
     """Generation. One RL step draws `num_prompts` prompts and generates `num_samples` responses for each."""
 
-    engine: str = "embedded"  # embedded | sglang
-    dtype: str = "float32"  # float32 | bfloat16 | float64 (the same tokens in any batch shape)
-    num_prompts: int = 16  # prompts per RL step over all ranks
-    num_samples: int = 8  # responses per prompt (G)
-    max_new_tokens: int = 512
-    temperature: float = 1.0  # > 0
-    top_p: float = 1.0  # (0, 1]
-    top_k: int = 0  # 0 keeps all
-    max_batch_size: int = 64  # sequences decoded at once per replica
-    kv_cache_tokens: int = 0  # per replica; 0: room for max_batch_size full-length sequences
-    prefill_chunk_tokens: int = 2048  # prompt tokens of one prefill pass
+    engine: Annotated[str, one_of("embedded", "sglang")] = "embedded"
+    # float64 gives the same tokens in any batch shape
+    dtype: Annotated[str, one_of("float32", "bfloat16", "float64")] = "float32"
+    num_prompts: PositiveInt = 16  # prompts per RL step over all ranks
+    num_samples: PositiveInt = 8  # responses per prompt (G)
+    max_new_tokens: PositiveInt = 512  # tokens of a response, at most
+    temperature: float = 1.0  # (0, 10]
+    top_p: Fraction = 1.0  # 1 keeps all
+    top_k: NonNegativeInt = 0  # 0 keeps all
+    max_batch_size: PositiveInt = 64  # sequences decoded at once per replica
+    kv_cache_tokens: NonNegativeInt = 0  # per replica; 0: max_batch_size full-length sequences
+    prefill_chunk_tokens: PositiveInt = 2048  # prompt tokens of one prefill pass
     cuda_graphs: bool = True  # embedded, on GPUs: capture and replay passes
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
 
-    def __post_init__(self) -> None:
-        _one_of("rollout.engine", self.engine, ("embedded", "sglang"))
-        _one_of("rollout.dtype", self.dtype, ("float32", "bfloat16", "float64"))
-        for name in (
-            "num_prompts",
-            "num_samples",
-            "max_new_tokens",
-            "max_batch_size",
-            "prefill_chunk_tokens",
-        ):
-            _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), ">= 1")
-        _require(
-            0 < self.temperature <= 10,
-            "rollout.temperature",
-            self.temperature,
-            "in (0, 10] for training",
-        )
-        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= 0, "rollout.top_k", self.top_k, ">= 0")
-        _require(
-            self.kv_cache_tokens >= 0,
-            "rollout.kv_cache_tokens",
-            self.kv_cache_tokens,
-            ">= 0 (0: sized for max_batch_size)",
-        )
+    def check(self) -> None:
+        """Check the temperature."""
+        self.require(0 < self.temperature <= 10, "temperature", "in (0, 10] for training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationSection:
+class SpeculationSection(Section):
     """Speculative rollouts. They change only the time to draw tokens, not the tokens."""
 
     enabled: bool = False
     drafter: str = ""  # folder of an EAGLE drafter of this policy (tools/warmup_drafter.py)
+    # num_steps_topk_num_draft_tokens, ngram_N, both as 4_2_8+ngram_4; with beg_mab also off
     strategies: list[str] = field(
         default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]
-    )  # num_steps_topk_num_draft_tokens, ngram_N, both as 4_2_8+ngram_4; with beg_mab also off
+    )
     # cost_model | beg_mab | fixed (the first strategy, always) | path/to/file.py:Class | package.module:Class
     selector: str = "cost_model"
-    beg_thresholds: list[int] = field(
-        default_factory=list
-    )  # beg_mab: smallest batch of each bucket, from 1
+    # beg_mab: smallest batch of each bucket, from 1; empty: by rollout.max_batch_size
+    beg_thresholds: list[int] = field(default_factory=list)
     measure_gain: bool = False  # at the end, time the last steps' rollouts with and without
-    ranking: str = "noise"  # of drafts: noise (what the policy will draw) | probability (EAGLE-2)
+    # of drafts: noise (what the policy will draw) or probability (EAGLE-2)
+    ranking: Annotated[str, one_of("noise", "probability")] = "noise"
 
-    def __post_init__(self) -> None:
-        _require(bool(self.strategies), "speculation.strategies", self.strategies, "not empty")
+    def check(self) -> None:
+        """Check the texts; `strategy.py` parses them."""
+        self.require(bool(self.strategies), "strategies", "not empty")
         for strategy in self.strategies:
-            _require(
+            require(
                 isinstance(strategy, str),
                 "speculation.strategies",
                 strategy,
                 "text such as '4_2_8' (in quotes: YAML reads 4_2_8 as a number)",
             )
         check_extension("speculation.selector", self.selector)
-        _one_of("speculation.ranking", self.ranking, ("noise", "probability"))
 
     @property
     def is_learned(self) -> bool:
@@ -159,186 +142,142 @@ class SpeculationSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterSection:
+class DrafterSection(Section):
     """The learned drafter and its training. One optimizer step trains on one packed batch per member."""
 
-    algorithm: str = "eagle"  # eagle | hass | eagle3
+    algorithm: Annotated[str, one_of("eagle", "hass", "eagle3")] = "eagle"
     aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three layers; empty: default
-    dtype: str = "float32"  # of training arithmetic: float32 | bfloat16; weights stay float32
-    unroll_steps: int = 0  # draft steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
-    unroll_decay: float = 0.8  # weight of each further step, (0, 1]
+    dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"  # arithmetic; weights: float32
+    unroll_steps: NonNegativeInt = (
+        0  # draft steps trained; 0: 1 for eagle, 3 for hass, 5 for eagle3
+    )
+    unroll_decay: Fraction = 0.8  # weight of each further step
     feature_weight: float | None = None  # smooth L1 per 1 of cross entropy; None: 10, eagle3 0
-    batch_tokens: int = 4096  # packed rows of one batch; longer sequences are cut into windows
-    head_chunk_tokens: int = 512  # rows whose vocabulary-sized logits are held at once
-    lr: float = 1e-3  # constant after warm-up
-    warmup_steps: int = 20  # optimizer steps, over the drafter's whole life, not per session
-    weight_decay: float = 0.0  # not on norms and biases
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_grad: float = 1.0  # of the gradient norm; 0: off
+    batch_tokens: PositiveInt = 4096  # packed rows; longer sequences are cut into windows
+    head_chunk_tokens: PositiveInt = 512  # rows whose vocabulary-sized logits are held at once
+    lr: Positive = 1e-3  # constant after warm-up
+    warmup_steps: NonNegativeInt = 20  # optimizer steps, over the drafter's life, not per session
+    weight_decay: NonNegative = 0.0  # not on norms and biases
+    beta1: Share = 0.9  # decay of Adam's first moment
+    beta2: Share = 0.95  # of its second moment
+    eps: Positive = 1e-8
+    clip_grad: NonNegative = 1.0  # of the gradient norm; 0: off
     seed: int = 0  # of random weights
 
-    def __post_init__(self) -> None:
-        _one_of("drafter.algorithm", self.algorithm, ("eagle", "hass", "eagle3"))
-        _one_of("drafter.dtype", self.dtype, ("float32", "bfloat16"))
+    def check(self) -> None:
+        """Check the fields together."""
         is_eagle3 = self.algorithm == "eagle3"
-        _require(
+        self.require(
             not self.aux_layer_ids or (is_eagle3 and len(self.aux_layer_ids) == 3),
-            "drafter.aux_layer_ids",
-            self.aux_layer_ids,
+            "aux_layer_ids",
             "three layers with drafter.algorithm=eagle3, else empty",
         )
-        _require(
-            self.unroll_steps >= 0 and (self.algorithm != "eagle" or self.unroll_steps <= 1),
-            "drafter.unroll_steps",
-            self.unroll_steps,
-            ">= 0, and at most 1 for eagle (hass is eagle with more)",
+        self.require(
+            self.algorithm != "eagle" or self.unroll_steps <= 1,
+            "unroll_steps",
+            "at most 1 for eagle (hass is eagle with more)",
         )
-        _require(0 < self.unroll_decay <= 1, "drafter.unroll_decay", self.unroll_decay, "in (0, 1]")
         weight = self.feature_weight
-        _require(
+        self.require(
             weight is None or (weight >= 0 and not (is_eagle3 and weight > 0)),
-            "drafter.feature_weight",
-            weight,
+            "feature_weight",
             ">= 0, and 0 for eagle3 (its output is not the target's feature)",
         )
-        for name in ("batch_tokens", "head_chunk_tokens"):
-            _require(getattr(self, name) >= 1, f"drafter.{name}", getattr(self, name), ">= 1")
-        for name in ("lr", "eps"):
-            _require(getattr(self, name) > 0, f"drafter.{name}", getattr(self, name), "> 0")
-        for name in ("warmup_steps", "weight_decay", "clip_grad"):
-            _require(getattr(self, name) >= 0, f"drafter.{name}", getattr(self, name), ">= 0")
-        for name in ("beta1", "beta2"):
-            _require(
-                0 <= getattr(self, name) < 1, f"drafter.{name}", getattr(self, name), "in [0, 1)"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpotSection:
+class SpotSection(Section):
     """Drafter training on ranks that have finished their rollouts. It ends when the last rank finishes."""
 
     enabled: bool = False
-    min_idle_replicas: int = 1  # sessions start when this many rollout replicas are idle
-    publish: str = "step"  # to the engines: step (phase boundaries) | live (also mid-rollout)
-    data_bytes: int = 256 << 20  # budget of a rank's DataBuffer
-    keep_steps: int = 1  # earlier RL steps whose sequences are kept, within data_bytes
-    long_tail_share: float = 0.5  # of a batch, from the longest responses of earlier steps
-    holdout_share: float = 0.05  # of the samples: never trained on, used to compare candidates
-    max_updates: int = 0  # drafter updates per RL step; 0: as many as fit into the idle time
-    member_timeout_s: float = 20.0  # a member silent for this long is lost; > one drafter step
+    min_idle_replicas: PositiveInt = 1  # sessions start when this many rollout replicas are idle
+    # to the engines: step (at phase boundaries) or live (also during rollouts)
+    publish: Annotated[str, one_of("step", "live")] = "step"
+    data_bytes: PositiveInt = 256 << 20  # budget of a rank's DataBuffer
+    keep_steps: PositiveInt = 1  # earlier RL steps whose sequences are kept, within data_bytes
+    long_tail_share: Share = 0.5  # of a batch, from the longest responses of earlier steps
+    holdout_share: Share = 0.05  # of the samples: never trained on, used to compare candidates
+    max_updates: NonNegativeInt = 0  # drafter updates per RL step; 0: as many as idle time allows
+    member_timeout_s: Positive = 20.0  # a member silent for this long is lost; > one drafter step
     seed: int = 0  # of the order of the data
 
-    def __post_init__(self) -> None:
-        _one_of("spot.publish", self.publish, ("step", "live"))
-        for name in ("min_idle_replicas", "data_bytes", "keep_steps"):
-            _require(getattr(self, name) >= 1, f"spot.{name}", getattr(self, name), ">= 1")
-        for name in ("long_tail_share", "holdout_share"):
-            value = getattr(self, name)
-            _require(0 <= value < 1, f"spot.{name}", value, "in [0, 1)")
-        _require(self.max_updates >= 0, "spot.max_updates", self.max_updates, ">= 0")
-        _require(
+    def check(self) -> None:
+        """Check the fields together."""
+        self.require(
             self.publish != "live" or self.holdout_share > 0,
-            "spot.holdout_share",
-            self.holdout_share,
+            "holdout_share",
             "> 0 where spot.publish='live' (a drafter is compared on the hold-out before it is published)",
         )
-        timeout_s = self.member_timeout_s
-        _require(0 < timeout_s < math.inf, "spot.member_timeout_s", timeout_s, "> 0 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangSection:
+class SglangSection(Section):
     """The SGLang engine. `engine_args` are passed unchanged to its Engine, after ours."""
 
-    start_timeout_s: float = 600.0  # if an engine is not up by then, every rank raises an error
+    start_timeout_s: Positive = 600.0  # if an engine is not up by then, every rank raises an error
     # An engine that sends nothing for this long after a request is considered hung, which ends the run. Set it longer than any
     # prefill.
-    request_timeout_s: float = 300.0
+    request_timeout_s: Positive = 300.0
     engine_args: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "request_timeout_s"):
-            _require(getattr(self, name) > 0, f"sglang.{name}", getattr(self, name), "> 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSection:
+class CheckpointSection(Section):
     """Checkpoints. Written to <run.dir>/checkpoints in Megatron's layout."""
 
-    interval: int = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
-    keep: int = 2  # newest checkpoints that are kept; 0: all
+    interval: NonNegativeInt = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
+    keep: NonNegativeInt = 2  # newest checkpoints that are kept; 0: all
     resume: str = "never"  # auto: from the newest, if any | never | folder of checkpoints, or one
     export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
 
-    def __post_init__(self) -> None:
-        _require(self.interval >= 0, "checkpoint.interval", self.interval, ">= 0")
-        _require(self.keep >= 0, "checkpoint.keep", self.keep, ">= 0")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalSection:
+class EvalSection(Section):
     """Evaluation on data.eval before the first and after the last RL step, and every `interval` steps."""
 
-    interval: int = 0  # 0: first and last only
-    num_prompts: int = 0  # 0: all of data.eval
-    num_samples: int = 1
+    interval: NonNegativeInt = 0  # 0: first and last only
+    num_prompts: NonNegativeInt = 0  # 0: all of data.eval
+    num_samples: PositiveInt = 1  # responses per prompt
     temperature: float = 1.0  # 0 is greedy
 
-    def __post_init__(self) -> None:
-        for name in ("interval", "num_prompts"):
-            _require(getattr(self, name) >= 0, f"eval.{name}", getattr(self, name), ">= 0")
-        _require(self.num_samples >= 1, "eval.num_samples", self.num_samples, ">= 1")
-        _require(0 <= self.temperature <= 10, "eval.temperature", self.temperature, "in [0, 10]")
+    def check(self) -> None:
+        """Check the temperature."""
+        self.require(0 <= self.temperature <= 10, "temperature", "in [0, 10]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggingSection:
+class LoggingSection(Section):
     """What a run writes for its users."""
 
     tensorboard: bool = True  # <run.dir>/tensorboard
     wandb_project: str = ""  # empty: off; needs the wandb package
-    progress: str = (
-        "auto"  # auto: live display on a terminal, lines elsewhere | live | lines | none
-    )
-    rollouts: bool = (
-        False  # every response, tokens and reward: <run.dir>/rollouts/step_0000001.jsonl
-    )
+    # live: a display on a terminal; lines: one per step; auto: live on a terminal, else lines
+    progress: Annotated[str, one_of("auto", "live", "lines", "none")] = "auto"
+    rollouts: bool = False  # every response with its reward: <run.dir>/rollouts/step_0000001.jsonl
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
-
-    def __post_init__(self) -> None:
-        _one_of("logging.progress", self.progress, ("auto", "live", "lines", "none"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSection:
+class RunSection(Section):
     """The run as a whole."""
 
     dir: str = ""  # run folder; empty: runs/<config name>-<time>
-    on_used_dir: str = (
-        "refuse"  # if dir holds a run that is not resumed: refuse | set_aside (rename it)
-    )
-    num_steps: int = 10  # RL steps
+    # if dir holds a run that is not resumed; set_aside renames it
+    on_used_dir: Annotated[str, one_of("refuse", "set_aside")] = "refuse"
+    num_steps: NonNegativeInt = 10  # RL steps
     seed: int = 0  # of sampling noise
-    device: str = "auto"  # auto: cuda if there is one | cpu | cuda
-    group_timeout_s: float = 1800.0  # a collective that waits longer fails and names the ranks
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"  # auto: cuda if there is one
+    group_timeout_s: Positive = 1800.0  # a collective that waits longer fails and names the ranks
     heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
-    max_bad_updates: int = 3  # skipped or not finite, in a row; the run then ends with exit code 1
+    max_bad_updates: PositiveInt = (
+        3  # skipped or not finite, in a row; the run then ends, exit code 1
+    )
 
-    def __post_init__(self) -> None:
-        _require(self.num_steps >= 0, "run.num_steps", self.num_steps, ">= 0")
-        _one_of("run.on_used_dir", self.on_used_dir, ("refuse", "set_aside"))
-        _one_of("run.device", self.device, ("auto", "cpu", "cuda"))
-        _require(self.max_bad_updates >= 1, "run.max_bad_updates", self.max_bad_updates, ">= 1")
-        _require(self.group_timeout_s > 0, "run.group_timeout_s", self.group_timeout_s, "> 0")
+    def check(self) -> None:
+        """Check the heartbeat."""
         silence_s = self.heartbeat_timeout_s
-        _require(
-            silence_s == 0 or 1 <= silence_s < math.inf,
-            "run.heartbeat_timeout_s",
-            silence_s,
-            "0 (off), or >= 1 and finite",
-        )
+        is_allowed = silence_s == 0 or 1 <= silence_s < math.inf
+        self.require(is_allowed, "heartbeat_timeout_s", "0 (off), or >= 1 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,47 +309,41 @@ class RunConfig:
         return int(self.sglang.engine_args.get("tp_size", 1))
 
     def __post_init__(self) -> None:
-        _require(
-            self.algorithm.num_minibatches <= self.rollout.num_prompts,
-            "algorithm.num_minibatches",
-            self.algorithm.num_minibatches,
-            f"<= rollout.num_prompts={self.rollout.num_prompts}",
+        rollout, speculation, spot = self.rollout, self.speculation, self.spot
+        self.algorithm.require(
+            self.algorithm.num_minibatches <= rollout.num_prompts,
+            "num_minibatches",
+            f"<= rollout.num_prompts={rollout.num_prompts}",
         )
-        _require(
-            self.rollout.num_samples > 1
-            or self.algorithm.advantage not in ("grpo", "dr_grpo", "rloo"),
-            "rollout.num_samples",
-            self.rollout.num_samples,
-            f"> 1 where algorithm.advantage={self.algorithm.advantage!r} (it compares siblings)",
+        advantage = self.algorithm.advantage
+        rollout.require(
+            rollout.num_samples > 1 or advantage not in ("grpo", "dr_grpo", "rloo"),
+            "num_samples",
+            f"> 1 where algorithm.advantage={advantage!r} (it compares siblings)",
         )
-        _require(
-            self.rollout.engine == "embedded" or not self.rollout.batch_invariant,
-            "rollout.batch_invariant",
-            self.rollout.batch_invariant,
-            f"false where rollout.engine={self.rollout.engine!r}",
+        rollout.require(
+            rollout.engine == "embedded" or not rollout.batch_invariant,
+            "batch_invariant",
+            f"false where rollout.engine={rollout.engine!r}",
         )
-        _require(
-            self.rollout.engine == "embedded" or self.spot.publish != "live",
-            "spot.publish",
-            self.spot.publish,
-            f"step where rollout.engine={self.rollout.engine!r} (its drafter changes between rollouts alone)",
+        spot.require(
+            rollout.engine == "embedded" or spot.publish != "live",
+            "publish",
+            f"step where rollout.engine={rollout.engine!r} (its drafter changes only between rollouts)",
         )
-        _require(
+        self.eval.require(
             self.eval.interval == 0 or bool(self.data.eval),
-            "eval.interval",
-            self.eval.interval,
+            "interval",
             "0 where data.eval is empty (there is nothing to evaluate)",
         )
-        needs_drafter = self.speculation.enabled and self.speculation.is_learned
-        _require(
-            bool(self.speculation.drafter) or not needs_drafter or self.spot.enabled,
-            "speculation.drafter",
-            self.speculation.drafter,
+        needs_drafter = speculation.enabled and speculation.is_learned
+        speculation.require(
+            bool(speculation.drafter) or not needs_drafter or spot.enabled,
+            "drafter",
             "the folder of a drafter where a strategy needs one and spot.enabled, which trains one, is false",
         )
-        _require(
-            needs_drafter or not self.spot.enabled,
-            "spot.enabled",
-            self.spot.enabled,
+        spot.require(
+            needs_drafter or not spot.enabled,
+            "enabled",
             "false where speculation is off, or none of its strategies uses a learned drafter",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron.config.load import dump_config, load_config
+from tlt_megatron.config.other_names import OURS
 from tlt_megatron.config.schema import ModelSection, RunConfig
 
 
@@ -78,6 +80,19 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
     [
         ("rollout.num_sample=4", r"rollout\.num_sample=4: unknown key; did you mean num_samples\?"),
         ("rolout.num_samples=4", r"rolout=.*unknown key; did you mean rollout\?"),
+        (
+            "algorithm.clip_ratio_high=1",
+            r"unknown key; algorithm\.clip_ratio_high: here algorithm\.clip_high$",
+        ),
+        (
+            "n-samples-per-prompt=4",
+            r"unknown key; n-samples-per-prompt: here rollout\.num_samples$",
+        ),
+        (
+            "actor_rollout_ref={actor: {ppo_epochs: 2}, rollout: {n: 4, name: x}}",
+            r"actor_rollout_ref\.actor\.ppo_epochs: here algorithm\.num_epochs; "
+            r"actor_rollout_ref\.rollout\.n: here rollout\.num_samples$",
+        ),
         ("run.num_steps=ten", r"run\.num_steps='ten': must be int, not str"),
         ("run.num_steps=1.5", r"run\.num_steps=1\.5: must be int, not float"),
         ("run.num_steps=true", r"run\.num_steps=True: must be int, not bool"),
@@ -171,3 +186,10 @@ def test_settings_are_read_and_checked_without_torch() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_every_name_of_another_trainer_leads_to_a_key_that_exists() -> None:
+    for ours in OURS.values():
+        for key in re.findall(r"\b[a-z]+\.(?!py:)[a-z_]+", ours):
+            section, _, name = key.partition(".")
+            assert hasattr(getattr(RunConfig(), section), name), key

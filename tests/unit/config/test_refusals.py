@@ -167,7 +167,7 @@ CASES = [
     Case("drafter of another policy", r"speculation\.drafter='[^']*/drafter': hidden_size=24 must be the policy's, 16", drafter(hidden_size=24), DRAFTS),
     Case("drafter without weights", r"speculation\.drafter=.*must hold \.safetensors files", remove("drafter/model.safetensors"), DRAFTS),
     Case("truncated drafter", r"speculation\.drafter=.*model\.safetensors: is truncated", cut("drafter/model.safetensors", -2), DRAFTS),
-    Case("drafter by its old key", r"drafter\.path='x': unknown key; did you mean speculation\.drafter\?", overrides=("drafter.path=x",)),
+    Case("drafter by its old key", r"drafter\.path='x': unknown key; drafter\.path: here speculation\.drafter$", overrides=("drafter.path=x",)),
     # run folder and prompts
     Case("run.dir under a file", r"run\.dir='[^']*/train\.jsonl/run': cannot be written: .*Not a directory", overrides=("run.dir={0}/train.jsonl/run",)),
     Case("run.dir that cannot be written", r"run\.dir='/proc/run': cannot be written: ", overrides=("run.dir=/proc/run",)),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.prompts import PromptSet, load_prompts
+from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.runtime.process_groups import init_world
 
@@ -286,9 +286,7 @@ def test_missing_own_label_key_is_named(tokenizer: Tokenizer, tmp_path: Path) ->
         load_prompts(path, tokenizer, DataSection(label_key="answer"))
 
 
-def test_messages_are_refused_where_the_template_is_switched_off(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_messages_without_the_template_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "t.jsonl", [VERL])
     with pytest.raises(ValueError, match=r"row 1: prompt is a list of messages, must be a string"):
         load_prompts(path, tokenizer, DataSection(apply_chat_template=False))
@@ -396,7 +394,6 @@ def test_fingerprint_follows_content_not_place(tokenizer: Tokenizer, tmp_path: P
     def fingerprint(folder: str, label: str) -> str:
         (tmp_path / folder).mkdir()
         path = write_rows(tmp_path / folder / "t.jsonl", [{"prompt": "a", "label": label}])
-        prompts: PromptSet = load_prompts(path, tokenizer, DataSection())
-        return prompts.fingerprint
+        return load_prompts(path, tokenizer, DataSection()).fingerprint
 
     assert fingerprint("here", "1") == fingerprint("there", "1") != fingerprint("changed", "2")
