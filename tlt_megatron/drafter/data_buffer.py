@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +29,6 @@ from tlt_megatron.drafter.packing import (
 log = logging.getLogger(__name__)
 
 _TENSORS = ("token_ids", "features", "final_hidden")
-_COUNTS = (
-    "num_added",
-    "num_replaced",
-    "num_evicted",  # because of age or bytes
-    "num_evicted_old",  # because of age
-    "evicted_bytes",
-    "num_batches",
-)
-_REFUSALS = ("oversized", "short", "stale")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,15 +39,9 @@ class _Sample:
     sequence: DraftSequence
     step: int  # RL step of its rollout
     is_held_out: bool
+    num_rows: int
+    num_bytes: int
     epoch: int = 0  # batches that it was in; a new sequence starts at the epoch of its pool
-
-    @property
-    def num_rows(self) -> int:
-        return self.sequence.num_rows
-
-    @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.sequence)
 
     def window(self, max_rows: int) -> DraftSequence:
         """Return the part for the next batch: the whole sequence, or one window of `max_rows` rows, in turn."""
@@ -85,10 +69,9 @@ class DataBuffer:
         self._dtype = dtype
         self._samples: dict[str, _Sample] = {}
         self._rows_seen: dict[int, dict[str, int]] = {}  # by step and key, evicted samples included
-        self._tail_starts: dict[int, int] = {}  # cache by step: fewest rows in the long tail
+        self._tail_starts: dict[int, int] = {}  # by step: fewest rows in its long tail
         self._tail_balance = 0.0  # rows that batches owe the long tail to reach its share
         self._last_batch: tuple[list[_Sample], float] = ([], 0.0)  # with the balance before it
-        self._counts: Counter[str] = Counter()
 
     def start_step(self, step: int) -> None:
         """Begin RL step `step`, and evict sequences older than `keep_steps`. ValueError if `step` goes back."""
@@ -96,10 +79,9 @@ class DataBuffer:
             raise ValueError(f"step={step}: the buffer is at step {self.step} already")
         oldest = step - self._section.keep_steps
         for sample in [s for s in self._samples.values() if s.step < oldest]:
-            self._evict(sample)
-            self._counts["num_evicted_old"] += 1
+            self._remove(sample)
         self._rows_seen = {s: rows for s, rows in self._rows_seen.items() if s >= oldest}
-        self._tail_starts = {}
+        self._find_tails()
         self._last_batch = ([], self._tail_balance)
         tail, _ = self._pools()
         known, running = {s.key for s in tail}, min((s.epoch for s in tail), default=0)
@@ -117,24 +99,21 @@ class DataBuffer:
             raise ValueError(
                 f"step={step}: the buffer is at step {self.step}; start_step comes first"
             )
-        sequence = _compact(sequence, self._dtype)
-        num_bytes = _num_bytes(sequence)
+        sample = self._sample(_compact(sequence, self._dtype), step)
         if step < self.step - self._section.keep_steps:
-            return self._refuse("stale", f"it is of step {step}, and this is step {self.step}")
-        if sequence.num_rows < 1:
-            return self._refuse("short", f"its {sequence.token_ids.numel()} tokens make no row")
-        if num_bytes > self._section.data_bytes:
+            return _refuse(f"it is of step {step}, and this is step {self.step}")
+        if sample.num_rows < 1:
+            return _refuse(f"its {sequence.token_ids.numel()} tokens make no row")
+        if sample.num_bytes > self._section.data_bytes:
             budget = self._section.data_bytes
-            return self._refuse("oversized", f"its {num_bytes} bytes exceed data_bytes={budget}")
-        sample = self._sample(_key(sequence), sequence, step)
+            return _refuse(f"its {sample.num_bytes} bytes exceed data_bytes={budget}")
         before = self._samples.get(sample.key)
         if before is not None:
             self._remove(before)
             sample.epoch = before.epoch
-            self._counts["num_replaced"] += 1
         self._rows_seen.setdefault(step, {})[sample.key] = sample.num_rows
-        self._tail_starts.pop(step, None)
-        self._counts["num_added"] += 1
+        if step < self.step:
+            self._find_tails()
         # Start at the current epoch of its pool: with epoch 0 it would come again and again before the others.
         is_tail = self._is_tail(sample)
         peers = [
@@ -171,7 +150,6 @@ class DataBuffer:
         batch = pack_batch([sample.window(max_tokens) for sample in picked])
         for sample in picked:
             sample.epoch += 1
-        self._counts["num_batches"] += 1
         return batch
 
     def put_back(self) -> None:
@@ -179,7 +157,6 @@ class DataBuffer:
         picked, self._tail_balance = self._last_batch
         for sample in picked:
             sample.epoch -= 1
-        self._counts["num_batches"] -= bool(picked)
         self._last_batch = ([], self._tail_balance)
 
     def holdout_batches(
@@ -203,21 +180,6 @@ class DataBuffer:
             unseen = [unseen[index] for index in choose_slice(steps, rows, max_rows)]
         return pack_sequences([sample.sequence for sample in unseen], max_tokens)
 
-    def stats(self) -> dict[str, float]:
-        """Return the metrics buffer/*: the current content, and counts since the buffer was created."""
-        samples = list(self._samples.values())
-        values: dict[str, float] = {
-            "num_samples": len(samples),
-            "num_holdout": sum(s.is_held_out for s in samples),
-            "num_tail": sum(self._is_tail(s) for s in samples),
-            "num_tokens": sum(s.num_rows for s in samples),
-            "num_bytes": self.num_bytes,
-        }
-        values |= {name: self._counts[name] for name in _COUNTS}
-        refused = {f"num_refused_{reason}": self._counts[reason] for reason in _REFUSALS}
-        values |= refused | {"num_refused": sum(refused.values())}
-        return {f"buffer/{name}": float(value) for name, value in values.items()}
-
     def state_dict(self) -> dict[str, Any]:
         """Return {"tensors": named tensors, "values": JSON-able}. The tensors are not copied; they never change."""
         samples = list(self._samples.values())
@@ -230,7 +192,6 @@ class DataBuffer:
             "step": self.step,
             "tail_balance": self._tail_balance,
             "rows_seen": [[step, dict(rows)] for step, rows in self._rows_seen.items()],
-            "counts": dict(self._counts),
             "samples": [
                 {
                     "key": s.key,
@@ -249,21 +210,27 @@ class DataBuffer:
         self.step = values["step"]
         self._tail_balance = values["tail_balance"]
         self._rows_seen = {step: dict(rows) for step, rows in values["rows_seen"]}
-        self._tail_starts = {}
+        self._find_tails()
         self._last_batch = ([], self._tail_balance)
-        self._counts = Counter(values["counts"])
         self._samples, self.num_bytes = {}, 0
         for record in values["samples"]:
             parts = {name: tensors.get(f"{record['key']}.{name}") for name in _TENSORS}
             sequence = DraftSequence(loss_start=record["loss_start"], **parts)
-            sequence = _compact(sequence, self._dtype)
-            sample = self._sample(record["key"], sequence, record["step"])
+            sample = self._sample(_compact(sequence, self._dtype), record["step"])
             sample.epoch = record["epoch"]
             self._insert(sample)
 
-    def _sample(self, key: str, sequence: DraftSequence, step: int) -> _Sample:
-        is_held_out = _hash(key) < self._section.holdout_share * 2**64
-        return _Sample(key=key, sequence=sequence, step=step, is_held_out=is_held_out)
+    def _sample(self, sequence: DraftSequence, step: int) -> _Sample:
+        tokens = sequence.token_ids.numpy().tobytes()
+        key = hashlib.blake2b(tokens, digest_size=16).hexdigest()
+        return _Sample(
+            key=key,
+            sequence=sequence,
+            step=step,
+            is_held_out=_hash(key) < self._section.holdout_share * 2**64,
+            num_rows=sequence.num_rows,
+            num_bytes=sum(tensor.nbytes for tensor in _tensors(sequence).values()),
+        )
 
     def _pools(self) -> tuple[list[_Sample], list[_Sample]]:
         """Return the sequences to train on in two pools, the long tails of earlier steps and the rest, each in order of use."""
@@ -278,30 +245,29 @@ class DataBuffer:
         """Sort key of the pools: by epoch, then in a random order that the seed and the epoch fix."""
         return sample.epoch, _hash(f"{self._section.seed}/{sample.epoch}/{sample.key}"), sample.key
 
+    def _find_tails(self) -> None:
+        """Find the long tail of each step: its longest sequences, which together hold half of its rows."""
+        self._tail_starts = {
+            step: _find_tail_start(rows.values()) for step, rows in self._rows_seen.items()
+        }
+
     def _is_tail(self, sample: _Sample) -> bool:
-        """Return whether it is one of the longest sequences of an earlier step, which hold half of that step's rows."""
-        if sample.step >= self.step:
-            return False
-        start = self._tail_starts.get(sample.step)
-        if start is None:
-            start = _find_tail_start(self._rows_seen.get(sample.step, {}).values())
-            self._tail_starts[sample.step] = start
-        return sample.num_rows >= start
+        """Return whether it is in the long tail of an earlier step."""
+        return sample.step < self.step and sample.num_rows >= self._tail_starts[sample.step]
 
     def _insert(self, sample: _Sample) -> bool:
         """Insert a sample, after evicting others if needed. Returns False if the sample itself was evicted."""
         while self.num_bytes + sample.num_bytes > self._section.data_bytes:
             victim = self._first_to_go([*self._samples.values(), sample])
-            self._evict(victim)
             if victim is sample:
                 return False
+            self._remove(victim)
         self._samples[sample.key] = sample
         self.num_bytes += sample.num_bytes
         return True
 
-    def _first_to_go(self, samples: Iterable[_Sample]) -> _Sample:
+    def _first_to_go(self, samples: Sequence[_Sample]) -> _Sample:
         """Return the sample to evict, in the order that the class docstring gives."""
-        samples = list(samples)
         is_tail = {sample.key: self._is_tail(sample) for sample in samples}
         tail_bytes = sum(s.num_bytes for s in samples if is_tail[s.key])
         is_tail_kept = tail_bytes <= self._section.long_tail_share * self._section.data_bytes
@@ -316,20 +282,14 @@ class DataBuffer:
 
         return min(samples, key=rank)
 
-    def _evict(self, sample: _Sample) -> None:
-        if sample.key in self._samples:
-            self._remove(sample)
-        self._counts["num_evicted"] += 1
-        self._counts["evicted_bytes"] += sample.num_bytes
-
     def _remove(self, sample: _Sample) -> None:
         del self._samples[sample.key]
         self.num_bytes -= sample.num_bytes
 
-    def _refuse(self, reason: str, text: str) -> bool:
-        self._counts[reason] += 1
-        log.warning("a sequence is refused: %s (%s, %d so far)", text, reason, self._counts[reason])
-        return False
+
+def _refuse(why: str) -> bool:
+    log.warning("a sequence is refused: %s", why)
+    return False
 
 
 def _pick(
@@ -372,10 +332,6 @@ def _tensors(sequence: DraftSequence) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
-def _num_bytes(sequence: DraftSequence) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(sequence).values())
-
-
 def _compact(sequence: DraftSequence, dtype: torch.dtype) -> DraftSequence:
     """Return a CPU copy in `dtype` of what batches use: no last state, and no view of a larger tensor."""
     num_states = max(0, sequence.token_ids.numel() - 1)
@@ -391,11 +347,6 @@ def _compact(sequence: DraftSequence, dtype: torch.dtype) -> DraftSequence:
         final_hidden=None if hidden is None else states(hidden),
         loss_start=sequence.loss_start,
     )
-
-
-def _key(sequence: DraftSequence) -> str:
-    tokens = sequence.token_ids.numpy().tobytes()
-    return hashlib.blake2b(tokens, digest_size=16).hexdigest()
 
 
 def _hash(text: str) -> int:

@@ -54,6 +54,10 @@ def fill(buffer: DataBuffer, step: int, lengths: dict[int, int]) -> None:
         buffer.add(make_sequence(name, num_tokens), step)
 
 
+def num_tail(buffer: DataBuffer) -> int:
+    return sum(buffer._is_tail(sample) for sample in buffer._samples.values())
+
+
 def test_budget_is_never_exceeded_and_everything_is_accounted_for() -> None:
     chance = random.Random(3)
     budget = bytes_of(300)
@@ -72,11 +76,8 @@ def test_budget_is_never_exceeded_and_everything_is_accounted_for() -> None:
         if name % 5 == 0:
             batch = buffer.next_batch(64)
             assert batch is None or batch.num_rows <= 64 or len(batch.lengths) == 1
-    stats = buffer.stats()
-    assert stats["buffer/num_added"] == 600
-    assert stats["buffer/num_added"] == stats["buffer/num_samples"] + stats["buffer/num_evicted"]
-    assert stats["buffer/evicted_bytes"] == added_bytes - buffer.num_bytes
-    assert 0 < stats["buffer/num_evicted_old"] < stats["buffer/num_evicted"]
+    assert 0 < sum(sample.num_bytes for sample in buffer._samples.values()) == buffer.num_bytes
+    assert buffer.num_bytes < added_bytes
 
 
 def test_rows_equal_the_definition() -> None:
@@ -120,7 +121,6 @@ def test_at_a_new_step_the_last_ones_data_is_there_and_older_is_gone() -> None:
     buffer.start_step(2)
     assert names_kept(buffer) == {200}
     assert names_in(buffer.next_batch(50)) == [200]
-    assert buffer.stats()["buffer/num_evicted_old"] == 2
     buffer.start_step(4)
     assert buffer.next_batch(50) is None
     assert buffer.num_bytes == 0
@@ -132,7 +132,7 @@ def test_as_many_earlier_steps_stay_as_asked_for() -> None:
         buffer.start_step(step)
         fill(buffer, step, {100 + step: 20, 200 + step: 5})
     assert names_kept(buffer) == {101, 102, 103, 104, 201, 202, 203, 204}
-    assert buffer.stats()["buffer/num_tail"] == 3  # the longest of each earlier step
+    assert num_tail(buffer) == 3  # the longest of each earlier step
     assert buffer.add(make_sequence(300, 9), 1)
     assert not buffer.add(make_sequence(301, 9), 0)
 
@@ -200,7 +200,7 @@ def test_eviction_takes_the_old_before_the_new_and_the_short_before_the_long() -
     buffer = make_buffer(data_bytes=bytes_of(120), long_tail_share=0.5, **ALL)
     fill(buffer, 0, {101: 12, 102: 30, 103: 54})
     buffer.start_step(1)
-    assert buffer.stats()["buffer/num_tail"] == 1
+    assert num_tail(buffer) == 1
     order = []
     kept = names_kept(buffer)
     for name, num_tokens in ((200, 25), (201, 26), (202, 28), (203, 27), (204, 20), (205, 29)):
@@ -251,7 +251,7 @@ def test_without_a_tail_or_without_the_rest_batches_are_full_of_the_other() -> N
     fill(buffer, 0, dict.fromkeys(range(100, 120), 12))
     assert buffer.next_batch(100).num_rows == 100  # the first step has no step before it
     buffer.start_step(1)
-    assert buffer.stats()["buffer/num_tail"] == 20
+    assert num_tail(buffer) == 20
     assert buffer.next_batch(100).num_rows == 100  # nobody has finished yet
     buffer.add(make_sequence(200, 22), 1)
     for _ in range(3):  # the rest cannot fill its half
@@ -271,7 +271,7 @@ def test_nobodys_turn_comes_twice_before_everybody_had_one(share: float) -> None
     buffer.start_step(1)
     fill(buffer, 1, {n: chance.randint(3, 90) for n in range(200, 230)})
     tail = set(range(136, 140)) if share else set()
-    assert buffer.stats()["buffer/num_tail"] == 4
+    assert num_tail(buffer) == 4
     counts: Counter[int] = Counter()
     for _ in range(200):
         names = names_in(buffer.next_batch(64))  # some sequences are longer
@@ -342,7 +342,7 @@ def test_held_out_sequences_are_the_same_everywhere_and_never_trained_on() -> No
         batches = buffer.holdout_batches(50)
         assert all(batch.num_rows <= 50 for batch in batches)
         held_out.append(sorted(name for batch in batches for name in names_in(batch)))
-        assert buffer.stats()["buffer/num_holdout"] == len(held_out[-1])
+        assert sum(s.is_held_out for s in buffer._samples.values()) == len(held_out[-1])
     assert held_out[0] == held_out[1]
     assert 40 <= len(held_out[0]) <= 120
     assert trained.isdisjoint(held_out[0])
@@ -358,12 +358,12 @@ def test_the_same_tokens_replace_what_was_there() -> None:
     buffer.add(newer, 1)
     assert buffer.num_bytes == bytes_of(6)
     assert torch.equal(buffer.next_batch(9).features, torch.ones(4, HIDDEN_SIZE))
-    assert buffer.stats()["buffer/num_replaced"] == 1
+    assert len(buffer._samples) == 1
     buffer.start_step(2)
     assert buffer.next_batch(9) is not None  # it is of step 1 now
 
 
-def test_what_is_refused_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_refused_is_said(caplog: pytest.LogCaptureFixture) -> None:
     buffer = make_buffer(data_bytes=bytes_of(10), **ALL)
     buffer.start_step(5)
     with caplog.at_level(logging.WARNING):
@@ -371,10 +371,7 @@ def test_what_is_refused_is_counted_and_said(caplog: pytest.LogCaptureFixture) -
         assert not buffer.add(make_sequence(2, 2), 5)
         assert not buffer.add(make_sequence(3, 8), 3)
     assert buffer.add(make_sequence(4, 10), 5)
-    stats = buffer.stats()
-    assert [stats[f"buffer/num_refused_{r}"] for r in ("oversized", "short", "stale")] == [1, 1, 1]
-    assert stats["buffer/num_refused"] == 3
-    assert stats["buffer/num_evicted"] == 0
+    assert len(buffer._samples) == 1
     said = [record.getMessage() for record in caplog.records]
     assert f"{bytes_of(11)} bytes exceed data_bytes={bytes_of(10)}" in said[0]
     assert "2 tokens make no row" in said[1]
@@ -412,7 +409,7 @@ def test_resume_equals_straight_run(has_final_hidden: bool) -> None:
             batch = buffer.next_batch(80)
             held_out = [names_in(b) for b in buffer.holdout_batches(80)]
             seen.append((batch and (names_in(batch), batch.labels.tolist()), held_out))
-        return [*seen, buffer.stats()]
+        return [*seen, buffer.state_dict()["values"]]
 
     straight = make_buffer(**settings)
     run(straight, 0, 31)
@@ -429,7 +426,7 @@ def test_resume_equals_straight_run(has_final_hidden: bool) -> None:
     smaller = make_buffer(**settings | {"data_bytes": 3 * bytes_of(100)})
     smaller.load_state_dict({"tensors": tensors, "values": values})
     assert 0 < smaller.num_bytes <= 3 * bytes_of(100)
-    assert smaller.stats()["buffer/num_evicted"] > values["counts"]["num_evicted"]
+    assert len(smaller._samples) < len(values["samples"])
 
 
 def test_a_sequence_longer_than_a_batch_is_trained_window_by_window() -> None:
