@@ -69,6 +69,7 @@ class DrafterTrainer:
         self.num_skipped = 0
         self._section = section
         self._objective = make_objective(section)
+        self.num_unroll_steps = self._objective.num_steps
         self._parameters = dict(model.named_parameters())
         decayed = [p for p in self._parameters.values() if p.ndim > 1]
         plain = [p for p in self._parameters.values() if p.ndim <= 1]
@@ -84,7 +85,7 @@ class DrafterTrainer:
         )
         self._num_weights = sum(p.numel() for p in self._parameters.values())
         # Gradients, then loss sum, rows, three sums by unroll step, and flags: all that a step reduces.
-        num_sums = 2 + 3 * self._objective.num_steps + 2
+        num_sums = 2 + 3 * self.num_unroll_steps + 2
         self._flat = next(model.parameters()).new_zeros(self._num_weights + num_sums)
         self.device = self._flat.device
         offset = 0
@@ -115,7 +116,7 @@ class DrafterTrainer:
         The gradient is that of the loss summed over all members divided by their summed rows. It does not depend on how
         rows are distributed. If `batch` is None on all members, only the flags are exchanged.
         """
-        num_steps = self._objective.num_steps
+        num_steps = self.num_unroll_steps
         try:
             with interruptible(self.model, should_abandon):
                 sums = self._backward(batch)
@@ -183,7 +184,7 @@ class DrafterTrainer:
             loss.loss_sum.backward()
         sums[0] = loss.loss_sum.detach()
         sums[1] = loss.count
-        num_steps = self._objective.num_steps
+        num_steps = self.num_unroll_steps
         sums[2 : 2 + 3 * num_steps] = torch.cat((loss.counts_K, loss.agreed_K, loss.accepted_K))
         return sums
 

@@ -1,13 +1,12 @@
-"""Accept length of a drafter on hold-out sequences. The trainer measures it, and the publisher compares drafters by it.
+"""Accept length of a drafter on hold-out sequences. Idle ranks measure it, and the publisher compares drafters by it.
 
-Results are stored per batch, so that two drafters are compared on the same rows. They are plain Python numbers: all ranks
-wait for the comparison, and for so few values plain arithmetic is faster than tensors.
+Results are stored per batch, so that two drafters are compared on the same rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,69 +16,54 @@ from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.drafter.trainer import DrafterTrainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HoldoutResult:
-    """Acceptance of a drafter on the hold-out slice: sums by [batch][unroll step]."""
+    """Acceptance of a drafter on `N` hold-out batches: sums by batch and unroll step, on the CPU."""
 
-    counts: tuple[tuple[float, ...], ...]  # rows that have a prediction
-    accepted: tuple[tuple[float, ...], ...]  # overlap of drafter's and target's distributions
+    counts_NK: Tensor  # float64: rows that have a prediction
+    accepted_NK: Tensor  # float64: overlap of drafter's and target's distributions
 
     @staticmethod
     def merge(parts: Iterable[HoldoutResult]) -> HoldoutResult:
         """Concatenate the batches of all `parts`, e.g. of all ranks."""
         parts = tuple(parts)
         return HoldoutResult(
-            counts=tuple(row for part in parts for row in part.counts),
-            accepted=tuple(row for part in parts for row in part.accepted),
+            counts_NK=torch.cat([part.counts_NK for part in parts]),
+            accepted_NK=torch.cat([part.accepted_NK for part in parts]),
         )
 
     @property
     def num_rows(self) -> int:
         """Return the number of rows with a first drafted token."""
-        return round(sum(row[0] for row in self.counts))
+        return round(self.counts_NK[:, 0].sum().item())
 
     @property
     def accept_length(self) -> float:
         """Return tokens per verify pass of a chain as long as the unroll, bonus token included; nan without rows."""
         if not self.num_rows:
             return math.nan
-        return _accept_length(_column_sums(self.counts), _column_sums(self.accepted))
+        return _accept_lengths(self.counts_NK.sum(0), self.accepted_NK.sum(0)).item()
 
     def standard_error(self, other: HoldoutResult) -> float:
         """Return the jackknife standard error of the difference of both accept lengths; 0 with fewer than two batches."""
-        assert self.counts == other.counts, "not the same slice"
-        num_batches = len(self.counts)
+        assert torch.equal(self.counts_NK, other.counts_NK), "not the same slice"
+        num_batches = len(self.counts_NK)
         if num_batches < 2:
             return 0.0
-        pairs = zip(self._left_out_lengths(), other._left_out_lengths(), strict=True)
-        differences = [own - others for own, others in pairs]
-        mean = sum(differences) / num_batches
-        squares = sum((difference - mean) ** 2 for difference in differences)
-        return math.sqrt(squares / num_batches * (num_batches - 1))
+        difference_N = self._left_out_lengths() - other._left_out_lengths()
+        return math.sqrt(difference_N.var(correction=0).item() * (num_batches - 1))
 
-    def _left_out_lengths(self) -> list[float]:
-        """Return a list whose entry i is the accept length without batch i."""
-        counts, accepted = _column_sums(self.counts), _column_sums(self.accepted)
-        return [
-            _accept_length(
-                [total - own for total, own in zip(counts, count, strict=True)],
-                [total - own for total, own in zip(accepted, overlap, strict=True)],
-            )
-            for count, overlap in zip(self.counts, self.accepted, strict=True)
-        ]
+    def _left_out_lengths(self) -> Tensor:
+        """Return [N]: entry i is the accept length without batch i."""
+        return _accept_lengths(
+            self.counts_NK.sum(0) - self.counts_NK, self.accepted_NK.sum(0) - self.accepted_NK
+        )
 
 
-def _column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [math.fsum(column) for column in zip(*rows, strict=True)]
-
-
-def _accept_length(counts: Sequence[float], accepted: Sequence[float]) -> float:
-    """Compute the accept length from sums by unroll step. A step without rows accepts nothing."""
-    total, alive = 1.0, 1.0
-    for count, overlap in zip(counts, accepted, strict=True):
-        alive *= overlap / count if count > 0 else 0.0
-        total += alive
-    return total
+def _accept_lengths(counts_K: Tensor, accepted_K: Tensor) -> Tensor:
+    """Compute accept lengths [...] from sums [..., K] by unroll step. A step without rows accepts nothing."""
+    rates_K = torch.where(counts_K > 0, accepted_K / counts_K, 0.0)
+    return 1.0 + rates_K.cumprod(-1).sum(-1)
 
 
 @torch.no_grad()
@@ -96,11 +80,13 @@ def measure_holdout(
     try:
         for name, parameter in parameters.items():
             parameter.data = weights[name].to(parameter)
-        results = [trainer.evaluate(batch) for batch in batches]
+        losses = [trainer.evaluate(batch) for batch in batches]
     finally:
         for name, parameter in parameters.items():
             parameter.data = own[name]
-    return HoldoutResult(
-        counts=tuple(tuple(result.counts_K.tolist()) for result in results if result.count),
-        accepted=tuple(tuple(result.accepted_K.tolist()) for result in results if result.count),
-    )
+    sums = [torch.stack((one.counts_K, one.accepted_K)) for one in losses if one.count]
+    if not sums:
+        empty = torch.zeros(0, trainer.num_unroll_steps, dtype=torch.float64)
+        return HoldoutResult(counts_NK=empty, accepted_NK=empty)
+    counts_NK, accepted_NK = torch.stack(sums, dim=1).to("cpu", torch.float64)
+    return HoldoutResult(counts_NK=counts_NK, accepted_NK=accepted_NK)

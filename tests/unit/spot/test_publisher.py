@@ -26,9 +26,14 @@ from tlt_megatron.spot.publisher import (
 
 def result(*lengths: float, rows: float = 100.0) -> HoldoutResult:
     """One batch for each accept length, of one drafted token (so at most 2)."""
+    return make_result([[rows] for _ in lengths], [[(length - 1.0) * rows] for length in lengths])
+
+
+def make_result(counts: list[list[float]], accepted: list[list[float]]) -> HoldoutResult:
+    """Of sums by batch and unroll step."""
     return HoldoutResult(
-        counts=tuple((rows,) for _ in lengths),
-        accepted=tuple(((length - 1.0) * rows,) for length in lengths),
+        counts_NK=torch.tensor(counts, dtype=torch.float64).reshape(len(counts), -1),
+        accepted_NK=torch.tensor(accepted, dtype=torch.float64).reshape(len(counts), -1),
     )
 
 
@@ -163,7 +168,7 @@ def test_a_number_is_better_than_none() -> None:
 
 def test_without_a_slice_candidates_are_published_unless_they_are_broken() -> None:
     publisher = started()
-    empty = HoldoutResult(counts=(), accepted=())
+    empty = HoldoutResult(counts_NK=torch.zeros(0, 1), accepted_NK=torch.zeros(0, 1))
     assert consider(publisher, weights(1), lambda _: empty).action == PublishAction.PUBLISH
     broken = {"fc.weight": torch.tensor([[math.nan]])}
     assert consider(publisher, broken, lambda _: empty).action == PublishAction.KEEP
@@ -275,13 +280,12 @@ def test_standard_error_of_one_step_is_that_of_the_mean_difference() -> None:
 def test_accept_length_is_of_the_sums() -> None:
     """Two steps: 12 of 20 rows accept the first, then 3 of 10 the second."""
     parts = [
-        HoldoutResult(counts=((8.0, 4.0),), accepted=((4.0, 1.0),)),
-        HoldoutResult(counts=((12.0, 6.0),), accepted=((8.0, 2.0),)),
+        make_result([[8.0, 4.0]], [[4.0, 1.0]]),
+        make_result([[12.0, 6.0]], [[8.0, 2.0]]),
     ]
     merged = HoldoutResult.merge(parts)
     assert merged.num_rows == 20
     assert merged.accept_length == pytest.approx(1 + 0.6 + 0.6 * 0.3)
-    assert math.isnan(HoldoutResult.merge([]).accept_length)
 
 
 def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone() -> None:
@@ -291,7 +295,11 @@ def test_holdout_is_measured_with_the_given_weights_and_leaves_the_trainer_alone
     own = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     batches = [pack_batch([make_sequence(trainer.model, n, seed=n)]) for n in (9, 6, 12)]
     mine, theirs = (measure_holdout(trainer, w, batches) for w in (own, other))
-    assert mine.counts == theirs.counts == ((7.0, 6.0), (4.0, 3.0), (10.0, 9.0))
+    assert mine.counts_NK.tolist() == [[7.0, 6.0], [4.0, 3.0], [10.0, 9.0]]
+    assert torch.equal(mine.counts_NK, theirs.counts_NK)
+    nothing = measure_holdout(trainer, own, [])  # of a rank without hold-out sequences
+    assert math.isnan(nothing.accept_length)
+    assert HoldoutResult.merge([nothing, mine]).accept_length == mine.accept_length
     assert mine.accept_length != pytest.approx(theirs.accept_length)
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(tensor, own[name])
