@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.spot_phases import Markers, make_spot, run_spot_ranks
-from tlt_megatron.spot.session import SessionEnd
+from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
-from tlt_megatron.spot.state_version import StateVersion, version_of
 
 LONG_S = 60.0  # no test waits for it
 

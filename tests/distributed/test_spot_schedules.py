@@ -14,9 +14,8 @@ import torch.distributed as dist
 from tests.spot_phases import Markers, finish_after, make_spot, run_spot_ranks, world_group
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.spot.session import SessionEnd, SessionRecord
+from tlt_megatron.spot.session import SessionEnd, SessionRecord, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import NewestDrafter, SpotReport, SpotTrainer
-from tlt_megatron.spot.state_version import StateVersion, version_of
 
 PhaseResult = tuple[SpotReport, StateVersion, NewestDrafter]  # of one rank
 

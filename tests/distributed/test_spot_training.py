@@ -19,9 +19,8 @@ from tests.spot_phases import (
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
 from tlt_megatron.drafter.trainer import DrafterStats
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.spot.session import SessionEnd, StopWatch
+from tlt_megatron.spot.session import SessionEnd, StateVersion, StopWatch, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport
-from tlt_megatron.spot.state_version import StateVersion, version_of
 
 NUM_UPDATES = 4
 

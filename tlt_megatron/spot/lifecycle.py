@@ -63,7 +63,6 @@ _HOLDOUT_BATCH_TOKENS = 128  # small: the standard error is estimated from many 
 _HOLDOUT_ROWS = 512  # per rank: enough to compare drafters, and fast enough not to delay a step
 _TELLING_SHARE = 0.05  # least share of tokens from the drafter for a reliable accept length
 _LIVE_EVERY = 16  # updates between two checks whether to offer a drafter during a rollout
-_UNREAD = -1  # instead of an offer's number: this rank cannot read the newest offer
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
 
 Findings = tuple[int, dict[int, HoldoutResult]]  # the candidate's checksum; results by checksum
@@ -260,18 +259,18 @@ class DrafterLifecycle:
         if self._live is None:
             return False
         self._load_live(self._live.take())
-        own = _UNREAD if self._live.has_unread() else self._live_held
-        numbers = gather_objects(own, self.world)
+        numbers = gather_objects(self._live_held, self.world)
+        self._live.skip_unread()
         weights, was_loaded = self._live_weights, self._live_held > 0
         self._live_weights, self._live_held = None, 0
-        late = [r for r, number in enumerate(numbers) if number <= 0 or number != max(numbers)]
         if not any(numbers):
             return False
+        late = [rank for rank, number in enumerate(numbers) if number != max(numbers)]
         if not late:
             assert weights is not None
             self.publisher.adopt(weights)
             return True
-        self._live.skip(f"ranks {late} cannot read it")
+        log.warning("live drafter %d is not published: ranks %s cannot read it", max(numbers), late)
         if was_loaded:
             self._load_published()
         return False

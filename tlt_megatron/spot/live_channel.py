@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 _NEWEST = "newest"  # key: "<number> <checksum>"
 _NONE = "0 0"
 _POLL_S = 0.25
-_PATIENCE_S = 10.0  # a shared file system may show a new file some seconds late
 _KEPT_OFFERS = 2  # a rank that has just read the number must still find its file
 
 
@@ -46,7 +45,7 @@ class LiveChannel:
         self._folder = folder
         self._settled = 0  # number of the newest offer that was taken or skipped
         self._polled_at = -_POLL_S
-        self._missed: tuple[int, float] = (0, 0.0)  # an offer that cannot be read, and since when
+        self._problem = "it was not read yet"  # why the newest offer was not taken
         store.compare_set(_NEWEST, "", _NONE)
 
     def offer(self, weights: dict[str, Tensor]) -> bool:
@@ -77,7 +76,7 @@ class LiveChannel:
     def take(self) -> LiveOffer | None:
         """Return the newest offer if it was not taken before, else None. Never waits.
 
-        If the file cannot be read yet, the next call tries again. After `_PATIENCE_S` the offer is skipped with a warning.
+        If the file cannot be read yet, the next call tries again: a shared file system may show it some seconds late.
         """
         number, checksum = self._newest()
         if number == self._settled:
@@ -91,23 +90,15 @@ class LiveChannel:
             problem = f"{path} does not hold what was offered (its checksum differs)"
         except (OSError, SafetensorError) as error:
             problem = f"{path} cannot be read here ({error})"
-        now = time.monotonic()
-        if self._missed[0] != number:
-            self._missed = (number, now)
-        if now - self._missed[1] >= _PATIENCE_S:
-            self.skip(problem)
+        self._problem = problem
         return None
 
-    def has_unread(self) -> bool:
-        """Return whether the newest offer was neither taken nor skipped."""
-        return self._newest()[0] != self._settled
-
-    def skip(self, why: str) -> None:
-        """Skip the newest offer, if it was not taken."""
+    def skip_unread(self) -> None:
+        """Skip the newest offer if it was not taken, with a warning. Call it when no rank decodes any more."""
         number, _ = self._newest()
         if number != self._settled:
             self._settled = number
-            log.warning("live drafter %d is skipped: %s", number, why)
+            log.warning("live drafter %d is skipped: %s", number, self._problem)
 
     def _newest(self) -> tuple[int, int]:
         number, checksum = self._store.get(_NEWEST).decode().split()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer, Flags
+from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.process_groups import (
     SINGLE,
     Group,
@@ -30,7 +31,6 @@ from tlt_megatron.runtime.process_groups import (
 )
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
 from tlt_megatron.spot.rank_state import PhaseLog, Plan
-from tlt_megatron.spot.state_version import version_of
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,20 @@ _NO_GROUP = "-"
 _LEVEL = -1  # instead of the rank with the newest drafter: all members hold the same one
 _NO_DATA_WAIT_S = 0.005  # between steps while no member has training data
 _WATCH_SHARE = 10.0  # shortest time between two reads, in multiples of the time of a read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateVersion:
+    """Identifies the drafter of a rank: weights and optimizer state."""
+
+    num_updates: int
+    checksum: int
+
+
+def version_of(trainer: DrafterTrainer) -> StateVersion:
+    """Return the version of the trainer's state. Only equal states give equal versions, except for 63-bit collisions."""
+    checksums = (checksum_tensor(name, t) for name, t in trainer.state_dict().items())
+    return StateVersion(num_updates=trainer.num_updates, checksum=sum(checksums) % CHECKSUM_MODULUS)
 
 
 class BatchSource(Protocol):

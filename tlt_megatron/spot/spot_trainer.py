@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
+from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.coordinator import Coordinator, check_deadline
@@ -25,9 +26,10 @@ from tlt_megatron.spot.session import (
     SessionLimits,
     SessionRecord,
     SpotSession,
+    StateVersion,
     StopWatch,
+    version_of,
 )
-from tlt_megatron.spot.state_version import UNKNOWN, StateVersion, gather_versions, version_of
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +137,7 @@ class SpotTrainer:
             timeout_s=section.member_timeout_s,
             max_kept=_KEPT_NCCL_GROUPS if trainer.device.type == "cuda" else 0,
         )
-        self._level: StateVersion | None = None  # version on all ranks; None after a session
+        self._level: StateVersion | None = None  # of all ranks after the last phase
         self._left_phases: list[PhaseLog] = []  # phases that are still in the store
         if section.min_idle_replicas >= num_replicas:
             log.warning(
@@ -179,7 +181,6 @@ class SpotTrainer:
                 after_update=self._offer_live,
             )
             records.append(session.record)
-            self._level = None
             with self.timeline.span(
                 "DRAFT-TRAIN", step=step, epoch=plan.epoch, members=len(session.members)
             ):
@@ -195,11 +196,9 @@ class SpotTrainer:
         Call it after every phase: the next phase starts from this drafter, and this call also cleans up the store. After the
         first call, only sessions may change the trainer's state. RuntimeError names ranks that end with another drafter.
         """
-        count = self.trainer.num_updates
-        own = self._level or StateVersion(num_updates=count, checksum=UNKNOWN)
-        held = gather_versions(own, world, self.trainer.device)
-        source = max(range(world.size), key=lambda rank: (held[rank].num_updates, -rank))
-        is_level = own.checksum != UNKNOWN and all(version == own for version in held)
+        counts = gather_objects(self.trainer.num_updates, world)
+        source = counts.index(max(counts))
+        is_level = self._level is not None and set(counts) == {self._level.num_updates}
         if not is_level:
             # Broadcast first, then compute the checksum on all ranks at once, so that no rank waits for the sender's.
             self.trainer.group = world
@@ -207,13 +206,14 @@ class SpotTrainer:
                 self.trainer.broadcast_state(source)
             finally:
                 self.trainer.group = SINGLE
-            held = gather_versions(version_of(self.trainer), world, self.trainer.device)
+            held = gather_objects(version_of(self.trainer), world)
             strays = [rank for rank, version in enumerate(held) if version != held[source]]
             if strays:
                 raise RuntimeError(
                     f"ranks {strays} do not hold the drafter that rank {source} sent to all"
                 )
-        self._level = held[source]
+            self._level = held[source]
+        assert self._level is not None
         self._clean_up(world)
         return NewestDrafter(
             source=source,

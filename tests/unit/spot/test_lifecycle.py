@@ -30,8 +30,8 @@ from tlt_megatron.spot.checkpoint import find_newest
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.publisher import checksum_weights
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
+from tlt_megatron.spot.session import version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, merge_metrics
-from tlt_megatron.spot.state_version import version_of
 from tlt_megatron.types import FinishReason, Rollout
 
 TWO = ReplicaLayout.uniform(2)

@@ -16,9 +16,8 @@ from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
-from tlt_megatron.spot.session import BatchSource, SessionEnd
+from tlt_megatron.spot.session import BatchSource, SessionEnd, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
-from tlt_megatron.spot.state_version import version_of
 
 TWO = ReplicaLayout.uniform(2)
 

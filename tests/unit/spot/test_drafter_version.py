@@ -6,12 +6,10 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.spot_phases import RandomBatches, make_drafter_trainer, run_spot_ranks, world_group
+from tests.spot_phases import RandomBatches, make_drafter_trainer
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.runtime.process_groups import SINGLE
-from tlt_megatron.spot.state_version import StateVersion, gather_versions, version_of
+from tlt_megatron.spot.session import version_of
 
 
 @pytest.fixture
@@ -69,13 +67,3 @@ def test_changed_places_and_signs_show(trainer: DrafterTrainer) -> None:
     flat[[3, 8]] = flat[[8, 3]]
     flat[[3, 8]] *= -1  # two sign bits, which cancel in a plain sum of products
     assert version_of(trainer) != before
-
-
-def test_versions_of_all_members_arrive_in_order() -> None:
-    def body() -> list[StateVersion]:
-        own = StateVersion(num_updates=dist.get_rank(), checksum=2**63 - 1 - dist.get_rank())
-        return gather_versions(own, world_group(), torch.device("cpu"))
-
-    expected = [StateVersion(num_updates=i, checksum=2**63 - 1 - i) for i in range(3)]
-    assert run_spot_ranks(3, body) == [expected] * 3
-    assert gather_versions(expected[1], SINGLE, torch.device("cpu")) == [expected[1]]
