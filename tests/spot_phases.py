@@ -22,7 +22,7 @@ from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
-from tlt_megatron.spot.session import BatchSource, StopWatch
+from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
 _alive: list[object] = []  # of this rank
@@ -104,7 +104,7 @@ class HookedStore(dist.Store):
 
 def make_spot(
     *,
-    source: BatchSource | None = None,
+    source: Any | None = None,
     hook: Callable[[str, str], None] | None = None,
     replica_size: int = 1,
     before: Callable[[int], None] = lambda count: None,
@@ -129,7 +129,7 @@ def make_spot(
         SpotSection(**{"enabled": True, "member_timeout_s": 10.0, **section}),
         ranks=SpotRanks(
             store=store,
-            layout=ReplicaLayout.uniform(world.size, replica_size),
+            layout=ReplicaLayout(world.size, replica_size),
             rank=world.rank,
             phase_timeout_s=phase_timeout_s,
             check_ranks=check_ranks,

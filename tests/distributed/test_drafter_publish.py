@@ -53,7 +53,7 @@ def make_lifecycle(engine: Shelf, publish: str, run_dir: Path) -> DrafterLifecyc
         section,
         ranks=SpotRanks(
             store=open_job_store(world, 20.0).part("spot"),
-            layout=ReplicaLayout.uniform(world.size),
+            layout=ReplicaLayout(world.size),
             rank=world.rank,
             phase_timeout_s=60.0,
         ),

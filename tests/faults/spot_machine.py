@@ -54,7 +54,7 @@ class SpotMachine(RuleBasedStateMachine):
     )
     def start(self, num_replicas: int, size: int, min_idle: int) -> None:
         """A phase begins: every rank generates."""
-        self.layout = ReplicaLayout.uniform(num_replicas * size, size)
+        self.layout = ReplicaLayout(num_replicas * size, size)
         self.min_idle = min_idle
         self.now = 100.0
         self.lines: list[list[str]] = []
@@ -124,7 +124,7 @@ class SpotMachine(RuleBasedStateMachine):
         self.let_all_act()
         able = [
             replica
-            for replica in self.layout.replicas
+            for replica in map(self.layout.ranks_of, range(self.layout.num_replicas))
             if all(self.ranks[rank].state in ("waits", "answers", "trains") for rank in replica)
         ]
         is_worn = any(rank.num_broken >= MAX_BROKEN for rank in self.ranks)
@@ -276,7 +276,7 @@ class SpotMachine(RuleBasedStateMachine):
         self.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
         if not counts:
             return
-        members = self.layout.ranks_of(plan)
+        members = self.layout.ranks_of(*plan.replicas)
         grown = (
             set(before.replicas) if before and set(before.replicas) <= set(plan.replicas) else set()
         )

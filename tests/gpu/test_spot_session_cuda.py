@@ -109,7 +109,7 @@ def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, 
         SpotSection(enabled=True),
         ranks=SpotRanks(
             store=open_job_store(world, 60.0).part("test"),
-            layout=ReplicaLayout.uniform(world.size, 1),
+            layout=ReplicaLayout(world.size, 1),
             rank=world.rank,
             phase_timeout_s=120.0,
         ),

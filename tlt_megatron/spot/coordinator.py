@@ -22,8 +22,8 @@ class Coordinator:
         settle_s: float,
         member_timeout_s: float,
     ) -> None:
-        self.replica = layout.replica_of(rank)
-        self.is_speaker = layout.replicas[self.replica][0] == rank
+        self.replica, place = divmod(rank, layout.replica_size)
+        self.is_speaker = place == 0
         self.min_idle_replicas = min_idle_replicas
         self.settle_s = settle_s  # members of a lost session report within this time
         self.member_timeout_s = member_timeout_s
@@ -69,16 +69,3 @@ class Coordinator:
             return len(absent) == 1 or waited_s >= self.settle_s
         # No plan has added this rank. A leader that still trains adds it within one step.
         return waited_s >= self.member_timeout_s
-
-
-def check_deadline(view: PhaseView, step: int, now: float, phase_timeout_s: float) -> None:
-    """Raise RuntimeError that names the ranks that still generate `phase_timeout_s` after the first rank finished.
-
-    `now` is a time of the view's clock.
-    """
-    waited_s = now - view.first_finished_at
-    if view.unfinished and waited_s > phase_timeout_s:
-        raise RuntimeError(
-            f"spot: ranks {view.unfinished} have not finished the rollouts of RL step {step}"
-            f" {waited_s:.0f} s after the first rank did (at most {phase_timeout_s:g} s)"
-        )

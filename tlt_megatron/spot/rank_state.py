@@ -20,37 +20,27 @@ import torch.distributed as dist
 from tlt_megatron.runtime.rank_process import machine_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ReplicaLayout:
-    """Global ranks of each rollout replica. All ranks of a replica join a session together; its first rank plans for it."""
+    """Rollout replicas of `replica_size` neighbouring ranks, which join a session together. The first one plans for all."""
 
-    replicas: tuple[tuple[int, ...], ...]
+    world_size: int
+    replica_size: int = 1
 
     def __post_init__(self) -> None:
-        ranks = [rank for replica in self.replicas for rank in replica]
-        if sorted(ranks) != list(range(len(ranks))) or not all(self.replicas):
-            raise ValueError(f"replicas={self.replicas}: must hold each rank of the world once")
-
-    @staticmethod
-    def uniform(world_size: int, replica_size: int = 1) -> ReplicaLayout:
-        """Return replicas of `replica_size` neighbouring ranks. ValueError if it does not divide `world_size`."""
-        if replica_size < 1 or world_size % replica_size:
-            raise ValueError(f"replica_size={replica_size}: must divide the {world_size} ranks")
-        starts = range(0, world_size, replica_size)
-        return ReplicaLayout(replicas=tuple(tuple(range(s, s + replica_size)) for s in starts))
+        if self.replica_size < 1 or self.world_size % self.replica_size:
+            raise ValueError(
+                f"replica_size={self.replica_size}: must divide the {self.world_size} ranks"
+            )
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return sum(map(len, self.replicas))
+    def num_replicas(self) -> int:
+        return self.world_size // self.replica_size
 
-    def replica_of(self, rank: int) -> int:
-        """Return the index of the replica of `rank`."""
-        return next(i for i, replica in enumerate(self.replicas) if rank in replica)
-
-    def ranks_of(self, plan: Plan) -> tuple[int, ...]:
-        """Return all ranks of the plan's replicas; the first one leads the session."""
-        return tuple(rank for replica in plan.replicas for rank in self.replicas[replica])
+    def ranks_of(self, *replicas: int) -> tuple[int, ...]:
+        """Return all ranks of the replicas with these indices."""
+        size = self.replica_size
+        return tuple(rank for i in replicas for rank in range(i * size, (i + 1) * size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +127,7 @@ class PhaseView:
             epoch, base_updates, *replicas = map(int, rest)
             if epoch == self.next_epoch:  # else another plan was first
                 self.plan = Plan(epoch=epoch, replicas=tuple(replicas), base_updates=base_updates)
-                self._listed.update(dict.fromkeys(self.layout.ranks_of(self.plan), epoch))
+                self._listed.update(dict.fromkeys(self.members(), epoch))
         elif kind == "left":
             self._left[int(rest[0])] = max(int(rest[1]), self._left.get(int(rest[0]), 0))
         else:
@@ -170,8 +160,8 @@ class PhaseView:
         return min(self.finished.values())
 
     def members(self) -> tuple[int, ...]:
-        """Return the ranks in the newest plan."""
-        return self.layout.ranks_of(self.plan) if self.plan else ()
+        """Return the ranks in the newest plan; the first one leads the session."""
+        return self.layout.ranks_of(*self.plan.replicas) if self.plan else ()
 
     def listed_in(self, rank: int) -> int:
         """Return the epoch of the newest plan that lists `rank`, or 0."""
@@ -184,32 +174,32 @@ class PhaseView:
     def free_replicas(self) -> tuple[int, ...]:
         """Return the replicas whose ranks are all finished, ready and in no session, in the order of becoming idle."""
         order = {rank: place for place, rank in enumerate(self.finished)}
-        free = [
-            (max(order[rank] for rank in replica), index)
-            for index, replica in enumerate(self.layout.replicas)
-            if all(r in order and r in self.ready and self.has_left(r) for r in replica)
-        ]
+        free = []
+        for index in range(self.layout.num_replicas):
+            ranks = self.layout.ranks_of(index)
+            if all(r in order and r in self.ready and self.has_left(r) for r in ranks):
+                free.append((max(order[rank] for rank in ranks), index))
         return tuple(index for _, index in sorted(free))
+
+    def check_deadline(self, step: int, now: float, phase_timeout_s: float) -> None:
+        """Raise RuntimeError that names the ranks that still generate `phase_timeout_s` after the first rank finished."""
+        waited_s = now - self.first_finished_at
+        if self.unfinished and waited_s > phase_timeout_s:
+            raise RuntimeError(
+                f"spot: ranks {self.unfinished} have not finished the rollouts of RL step {step}"
+                f" {waited_s:.0f} s after the first rank did (at most {phase_timeout_s:g} s)"
+            )
 
 
 class PhaseLog:
     """One rank's access to the log of one RL step's rollout phase."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        layout: ReplicaLayout,
-        step: int,
-        rank: int,
-        check_ranks: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`check_ranks` is called before every `read`. It raises if a rank is lost and the run cannot continue."""
-        self._check_ranks = check_ranks
+    def __init__(self, ranks: SpotRanks, step: int) -> None:
         self.step = step
-        self.rank = rank
-        self.view = PhaseView(layout, machine_id())
-        self._store = store
-        self._log = SharedLog(store, f"{step}/log")
+        self.rank = ranks.rank
+        self.view = PhaseView(ranks.layout, machine_id())
+        self._ranks = ranks
+        self._log = SharedLog(ranks.store, f"{step}/log")
 
     def announce_finished(self) -> None:
         """Announce that this rank's rollouts have finished."""
@@ -232,17 +222,21 @@ class PhaseLog:
         self._log.append("closed")
 
     def read(self) -> PhaseView:
-        """Return the view of all lines so far. Call `announce_finished` first."""
-        self._check_ranks()
+        """Return the view of all lines so far. Call `announce_finished` first.
+
+        Raises if a rank is lost, or if ranks still generate `phase_timeout_s` after the first rank finished.
+        """
+        self._ranks.check_ranks()
         lines = self._log.read()
         now = time.monotonic()
         for words in lines:
             self.view.apply(words, now)
+        self.view.check_deadline(self.step, now, self._ranks.phase_timeout_s)
         return self.view
 
     def rendezvous_log(self, epoch: int) -> SharedLog:
         """Return the log in which the members of session `epoch` answer the plan."""
-        return SharedLog(self._store, f"{self.step}/rendezvous/{epoch}")
+        return SharedLog(self._ranks.store, f"{self.step}/rendezvous/{epoch}")
 
     def forget(self) -> None:
         """Remove the phase from the store. Call it on one rank, after all ranks have left the phase."""

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer, Flags
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.process_groups import (
@@ -29,7 +28,7 @@ from tlt_megatron.runtime.process_groups import (
     forget_private_group,
     form_private_group,
 )
-from tlt_megatron.spot.coordinator import Coordinator, check_deadline
+from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import PhaseLog, Plan
 
 log = logging.getLogger(__name__)
@@ -52,18 +51,6 @@ def version_of(trainer: DrafterTrainer) -> StateVersion:
     """Return the version of the trainer's state. Only equal states give equal versions, except for 63-bit collisions."""
     checksums = (checksum_tensor(name, t) for name, t in trainer.state_dict().items())
     return StateVersion(num_updates=trainer.num_updates, checksum=sum(checksums) % CHECKSUM_MODULUS)
-
-
-class BatchSource(Protocol):
-    """Source of a member's training batches; `DataBuffer` in a run."""
-
-    def next_batch(self, max_tokens: int) -> DraftBatch | None:
-        """Return the next batch of at most `max_tokens` rows, or None if there is no data."""
-        ...
-
-    def put_back(self) -> None:
-        """Undo the last `next_batch`, for a batch that was not trained on."""
-        ...
 
 
 class SessionEnd(StrEnum):
@@ -158,7 +145,6 @@ class SessionLimits:
 
     max_updates: int  # per phase; 0: no limit
     member_timeout_s: float  # a member that does not answer for this long is lost
-    phase_timeout_s: float  # from the first finished rollout to the last
     poll_s: float  # between two reads of the store
     watch_s: float  # the same during a step; 0: read at every point where a step can be abandoned
 
@@ -173,7 +159,7 @@ class SpotSession:
         phase_log: PhaseLog,
         coordinator: Coordinator,
         trainer: DrafterTrainer,
-        source: BatchSource,
+        source: DataBuffer,
         groups: GroupPool,
         limits: SessionLimits,
         after_update: Callable[[StopWatch], None],
@@ -184,7 +170,7 @@ class SpotSession:
         """
         self.plan = plan
         self.after_update = after_update
-        self.members = phase_log.view.layout.ranks_of(plan)
+        self.members = phase_log.view.layout.ranks_of(*plan.replicas)
         self.phase_log = phase_log
         self.coordinator = coordinator
         self.trainer = trainer
@@ -306,7 +292,6 @@ class SpotSession:
     def _read_flags(self) -> Flags:
         """Return the leader's flags of this step: whether the phase is over, and whether there is a newer plan."""
         view = self.phase_log.read()
-        check_deadline(view, self.phase_log.step, time.monotonic(), self.limits.phase_timeout_s)
         plan = None
         if view.next_epoch == self.plan.epoch + 1:
             plan = self.coordinator.plan_growth(view)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.coordinator import Coordinator, check_deadline
+from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import PhaseLog, Plan, SpotRanks
 from tlt_megatron.spot.session import (
-    BatchSource,
     GroupPool,
     SessionEnd,
     SessionLimits,
@@ -85,23 +85,13 @@ def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestDrafter:
-    """The drafter of all ranks after `sync_newest`; the same on each."""
-
-    source: int  # the rank that had it
-    num_updates: int
-    checksum: int
-    num_receivers: int  # ranks that it was sent to; 0 if all were known to hold the same
-
-
 class SpotTrainer:
     """Runs the sessions of this rank for the whole run. All ranks create one, with the same layout, section and limits."""
 
     def __init__(
         self,
         trainer: DrafterTrainer,
-        source: BatchSource,
+        source: DataBuffer,
         section: SpotSection,
         *,
         ranks: SpotRanks,
@@ -119,11 +109,10 @@ class SpotTrainer:
         self.section = section
         self.ranks = ranks
         self.timeline = timeline
-        num_ranks, num_replicas = ranks.layout.world_size, len(ranks.layout.replicas)
+        num_ranks, num_replicas = ranks.layout.world_size, ranks.layout.num_replicas
         self.limits = SessionLimits(
             max_updates=section.max_updates,
             member_timeout_s=section.member_timeout_s,
-            phase_timeout_s=ranks.phase_timeout_s,
             # The store answers about ten thousand requests per second, and all idle ranks poll it.
             poll_s=max(0.002, 0.0001 * num_ranks),
             watch_s=max(0.002, 0.001 * num_ranks),  # a tenth of the rate, all session
@@ -153,7 +142,7 @@ class SpotTrainer:
         not answer. The loss of another rank only ends its session.
         """
         ranks = self.ranks
-        phase_log = PhaseLog(ranks.store, ranks.layout, step, ranks.rank, ranks.check_ranks)
+        phase_log = PhaseLog(ranks, step)
         phase_log.announce_finished()
         self._left_phases.append(phase_log)
         watch = StopWatch(phase_log, self.limits.watch_s)
@@ -190,7 +179,7 @@ class SpotTrainer:
         with self.timeline.span("PREEMPT", step=step):
             return self._report(phase_log, records)
 
-    def sync_newest(self, world: Group) -> NewestDrafter:
+    def sync_newest(self, world: Group) -> StateVersion:
         """Give every rank the drafter with the most updates, optimizer state included. A collective of all ranks.
 
         Call it after every phase: the next phase starts from this drafter, and this call also cleans up the store. After the
@@ -215,12 +204,7 @@ class SpotTrainer:
             self._level = held[source]
         assert self._level is not None
         self._clean_up(world)
-        return NewestDrafter(
-            source=source,
-            num_updates=self._level.num_updates,
-            checksum=self._level.checksum,
-            num_receivers=0 if is_level else world.size - 1,
-        )
+        return self._level
 
     def _await_plan(
         self, phase_log: PhaseLog, coordinator: Coordinator, records: list[SessionRecord]
@@ -234,7 +218,6 @@ class SpotTrainer:
                 view = phase_log.read()
                 if view.is_over:
                     return None
-                check_deadline(view, phase_log.step, time.monotonic(), self.limits.phase_timeout_s)
                 plan, listed = view.plan, view.listed_in(self.ranks.rank)
                 is_mine = plan is not None and plan.epoch == listed > newest_epoch
                 if is_mine and not view.is_closed:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tlt_megatron.spot.coordinator import Coordinator, check_deadline
+from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import PhaseView, Plan, ReplicaLayout
 
-FOUR = ReplicaLayout.uniform(4)
+FOUR = ReplicaLayout(4)
 MACHINE = "m"
 
 
@@ -45,7 +45,7 @@ def test_session_starts_when_enough_replicas_are_idle() -> None:
 
 
 def test_only_the_first_rank_of_an_idle_replica_speaks() -> None:
-    layout = ReplicaLayout.uniform(4, 2)
+    layout = ReplicaLayout(4, 2)
     view = make_view("finished 0 1.0", "finished 1 1.0", layout=layout)
     plans = [make_coordinator(r, layout=layout).plan_start(view, 0.0, 0) for r in range(4)]
     assert plans == [Plan(epoch=1, replicas=(0,), base_updates=0), None, None, None]
@@ -117,8 +117,8 @@ def test_survivors_of_several_losses_wait_a_moment_for_each_other() -> None:
 
 def test_deadline_names_the_ranks_that_still_generate() -> None:
     view = make_view("finished 2 100.0", "finished 0 130.0")
-    check_deadline(view, step=7, now=159.0, phase_timeout_s=60.0)
+    view.check_deadline(step=7, now=159.0, phase_timeout_s=60.0)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] .* rollouts of RL step 7 61 s after"):
-        check_deadline(view, step=7, now=161.0, phase_timeout_s=60.0)
+        view.check_deadline(step=7, now=161.0, phase_timeout_s=60.0)
     over = make_view(*(f"finished {rank} 100.0" for rank in range(4)))
-    check_deadline(over, step=7, now=1000.0, phase_timeout_s=60.0)
+    over.check_deadline(step=7, now=1000.0, phase_timeout_s=60.0)

@@ -34,7 +34,7 @@ from tlt_megatron.spot.session import version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, merge_metrics
 from tlt_megatron.types import FinishReason, Rollout
 
-TWO = ReplicaLayout.uniform(2)
+TWO = ReplicaLayout(2)
 BATCH_TOKENS = 16
 
 
@@ -111,7 +111,7 @@ class Rank:
             self.lifecycle.add_features(rollout, features)
 
     def finish_other(self) -> None:
-        PhaseLog(self.store, TWO, self.step, rank=1).announce_finished()
+        PhaseLog(replace(self.lifecycle.spot.ranks, rank=1), self.step).announce_finished()
 
     def train(self, num_updates: int) -> SpotReport:
         """Until that many updates of this step are made; the stop comes right after the last."""

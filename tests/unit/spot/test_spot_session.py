@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,16 +17,16 @@ from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
-from tlt_megatron.spot.session import BatchSource, SessionEnd, version_of
+from tlt_megatron.spot.session import SessionEnd, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
-TWO = ReplicaLayout.uniform(2)
+TWO = ReplicaLayout(2)
 
 
 class Player:
     """A SpotTrainer of rank 0 whose data source lets rank 1 finish ahead of batch `stop_at`."""
 
-    def __init__(self, stop_at: int, *, source: BatchSource | None = None, **section: int) -> None:
+    def __init__(self, stop_at: int, *, source: Any | None = None, **section: int) -> None:
         self.store = dist.HashStore()
         self.trainer = make_drafter_trainer()
         self.stop_at = stop_at
@@ -44,7 +45,7 @@ class Player:
             self.finish_other(step=4)
 
     def finish_other(self, step: int) -> None:
-        PhaseLog(self.store, TWO, step, rank=1).announce_finished()
+        PhaseLog(replace(self.spot.ranks, rank=1), step).announce_finished()
 
 
 def test_stop_that_comes_during_a_step_ends_the_session_and_leaves_no_trace_of_that_step() -> None:
