@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.interruption import PassAbandoned, interruptible
 from tlt_megatron.drafter.loss import DraftLoss, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
@@ -51,6 +51,38 @@ class DrafterStats:
             alive *= probability
             total += alive
         return total
+
+
+class PassAbandoned(Exception):
+    """Raised inside a pass to abort it. That leaves only a partly filled gradient buffer, which the next step clears."""
+
+
+@contextmanager
+def interruptible(model: nn.Module, should_abandon: Callable[[], bool] | None) -> Iterator[None]:
+    """Make passes of `model` in the body raise PassAbandoned soon after `should_abandon` returns True. None: never.
+
+    `should_abandon` is called dozens of times per pass, between kernels, so it must be fast.
+    """
+    if should_abandon is None:
+        yield
+        return
+
+    def ask(_: Tensor | None = None) -> None:
+        if should_abandon():
+            raise PassAbandoned
+
+    def on_output(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
+        ask()
+        if output.requires_grad:
+            output.register_hook(ask)
+
+    matrices = (module for module in model.modules() if isinstance(module, nn.Linear))
+    handles = [module.register_forward_hook(on_output) for module in matrices]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class DrafterTrainer:

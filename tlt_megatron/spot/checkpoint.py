@@ -152,8 +152,6 @@ class AsyncDrafterCheckpointer:
     """
 
     def __init__(self, root: Path, model: DraftModel, *, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep}: must be >= 1 checkpoints")
         self.root = root
         self.writing_s = 0.0  # spent by the thread
         self._model = model

@@ -28,9 +28,8 @@ from torch import Tensor
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.interruption import PassAbandoned, interruptible
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
-from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.drafter.trainer import DrafterTrainer, PassAbandoned, interruptible
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.models.draft_model import fingerprint_target

@@ -5,10 +5,9 @@ merged over all ranks (`HoldoutResult.merge`). The target changes in every RL st
 Candidate, published and best drafter are all measured again, on the same hold-out batches, with the current target.
 
 Noise of a comparison: all drafters get the same rows, and the measure is the expected overlap of distributions, not a sample.
-Only the choice of the slice adds noise. Its size is the standard error of the difference, by leaving out one batch at a time
-(jackknife). A candidate is refused if it is worse than the best by more than `tolerance` standard errors (default 1). Then an
-equally good candidate is refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. Both hold for
-many batches; with few batches the standard error is only a rough estimate. The bar is the best drafter, not the last
+Only the choice of the slice adds noise: the standard error of the difference, by leaving out one batch at a time (jackknife).
+A candidate is refused if it is worse than the best by more than one standard error. With many batches an equally good candidate
+is refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. The bar is the best drafter, not the last
 published one, so these errors do not accumulate.
 """
 
@@ -28,10 +27,13 @@ from tlt_megatron.spot.holdout import HoldoutResult
 
 log = logging.getLogger(__name__)
 
+_TOLERANCE = 1.0  # standard errors by which a published candidate may be worse than the best
+_COLLAPSE_SHARE = 0.5  # of the mean: a lower accept length is a collapse
+_LEVEL_DECAY = 0.8  # of the mean, per observation
 _QUIET_PHASES = 3  # without a sign of collapse, after which a suspended drafter is tried again
 _MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
 # After a collapse the level decays slowly, so the alarm ends even if the target stays harder to predict.
-# Example: with a share of 0.5, observations at 0.3 of the level stop counting as a collapse after about 17.
+# Example: observations at 0.3 of the level stop counting as a collapse after about 17.
 _COLLAPSED_DECAY = 0.95
 
 
@@ -83,26 +85,20 @@ class PublishDecision:
 class _Level:
     """Exponential mean of accept lengths, which detects a collapse: a value below a share of the mean.
 
-    Shares apply to accept length - 1: even random drafts reach 1.0.
+    The share applies to accept length - 1: even random drafts reach 1.0.
     """
 
-    def __init__(self, *, share: float, decay: float) -> None:
-        if not 0 < share < 1:
-            raise ValueError(f"collapse_share={share}: must be in (0, 1)")
-        if not 0 <= decay < 1:
-            raise ValueError(f"level_decay={decay}: must be in [0, 1)")
-        self._share = share
-        self._decay = decay
+    def __init__(self) -> None:
         self.value = math.nan  # accept length; nan before the first observation
 
     def observe(self, accept_length: float) -> bool:
-        """Add one accept length. Returns whether it is below the share of the level so far."""
+        """Add one accept length. Returns whether it is a collapse."""
         if math.isnan(self.value):
             self.value = accept_length
             return False
         gain, level = accept_length - 1.0, self.value - 1.0
-        has_collapsed = level >= _MIN_GAIN and gain < self._share * level
-        decay = _COLLAPSED_DECAY if has_collapsed else self._decay
+        has_collapsed = level >= _MIN_GAIN and gain < _COLLAPSE_SHARE * level
+        decay = _COLLAPSED_DECAY if has_collapsed else _LEVEL_DECAY
         self.value = 1.0 + decay * level + (1.0 - decay) * gain
         return has_collapsed
 
@@ -114,20 +110,10 @@ class DrafterPublisher:
     `consider` for a drafter that was offered during a rollout.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        *,
-        tolerance: float = 1.0,
-        collapse_share: float = 0.5,
-        level_decay: float = 0.8,
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """`weights` are those of the drafter that the engines start with, as version 0."""
-        if tolerance < 0:
-            raise ValueError(f"tolerance={tolerance}: must be >= 0 standard errors")
-        self._tolerance = tolerance
-        self._live = _Level(share=collapse_share, decay=level_decay)
-        self._holdout = _Level(share=collapse_share, decay=level_decay)
+        self._live = _Level()
+        self._holdout = _Level()
         self.published = PublishedDrafter.copy_of(weights, 0)  # what the engines hold
         self.best = self.published  # what accepted most at the last comparison
         self.best_accept_length = math.nan  # accept length of the best at the last comparison
@@ -219,7 +205,7 @@ class DrafterPublisher:
         if math.isnan(other.accept_length):
             return math.isnan(one.accept_length)
         difference = one.accept_length - other.accept_length
-        return not difference >= -self._tolerance * one.standard_error(other)
+        return not difference >= -_TOLERANCE * one.standard_error(other)
 
     def _watch(self, accept_length: float, action: PublishAction) -> None:
         """Raise the alarm if the published drafter has collapsed. End it if a new one was published that has not."""

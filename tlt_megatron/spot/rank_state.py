@@ -28,10 +28,7 @@ class ReplicaLayout:
     replica_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.replica_size < 1 or self.world_size % self.replica_size:
-            raise ValueError(
-                f"replica_size={self.replica_size}: must divide the {self.world_size} ranks"
-            )
+        assert self.world_size % self.replica_size == 0, self
 
     @property
     def num_replicas(self) -> int:

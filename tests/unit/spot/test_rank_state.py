@@ -122,11 +122,6 @@ def test_having_left_an_old_session_does_not_count_for_a_new_one() -> None:
     assert make_view("finished 0 1.0", "plan 1 0 0", "left 0 1").free_replicas() == (0,)
 
 
-def test_replicas_have_equal_sizes() -> None:
-    with pytest.raises(ValueError, match="replica_size=3: must divide the 4 ranks"):
-        ReplicaLayout(4, 3)
-
-
 def test_log_gives_each_line_once() -> None:
     store = dist.HashStore()
     mine, other = (SharedLog(store, "log") for _ in range(2))

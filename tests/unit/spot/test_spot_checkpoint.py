@@ -293,8 +293,6 @@ def test_what_was_saved_does_not_need_the_borrowed_embedding_any_more(
     assert load_draft_config(newest).target == fingerprint_target(model.embedding_VD)
 
 
-def test_bad_arguments_are_refused(model: DraftModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep=0"):
-        AsyncDrafterCheckpointer(tmp_path, model, keep=0)
+def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be a folder with training/record\.json"):
         load_checkpoint(tmp_path)
