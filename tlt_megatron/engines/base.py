@@ -15,17 +15,16 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 class EngineStats:
     """Counters of one engine since its last `generate` call began."""
 
-    num_prompt_tokens: int  # prefilled; a prompt shared by siblings counts once
-    num_generated_tokens: int
-    num_decode_passes: int
-    num_preemptions: int  # requests evicted because KV memory ran out; recomputed later
-    seconds: float
-    peak_kv_tokens: int  # most KV positions in use at once
-    kv_capacity_tokens: int
+    num_prompt_tokens: int = 0  # prefilled; a prompt shared by siblings counts once
+    num_generated_tokens: int = 0
+    num_decode_passes: int = 0
+    num_preemptions: int = 0  # requests evicted because KV memory ran out; recomputed later
     num_recomputed_tokens: int = 0  # prefilled again after preemption; not in num_prompt_tokens
-    num_unspeculated_passes: int = (
-        0  # plain because memory was short, although the selector chose to speculate
-    )
+    # Plain because memory was short, although the selector chose to speculate.
+    num_unspeculated_passes: int = 0
+    seconds: float = 0.0
+    peak_kv_tokens: int = 0  # most KV positions in use at once
+    kv_capacity_tokens: int = 0
     num_graph_replays: int = 0  # policy and drafter passes that replayed a captured graph
     eager_passes: dict[str, int] = field(default_factory=dict)  # other passes, by model and reason
 

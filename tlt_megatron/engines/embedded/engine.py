@@ -15,14 +15,13 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
-from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
+from tlt_megatron.engines.embedded.generation import Generation
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
-from tlt_megatron.engines.embedded.pass_clock import PassClock, Step
-from tlt_megatron.engines.embedded.prefill import features_of, prefill
+from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.responses import group_rollouts, make_rollout
-from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
+from tlt_megatron.engines.embedded.scheduler import make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
@@ -31,8 +30,7 @@ from tlt_megatron.models.invariant import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tlt_megatron.speculation.verify import accepted_by_depth
+from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 
@@ -71,21 +69,9 @@ class EmbeddedEngine:
         self._parked: ParkedWeights | None = None
         self._cache: KvCache | None = None
         self._version: int | None = None
-        self._stats = self._no_stats()
+        self._stats = EngineStats(kv_capacity_tokens=self._plan.kv_tokens)
         self._passes: list[PassRecord] = []
-        self._num_unspeculated = 0
         self._is_asleep = self._is_closed = False
-
-    def _no_stats(self) -> EngineStats:
-        return EngineStats(
-            num_prompt_tokens=0,
-            num_generated_tokens=0,
-            num_decode_passes=0,
-            num_preemptions=0,
-            seconds=0.0,
-            peak_kv_tokens=0,
-            kv_capacity_tokens=self._plan.kv_tokens,
-        )
 
     def _make_graphs(self) -> GraphPool:
         new_memory = self._device.graph_memory if self.has_graphs else lambda: None
@@ -273,137 +259,39 @@ class EmbeddedEngine:
         self._require_awake()
         self._require_version(policy_version)
         started = time.perf_counter()
+        speculation = self._speculation
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
         requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
-        scheduler = Scheduler(
-            requests,
+        run = Generation(
+            self._model,
             cache,
-            max_batch_size=self._section.max_batch_size,
-            prefill_chunk_tokens=self._section.prefill_chunk_tokens,
+            requests,
+            params,
+            section=self._section,
+            graphs=self._graphs,
+            speculation=speculation,
+            wait=self._device.synchronize,
         )
-        batch = self._start_batch(cache, params, num_requests=len(requests))
-        self._passes, self._num_unspeculated = [], 0
-        self._graphs.take_counts()
-        self._graphs.take_capture_s()
-        clock, step = PassClock(self._device.synchronize), None
+        self._passes = run.passes
         rollouts: list[Rollout | None] = [None] * len(requests)
-        num_new = num_again = 0
-        while not scheduler.is_done:
+        while not run.is_done:
             if should_stop is not None and should_stop():
                 raise GenerationStopped(f"{sum(r is None for r in rollouts)} requests dropped")
-            chunks, admitted = scheduler.plan_prefill()
-            if chunks or admitted:
-                with clock.interrupted():
-                    new, again = prefill(self._model, cache, chunks) if chunks else (0, 0)
-                    num_new, num_again = num_new + new, num_again + again
-                    if admitted:
-                        batch.add(admitted)
-            if not batch.requests:
-                continue  # the first prompt needs several prefill passes
-            with clock.running():
-                ended = batch.sample()
-            if step is not None:
-                self._record(step, clock)
+            ended = run.sample()
             for end in ended:
                 rollout = make_rollout(end, params, policy_version)
                 rollouts[end.request.order] = rollout
                 if on_features is not None:
                     on_features(rollout, features_of(end.request, rollout, cache))
-                self._finish(end, scheduler)
                 if on_finish is not None:
                     on_finish(rollout)
             if between_passes is not None:
                 between_passes()
-            batch.remove([end.row for end in ended])
-            batch.grow(scheduler)
-            clock.start()
-            step = None
-            if batch.requests:
-                with clock.running():
-                    step = self._advance(batch, scheduler)
-                clock.seconds -= self._graphs.take_capture_s()
-        self._stats = dataclasses.replace(
-            self._sum_up(batch, scheduler, cache),
-            num_prompt_tokens=num_new,
-            num_recomputed_tokens=num_again,
-            num_generated_tokens=sum(r.token_ids.numel() for r in rollouts if r is not None),
-            seconds=time.perf_counter() - started,
-        )
+            run.advance(ended)
+        self._stats = run.stats(time.perf_counter() - started)
         self._note_reasons()
         return group_rollouts(prompts, params.num_samples, rollouts)
-
-    def _finish(self, end: Ended, scheduler: Scheduler) -> None:
-        if self._speculation is not None:
-            self._speculation.finish(end.request, end.token_ids_T.tolist())
-        scheduler.finish(end.request)
-
-    def _sum_up(self, batch: DecodeBatch, scheduler: Scheduler, cache: KvCache) -> EngineStats:
-        """Collect the counters of batch, scheduler, cache and graphs."""
-        counts = self._graphs.take_counts()
-        return dataclasses.replace(
-            self._no_stats(),
-            num_decode_passes=batch.num_passes,
-            peak_kv_tokens=cache.peak_pages * PAGE_TOKENS,
-            num_preemptions=scheduler.num_preemptions,
-            num_unspeculated_passes=self._num_unspeculated,
-            num_graph_replays=sum(counts.num_replays.values()),
-            eager_passes=counts.eager_by_reason(),
-        )
-
-    def _start_batch(
-        self, cache: KvCache, params: SamplingParams, *, num_requests: int
-    ) -> DecodeBatch:
-        assert self._model is not None
-        speculation, speculator = self._speculation, None
-        if speculation is not None:
-            speculator = speculation.start(self._model, cache, params, self._graphs)
-        return DecodeBatch(
-            self._model,
-            cache,
-            params,
-            max_batch_size=min(self._section.max_batch_size, num_requests),
-            max_new_tokens=params.max_new_tokens,
-            graphs=self._graphs,
-            speculator=speculator,
-            draft_slots=self._plan.draft_slots,
-        )
-
-    def _advance(self, batch: DecodeBatch, scheduler: Scheduler) -> Step:
-        """Run one pass, plain or speculative as the selector chooses."""
-        speculation = self._speculation
-        batch_size = len(batch.requests)
-        strategy, accepted = OFF, []
-        if speculation is not None:
-            strategy = speculation.selector.choose(batch_size)
-            if strategy.is_learned and speculation.is_suspended:
-                strategy = OFF
-        if not strategy.is_off and not batch.enter_lanes(scheduler):
-            self._num_unspeculated += 1
-            strategy = OFF
-        if strategy.is_off:
-            batch.forward(scheduler)
-        else:
-            accepted = batch.speculate(strategy)
-        return Step(strategy=strategy, batch_size=batch_size, accepted=accepted)
-
-    def _record(self, step: Step, clock: PassClock) -> None:
-        """Report the step's cost to the selector and store a PassRecord."""
-        depths = accepted_by_depth(step.accepted, step.strategy.depth)
-        if self._speculation is not None:
-            selector = self._speculation.selector
-            selector.observe(step.strategy, step.batch_size, depths, clock.seconds)
-        self._passes.append(
-            PassRecord(
-                start_s=clock.start_s,
-                seconds=clock.seconds,
-                batch_size=step.batch_size,
-                strategy=str(step.strategy),
-                reason="plain",
-                num_committed=step.batch_size + sum(step.accepted),
-                accepted_by_depth=tuple(depths),
-            )
-        )
 
     def _note_reasons(self) -> None:
         """Fill in the selector's reasons for the latest passes. The selector keeps a limited number of them."""

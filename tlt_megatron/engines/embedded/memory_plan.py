@@ -31,10 +31,15 @@ class MemoryPlan:
     graphs: GraphPlan = field(compare=False)  # its memory is not in the bytes above
 
 
-def slots_behind_root(strategy: SpeculationStrategy) -> int:
-    """Return how many slots a step may write, from the root on: nodes in growth order, root and tree, committed tokens."""
-    grown = strategy.topk * max(strategy.num_steps - 1, 0)
-    return max(grown, strategy.num_rows, strategy.depth + 1) + 1
+def draft_slots_of(strategies: Sequence[SpeculationStrategy]) -> int:
+    """Return the most KV slots after a sequence that a step of these strategies, which all draft, may write.
+
+    From the root on, a step writes nodes in the order of growth, then root and tree, then the committed tokens.
+    """
+    return max(
+        (max(s.topk * max(s.num_steps - 1, 0), s.num_rows, s.depth + 1) + 1 for s in strategies),
+        default=0,
+    )
 
 
 def _num_pages(
@@ -75,7 +80,7 @@ def plan_memory(
     Graphs need a scratch page, and a lane for each row: the contiguous slots of its prompt and response.
     """
     drafting = [strategy for strategy in strategies if not strategy.is_off]
-    draft_slots = max(map(slots_behind_root, drafting), default=0)
+    draft_slots = draft_slots_of(drafting)
     dtype: torch.dtype = getattr(torch, section.dtype)
     item = dtype.itemsize
     lane_pages = -(-(max_prompt_tokens + section.max_new_tokens + draft_slots) // PAGE_TOKENS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
+from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.attention.lanes import (
     LaneTreeAttention,
     LaneView,
@@ -25,9 +27,28 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+from tlt_megatron.types import SamplingParams
 
 _EXTEND_POSITIONS = 64  # most unseen pairs per row that one pass computes
 _LAG = 32  # rows with more unseen pairs catch up in separate passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """The rows of a speculative step: their last sampled tokens and the positions of these. Tensors are [B] int64."""
+
+    requests: Sequence[Request]
+    token_ids_B: Tensor
+    positions_B: Tensor  # n, of the root in the whole sequence
+    seeds_B: Tensor
+    draw_positions_B: Tensor  # index of the root in its response; keys the noise
+    rooms_B: Tensor  # most tokens to commit after the root, >= 1
+    positions: Sequence[int]  # positions_B, on the host
+
+    @property
+    def longest(self) -> int:
+        """Return the largest position + 1."""
+        return max(self.positions) + 1
 
 
 class ModelDrafter:
@@ -52,37 +73,36 @@ class ModelDrafter:
     def propose(
         self,
         view: LaneView,
-        positions_B: Tensor,
+        roots: Roots,
         strategy: SpeculationStrategy,
+        params: SamplingParams,
         *,
-        positions: Sequence[int],
-        num_unseen: Sequence[int],
-        temperature: float,
         noise_BSV: Tensor | None,
         tau_D: Tensor | None,
-        top_p: float,
-        top_k: int,
     ) -> DraftTree:
-        """Grow a tree from the roots at `positions_B`. The drafter lacks the last `num_unseen[b]` pairs before row b's root."""
-        longest = max(positions) + 1
-        num_left = self._catch_up(view, positions, num_unseen)
-        hidden_BD, head_BD = self._extend(view, positions_B, num_left, longest)
+        """Grow a tree from every root. First compute the pairs before it that the drafter has not seen."""
+        num_unseen = [
+            position - request.num_drafted
+            for position, request in zip(roots.positions, roots.requests, strict=True)
+        ]
+        num_left = self._catch_up(view, roots.positions, num_unseen)
+        hidden_BD, head_BD = self._extend(view, roots.positions_B, num_left, roots.longest)
+        for position, request in zip(roots.positions, roots.requests, strict=True):
+            request.num_drafted = position
         grower = self._growers.get(strategy)
         if grower is None:
             device = self._cache.device
             grower = TreeGrower(strategy, ranking=self._ranking, device=device)
             self._growers[strategy] = grower
-        expansion = _Expansion(
-            self._model, self._graphs, view, positions_B, hidden_BD, strategy, longest=longest
-        )
+        expansion = _Expansion(self._model, self._graphs, view, roots, hidden_BD, strategy)
         return grower.grow(
             self._model.logits(head_BD),
             expansion.expand,
-            temperature=temperature,
+            temperature=params.temperature,
             noise_BDV=noise_BSV,
             tau_D=tau_D,
-            top_p=top_p,
-            top_k=top_k,
+            top_p=params.top_p,
+            top_k=params.top_k,
         )
 
     def _catch_up(self, view: LaneView, positions: Sequence[int], num_unseen: Sequence[int]) -> int:
@@ -162,21 +182,19 @@ class _Expansion:
         model: DraftInference,
         graphs: GraphPool,
         view: LaneView,
-        positions_B: Tensor,
+        roots: Roots,
         hidden_BD: Tensor,
         strategy: SpeculationStrategy,
-        *,
-        longest: int,
     ) -> None:
         self._model = model
         self._graphs = graphs
         self._view = view
-        self._positions_B = positions_B
+        self._positions_B = roots.positions_B
         self._hidden_BKD = hidden_BD.unsqueeze(1)
         self._topk = strategy.topk
-        self._length = view.read_length(longest + strategy.topk * (strategy.num_steps - 1))
+        self._length = view.read_length(roots.longest + strategy.topk * (strategy.num_steps - 1))
         self._depth = 0
-        num_rows, device = positions_B.shape[0], positions_B.device
+        num_rows, device = hidden_BD.shape[0], hidden_BD.device
         self._seen_BKX = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
         eye = torch.eye(strategy.topk, dtype=torch.bool, device=device)
         self._self_BKK = eye.expand(num_rows, -1, -1)

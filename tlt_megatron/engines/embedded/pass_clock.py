@@ -8,20 +8,8 @@ must not count and must not hide the wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-from tlt_megatron.speculation.strategy import SpeculationStrategy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A plain pass, or the draft and verify passes of one speculative step."""
-
-    strategy: SpeculationStrategy
-    batch_size: int
-    accepted: Sequence[int]  # drafted tokens of each row; empty for a plain pass
 
 
 class PassClock:
@@ -51,6 +39,10 @@ class PassClock:
         started = self._now()
         yield
         self.seconds += self._now() - started
+
+    def exclude(self, seconds: float) -> None:
+        """Take `seconds` off the pass."""
+        self.seconds -= seconds
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:

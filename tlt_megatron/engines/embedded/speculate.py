@@ -11,7 +11,7 @@ the middle of a rollout. It then computes only its own layer over the positions 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from tlt_megatron.engines.embedded.graph_plan import Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
-from tlt_megatron.engines.embedded.model_drafter import ModelDrafter
+from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
+from tlt_megatron.engines.embedded.model_drafter import ModelDrafter, Roots
+from tlt_megatron.engines.embedded.retrieval import Retriever
 from tlt_megatron.engines.embedded.scheduler import Request
 from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
@@ -28,7 +30,6 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
 from tlt_megatron.speculation.graft import graft, retrieved_chain
-from tlt_megatron.speculation.ngram import IndexedText, NgramIndex
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
@@ -40,32 +41,12 @@ _CALIBRATE_EVERY = 16  # steps between two updates of the calibrator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roots:
-    """The rows of a step: their last sampled tokens and the positions of these. Tensors are [B] int64."""
-
-    token_ids_B: Tensor
-    positions_B: Tensor  # n, of the root in the whole sequence
-    seeds_B: Tensor
-    draw_positions_B: Tensor  # index of the root in its response; keys the noise
-    rooms_B: Tensor  # most tokens to commit after the root, >= 1
-    positions: Sequence[int]  # positions_B, on the host
-    num_unseen: Sequence[int]  # positions before each root that the drafter has not seen
-
-    @property
-    def longest(self) -> int:
-        """Return the largest position + 1."""
-        return max(self.positions) + 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a step adds to each row. S = depth + 1. Entries after `num_committed` are undefined."""
+    """What a step adds to each row. S = depth + 1. Entries after `verdict.num_committed_B` are undefined."""
 
-    token_ids_BS: Tensor
+    verdict: Verdict
     logprobs_BS: Tensor
     policy_logprobs_BS: Tensor
-    num_committed_B: Tensor
-    num_accepted_B: Tensor
 
 
 class Speculation:
@@ -88,11 +69,11 @@ class Speculation:
         self.draft = draft
         self.selector = selector
         self.ranking = ranking
-        self.index = NgramIndex()
-        self.uses_ngrams = any(s.num_retrieved for s in drafting)
+        self.retriever = Retriever()
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
         self.is_suspended = False  # whether to avoid the learned drafter
         self.drafter_version = 0  # number of `load_drafter` calls
+        self.draft_slots = draft_slots_of(drafting)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -131,17 +112,9 @@ class Speculation:
         return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Add the rest of a complete response to the n-gram index, also if it was decoded plainly."""
-        if self.uses_ngrams:
-            text = self.text_of(request)
-            self.index.append([text], [token_ids[request.num_indexed :]])
-
-    def text_of(self, request: Request) -> IndexedText:
-        """Return the request's text in the n-gram index; create it at the first call."""
-        if request.text is None:
-            prompt = request.state.prompt
-            request.text = self.index.start(prompt.prompt_id, prompt.token_ids)
-        return request.text
+        """Note a complete response."""
+        if any(strategy.num_retrieved for strategy in self.strategies):
+            self.retriever.finish(request, token_ids)
 
 
 class Speculator:
@@ -175,26 +148,6 @@ class Speculator:
         self._counts: dict[int, Tensor] = {}  # by num_steps
         self._num_counted = 0
 
-    @property
-    def draft(self) -> DraftInference | None:
-        """Return the learned drafter, if there is one."""
-        return self._speculation.draft
-
-    def has_new_drafter(self) -> bool:
-        """Whether the learned drafter was replaced since the last call. A new drafter has seen no positions."""
-        version = self._speculation.drafter_version
-        is_new, self._drafter_version = version != self._drafter_version, version
-        return is_new
-
-    def retrieve(
-        self, requests: Sequence[Request], new_tokens: Sequence[list[int]], num_tokens: int
-    ) -> Tensor:
-        """Add the `new_tokens` of each request to the n-gram index. Return its continuations [B, num_tokens], on the CPU."""
-        index = self._speculation.index
-        texts = [self._speculation.text_of(request) for request in requests]
-        index.append(texts, new_tokens)
-        return index.propose(texts, num_tokens)[0]
-
     def set_changed(self) -> None:
         """Note that the rows of the batch or their order changed, or that a plain pass ran."""
         self._noise.start()
@@ -204,26 +157,29 @@ class Speculator:
         view: LaneView,
         roots: Roots,
         strategy: SpeculationStrategy,
-        retrieved_BN: Tensor | None = None,
+        latest: Callable[[int], list[list[int]]],
     ) -> Committed:
-        """Draft and verify once for every row. `retrieved_BN` are the n-gram drafter's tokens, if the strategy uses it."""
-        params, noise_BSV = self._params, None
+        """Draft and verify once for every row. `latest` is for `Retriever.propose`."""
+        params, noise_BSV, retrieved_BN = self._params, None, None
         # Roots sampled after a plain pass are not written yet.
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
         if params.temperature > 0.0:
             noise_BSV = self._noise.window(
                 roots.seeds_B, roots.draw_positions_B + 1, strategy.depth + 1
             )
-        if strategy.is_learned:
-            tree = self._grow(view, roots, strategy, noise_BSV)
-            if retrieved_BN is not None:
-                tree = graft(tree, retrieved_BN)
-        else:
+        if strategy.num_retrieved:
+            found_BN = self._speculation.retriever.propose(
+                roots.requests, roots.positions, latest, strategy.num_retrieved
+            )
+            retrieved_BN = found_BN.to(self._cache.device, non_blocking=True)
+        if not strategy.is_learned:
             assert retrieved_BN is not None, strategy
-            tree = retrieved_chain(retrieved_BN)
-        committed, verdict = self._verifier.verify(view, roots, tree, noise_BSV)
-        if strategy.is_learned:
-            self._calibrate(tree, verdict)
+            return self._verifier.verify(view, roots, retrieved_chain(retrieved_BN), noise_BSV)
+        tree = self._grow(view, roots, strategy, noise_BSV)
+        if retrieved_BN is not None:
+            tree = graft(tree, retrieved_BN)
+        committed = self._verifier.verify(view, roots, tree, noise_BSV)
+        self._calibrate(tree, committed.verdict)
         return committed
 
     def _grow(
@@ -234,18 +190,18 @@ class Speculator:
         noise_BSV: Tensor | None,
     ) -> DraftTree:
         assert self._drafter is not None, strategy
-        params = self._params
+        version = self._speculation.drafter_version
+        if version != self._drafter_version:  # a new drafter has seen no positions
+            self._drafter_version = version
+            for request in roots.requests:
+                request.num_drafted = 0
         return self._drafter.propose(
             view,
-            roots.positions_B,
+            roots,
             strategy,
-            positions=roots.positions,
-            num_unseen=roots.num_unseen,
-            temperature=params.temperature,
+            self._params,
             noise_BSV=noise_BSV if noise_BSV is None else noise_BSV[:, : strategy.num_steps + 1],
             tau_D=self._tau(),
-            top_p=params.top_p,
-            top_k=params.top_k,
         )
 
     def _tau(self) -> Tensor:
@@ -280,7 +236,7 @@ class Verifier:
 
     def verify(
         self, view: LaneView, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
-    ) -> tuple[Committed, Verdict]:
+    ) -> Committed:
         """Run one pass over B * R tokens and commit. `noise_BSV[:, d]` is the noise of the token after a node at depth d."""
         num_rows, num_queries = tree.row_depths_BR.shape
         ancestors_BRR = ancestor_mask(tree)
@@ -305,14 +261,11 @@ class Verifier:
         )
         self._settle(view, roots, tree, verdict, features_PF)
         path_BS = verdict.path_BS
-        committed = Committed(
-            token_ids_BS=verdict.committed_tokens_BS,
+        return Committed(
+            verdict=verdict,
             logprobs_BS=sampled.logprobs_B.view(num_rows, -1).gather(1, path_BS),
             policy_logprobs_BS=sampled.policy_logprobs_B.view(num_rows, -1).gather(1, path_BS),
-            num_committed_B=verdict.num_committed_B,
-            num_accepted_B=verdict.num_accepted_B,
         )
-        return committed, verdict
 
     def _sample(
         self, hidden_PD: Tensor, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None

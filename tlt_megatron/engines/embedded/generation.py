@@ -1,0 +1,167 @@
+"""One `generate` call of the embedded engine: prefill, sample, decode, until all responses are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.base import EngineStats, PassRecord
+from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
+from tlt_megatron.engines.embedded.graph_pool import GraphPool
+from tlt_megatron.engines.embedded.pass_clock import PassClock
+from tlt_megatron.engines.embedded.prefill import prefill
+from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.speculation.verify import accepted_by_depth
+from tlt_megatron.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A plain pass, or the draft and verify passes of one speculative step."""
+
+    strategy: SpeculationStrategy
+    batch_size: int
+    accepted: Sequence[int]  # drafted tokens of each row; empty for a plain pass
+
+
+class Generation:
+    """The requests of one call. The engine's loop calls `sample`, then `advance`, until `is_done`."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KvCache,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        *,
+        section: RolloutSection,
+        graphs: GraphPool,
+        speculation: Speculation | None,
+        wait: Callable[[], None],
+    ) -> None:
+        """`wait` is `Device.synchronize`."""
+        self._model = model
+        self._cache = cache
+        self._graphs = graphs
+        self._speculation = speculation
+        self._scheduler = Scheduler(
+            requests,
+            cache,
+            max_batch_size=section.max_batch_size,
+            prefill_chunk_tokens=section.prefill_chunk_tokens,
+        )
+        self._batch = DecodeBatch(
+            model,
+            cache,
+            params,
+            max_batch_size=min(section.max_batch_size, len(requests)),
+            graphs=graphs,
+            speculation=speculation,
+        )
+        self._clock = PassClock(wait)
+        self._step: _Step | None = None  # whose tokens the next `sample` draws
+        self._num_computed = self._num_recomputed = 0  # prefilled tokens
+        self._num_generated = self._num_unspeculated = 0
+        self.passes: list[PassRecord] = []
+        graphs.take_counts()
+        graphs.take_capture_s()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all responses are complete."""
+        return self._scheduler.is_done
+
+    def sample(self) -> list[Ended]:
+        """Prefill the next requests and sample a token for every row. Return the complete responses, for `advance`."""
+        chunks, admitted = self._scheduler.plan_prefill()
+        if chunks or admitted:
+            with self._clock.interrupted():
+                if chunks:
+                    new, again = prefill(self._model, self._cache, chunks)
+                    self._num_computed += new
+                    self._num_recomputed += again
+                if admitted:
+                    self._batch.add(admitted)
+        if not self._batch.requests:
+            return []  # the first prompt needs several prefill passes
+        with self._clock.running():
+            ended = self._batch.sample()
+        if self._step is not None:
+            self._record(self._step)
+        return ended
+
+    def advance(self, ended: Sequence[Ended]) -> None:
+        """Remove complete responses and run one pass over the others."""
+        batch, clock = self._batch, self._clock
+        for end in ended:
+            self._num_generated += end.token_ids_T.numel()
+            if self._speculation is not None:
+                self._speculation.finish(end.request, end.token_ids_T.tolist())
+            self._scheduler.finish(end.request)
+        batch.remove([end.row for end in ended])
+        batch.grow(self._scheduler)
+        clock.start()
+        self._step = None
+        if batch.requests:
+            with clock.running():
+                self._step = self._run_pass()
+            clock.exclude(self._graphs.take_capture_s())
+
+    def _run_pass(self) -> _Step:
+        """Run one pass, plain or speculative as the selector chooses."""
+        batch, speculation = self._batch, self._speculation
+        batch_size = len(batch.requests)
+        strategy, accepted = OFF, []
+        if speculation is not None:
+            strategy = speculation.selector.choose(batch_size)
+            if strategy.is_learned and speculation.is_suspended:
+                strategy = OFF
+        if not strategy.is_off and not batch.enter_lanes(self._scheduler):
+            self._num_unspeculated += 1
+            strategy = OFF
+        if strategy.is_off:
+            batch.forward(self._scheduler)
+        else:
+            accepted = batch.speculate(strategy)
+        return _Step(strategy=strategy, batch_size=batch_size, accepted=accepted)
+
+    def _record(self, step: _Step) -> None:
+        """Report the step's cost to the selector and store a PassRecord."""
+        clock = self._clock
+        depths = accepted_by_depth(step.accepted, step.strategy.depth)
+        if self._speculation is not None:
+            selector = self._speculation.selector
+            selector.observe(step.strategy, step.batch_size, depths, clock.seconds)
+        self.passes.append(
+            PassRecord(
+                start_s=clock.start_s,
+                seconds=clock.seconds,
+                batch_size=step.batch_size,
+                strategy=str(step.strategy),
+                reason="plain",
+                num_committed=step.batch_size + sum(step.accepted),
+                accepted_by_depth=tuple(depths),
+            )
+        )
+
+    def stats(self, seconds: float) -> EngineStats:
+        """Return the counters of this call, which took `seconds`. Call it once, at the end."""
+        counts = self._graphs.take_counts()
+        return EngineStats(
+            num_prompt_tokens=self._num_computed,
+            num_recomputed_tokens=self._num_recomputed,
+            num_generated_tokens=self._num_generated,
+            num_decode_passes=self._batch.num_passes,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_unspeculated_passes=self._num_unspeculated,
+            seconds=seconds,
+            peak_kv_tokens=self._cache.peak_pages * self._cache.page_size,
+            kv_capacity_tokens=self._cache.num_pages * self._cache.page_size,
+            num_graph_replays=sum(counts.num_replays.values()),
+            eager_passes=counts.eager_by_reason(),
+        )

@@ -1,0 +1,51 @@
+"""The sampled tokens of the running batch with their logprobs, on the device. Each running request has one range of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.engines.embedded.scheduler import Request
+
+
+class Outputs:
+    """Three tensors over all ranges: token ids (int64), logprobs and policy logprobs (float32)."""
+
+    def __init__(self, num_ranges: int, size: int, device: torch.device) -> None:
+        """`size` is the most tokens of a response, and those that a step may write after its end."""
+        num_outputs = num_ranges * size
+        self._tensors = (
+            torch.zeros(num_outputs, dtype=torch.int64, device=device),
+            torch.zeros(num_outputs, device=device),
+            torch.zeros(num_outputs, device=device),
+        )
+        self._starts: dict[Request, int] = {}
+        self._free = [number * size for number in range(num_ranges)]
+
+    def open(self, request: Request) -> int:
+        """Give a request its range, with the tokens saved at preemption. Return the index of its next token."""
+        start = self._starts[request] = self._free.pop()
+        if request.saved is not None:
+            for output, saved in zip(self._tensors, request.saved, strict=True):
+                output[start : start + request.num_saved] = saved
+        return start + request.num_saved
+
+    def close(self, request: Request) -> None:
+        """Free the range of a request."""
+        self._free.append(self._starts.pop(request))
+
+    def write(self, index_P: Tensor, *values_P: Tensor) -> None:
+        """Store token ids, logprobs and policy logprobs."""
+        for output, value_P in zip(self._tensors, values_P, strict=True):
+            output.index_copy_(0, index_P, value_P)
+
+    def read(self, request: Request, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first `count` token ids, logprobs and policy logprobs of a request, as copies on the CPU."""
+        part = slice(self._starts[request], self._starts[request] + count)
+        tokens, logprobs, policy_logprobs = (output[part].cpu().clone() for output in self._tensors)
+        return tokens, logprobs, policy_logprobs
+
+    def latest(self, index_B: Tensor, count: int) -> list[list[int]]:
+        """Return the `count` token ids up to each index. Those before the start of a range are undefined."""
+        back_U = torch.arange(1 - count, 1, device=index_B.device)
+        return self._tensors[0][(index_B.unsqueeze(1) + back_U).clamp_(min=0)].tolist()
