@@ -43,7 +43,6 @@ from tlt_megatron.trainer.build_drafter import (
 )
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.evaluate import Evaluator
-from tlt_megatron.trainer.graph_log import graph_lines
 from tlt_megatron.trainer.identity import (
     Resumed,
     check_identity,
@@ -284,9 +283,9 @@ def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
         make_speculation=partial(speculation_over, config, model) if is_on else None,
     )
     strategies = [SpeculationStrategy.parse(text) for text in config.speculation.strategies]
-    plan = engine.memory_plan(strategies if is_on else ())
-    for line in graph_lines(plan.graphs, is_used=engine.has_graphs):
-        log.info("%s", line)
+    graphs = engine.memory_plan(strategies if is_on else ()).graphs
+    if engine.has_graphs:
+        log.info("graphs of the rollout engine: %s", "\n  ".join(graphs.lines()))
     return engine
 
 

@@ -9,7 +9,7 @@ one verify capture, as wide as the widest of them: a pass of up to `verify_token
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -74,18 +74,6 @@ class PassCost:
     num_kernels: int
     activation_bytes: int  # most alive at once
     static_bytes: int  # inputs and outputs, at fixed addresses
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
-    """Captures of one role and width: one row of the table printed before launch."""
-
-    role: Role
-    num_rows: int
-    batch_sizes: tuple[int, ...]
-    used_by: tuple[str, ...]
-    num_captures: int  # over batch sizes and lengths
-    graph_bytes: int
 
 
 def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
@@ -253,40 +241,25 @@ class GraphPlan:
     def _key(role: Role, num_rows: int, batch_size: int, length: int) -> GraphKey:
         return GraphKey(role=role, num_rows=num_rows, batch_size=batch_size, length=length)
 
-    def describe(self) -> list[PlanRow]:
-        """Return one row per role and width. Their bytes plus `shared_bytes` equal `bytes_pool`."""
-        by_width: dict[tuple[Role, int], list[GraphKey]] = {}
-        for key in self.keys:
-            by_width.setdefault((key.role, key.num_rows), []).append(key)
-        return [
-            PlanRow(
-                role=role,
-                num_rows=num_rows,
-                batch_sizes=(sizes := tuple(sorted({key.batch_size for key in keys}))),
-                used_by=self._users(role, num_rows, sizes),
-                num_captures=len(keys),
-                graph_bytes=self.graph_bytes(keys),
-            )
-            for (role, num_rows), keys in sorted(by_width.items())
+    def lines(self) -> list[str]:
+        """Return a table of the captures in MiB: one row per role and width, and what all of them share."""
+        lines = [
+            f"{len(self.keys)} captures, {_mib(self.bytes_pool())}, of which"
+            f" {_mib(self.shared_bytes())} are tensors that all share"
         ]
+        for role, num_rows in sorted({(key.role, key.num_rows) for key in self.keys}):
+            keys = [key for key in self.keys if (key.role, key.num_rows) == (role, num_rows)]
+            sizes = ", ".join(map(str, sorted({key.batch_size for key in keys})))
+            graphs = _mib(self.graph_bytes(keys))
+            lines.append(
+                f"{role:8}{num_rows:>4} rows  batches {sizes}: {len(keys)} captures, {graphs}"
+            )
+        return lines
 
-    def _users(self, role: Role, num_rows: int, sizes: Sequence[int]) -> tuple[str, ...]:
-        """Return the users of this width: "off" for plain decoding, or strategies that use it at some batch size."""
-        if role is Role.TARGET and num_rows == 1:
-            return ("off",)
-        users = []
-        for strategy in self.strategies:
-            wanted = {strategy.num_rows}
-            if role is Role.DRAFT:
-                wanted = {strategy.topk} if strategy.num_steps > 1 else set()
-                wanted |= {_num_extended(strategy)} if strategy.is_learned else set()
-            for size in sizes:
-                widths = self._widths[role, size]
-                found = {widths[bisect_left(widths, w)] for w in wanted if w <= widths[-1]}
-                if num_rows in found and self._may_use(strategy, size):
-                    users.append(str(strategy))
-                    break
-        return tuple(users)
+
+def _mib(num_bytes: int) -> str:
+    """Format bytes as MiB, e.g. "1,234 MiB"."""
+    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _num_extended(strategy: SpeculationStrategy) -> int:

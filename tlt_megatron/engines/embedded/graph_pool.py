@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -49,30 +49,17 @@ class GraphMemory(Protocol):
         """Capture `work` and return a function that replays it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagerPass:
-    """Key of passes that ran without a graph. If graphs are off, shapes are not counted and both sizes are 0."""
-
-    role: Role
-    num_rows: int
-    batch_size: int
-    reason: EagerReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GraphCounts:
     """Passes since the last `take_counts`."""
 
-    num_replays: Mapping[GraphKey, int]
-    num_eager: Mapping[EagerPass, int]
-    num_captures: int
+    num_replays: Counter[GraphKey] = field(default_factory=Counter)
+    num_eager: Counter[tuple[Role, EagerReason]] = field(default_factory=Counter)
+    num_captures: int = 0
 
     def eager_by_reason(self) -> dict[str, int]:
-        """Return the eager passes by role and reason. Example: {"target: sequences lie in pages, not in lanes": 12}."""
-        sums: Counter[str] = Counter()
-        for eager, count in self.num_eager.items():
-            sums[f"{eager.role}: {eager.reason}"] += count
-        return dict(sums)
+        """Return the passes without a graph. Example: {"target: sequences lie in pages, not in lanes": 12}."""
+        return {f"{role}: {reason}": count for (role, reason), count in self.num_eager.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +86,7 @@ class GraphPool:
         self._lane = self._num_lanes = self._scratch_slot = 0
         self._captured: dict[GraphKey, _Captured] = {}
         self._static: dict[tuple[Role, str], Tensor] = {}
-        self._replays: Counter[GraphKey] = Counter()
-        self._eager: Counter[tuple[Role, int, int, EagerReason]] = Counter()
-        self._num_off = dict.fromkeys(Role, 0)
-        self._num_captures = 0
+        self._counts = GraphCounts()
         self._capture_s = 0.0
 
     @property
@@ -142,13 +126,13 @@ class GraphPool:
     def run(self, role: Role, inputs: PassInputs) -> tuple[Tensor, ...]:
         """Run a pass and return its outputs, [P, ...] each. With a graph, the next pass of this role overwrites them."""
         if self._memory is None:  # hot path on a CPU: only count
-            self._num_off[role] += 1
+            self._counts.num_eager[role, EagerReason.OFF] += 1
             return self._steps[role](inputs)
         batch_size, num_rows, longest = inputs.bias_BRS.shape
         found = self._find(role, batch_size, num_rows, longest)
         if isinstance(found, GraphKey):
             return self._run_graph(found, inputs)
-        self._eager[role, num_rows, batch_size, found] += 1
+        self._counts.num_eager[role, found] += 1
         return self._steps[role](inputs)
 
     @torch.inference_mode()  # static tensors must be writable from any caller
@@ -163,7 +147,7 @@ class GraphPool:
         else:
             self._fill(captured.inputs, inputs)
         captured.replay()
-        self._replays[key] += 1
+        self._counts.num_replays[key] += 1
         batch_size, num_rows = inputs.bias_BRS.shape[:2]
         return tuple(_unpad(output, key, batch_size, num_rows) for output in captured.outputs)
 
@@ -175,32 +159,13 @@ class GraphPool:
                 if key not in self._captured:
                     self._capture_blank(key, example[key.role])
 
-    def count_eager(
-        self, role: Role, *, batch_size: int, num_rows: int, reason: EagerReason
-    ) -> None:
+    def count_eager(self, role: Role, reason: EagerReason) -> None:
         """Count a pass that the caller runs itself: it is over pages, or over only some of the rows."""
-        if self._memory is None:
-            self._num_off[role] += 1
-        else:
-            self._eager[role, num_rows, batch_size, reason] += 1
+        self._counts.num_eager[role, reason if self.has_graphs else EagerReason.OFF] += 1
 
     def take_counts(self) -> GraphCounts:
-        """Return the counters and reset them."""
-        for role, count in self._num_off.items():
-            if count:
-                self._eager[role, 0, 0, EagerReason.OFF] = count
-        counts = GraphCounts(
-            num_replays=dict(self._replays),
-            num_eager={
-                EagerPass(role=role, num_rows=num_rows, batch_size=batch_size, reason=reason): count
-                for (role, num_rows, batch_size, reason), count in self._eager.items()
-            },
-            num_captures=self._num_captures,
-        )
-        self._replays.clear()
-        self._eager.clear()
-        self._num_off = dict.fromkeys(Role, 0)
-        self._num_captures = 0
+        """Return the counters and start new ones."""
+        counts, self._counts = self._counts, GraphCounts()
         return counts
 
     def take_capture_s(self) -> float:
@@ -258,7 +223,7 @@ class GraphPool:
 
         captured = _Captured(inputs=static, outputs=outputs, replay=self._memory.capture(work))
         self._captured[key] = captured
-        self._num_captures += 1
+        self._counts.num_captures += 1
         self._capture_s += time.perf_counter() - started
         return captured
 

@@ -140,10 +140,7 @@ class KvLayout:
         self._longest += 1
         if not self._lane:
             self._paged.begin_step(slots_B)
-            num_rows = token_ids_B.shape[0]
-            self._graphs.count_eager(
-                Role.TARGET, batch_size=num_rows, num_rows=1, reason=EagerReason.PAGES
-            )
+            self._graphs.count_eager(Role.TARGET, EagerReason.PAGES)
             return self._model.forward_tapped(
                 token_ids_B, positions_B, self._paged, self._cache.tap_layers
             )

@@ -162,10 +162,7 @@ class ModelDrafter:
 
     def _run_apart(self, view: LaneView, inputs: PassInputs) -> tuple[Tensor, Tensor]:
         assert inputs.hidden_PD is not None
-        batch_size, num_rows = inputs.bias_BRS.shape[:2]
-        self._graphs.count_eager(
-            Role.DRAFT, batch_size=batch_size, num_rows=num_rows, reason=EagerReason.LAGGING
-        )
+        self._graphs.count_eager(Role.DRAFT, EagerReason.LAGGING)
         attention = LaneTreeAttention(
             view, inputs.slots_P, inputs.bias_BRS, first_layer=self._first_layer
         )
