@@ -17,10 +17,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tlt_megatron.config.schema import SpeculationSection
-from tlt_megatron.engines.embedded.graph_plan import GraphPlan
+from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS
 from tlt_megatron.models.config import ModelConfig, RopeConfig
-from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.bench.measure import make_table, write_json
 
 # Values from its config.json.
@@ -51,6 +51,34 @@ _MAX_PROMPT_TOKENS = 1024
 _KERNEL_KIB = (64, 16)
 
 
+def bytes_naive(plan: GraphPlan) -> int:
+    """Return the bytes if each strategy of the plan, and plain decoding, were captured alone."""
+    return sum(_bytes_alone(plan, strategy) for strategy in (OFF, *plan.strategies))
+
+
+def bytes_single(plan: GraphPlan, strategy: SpeculationStrategy | None = None) -> int:
+    """Return the bytes of plain decoding and one strategy of the plan, the widest by default, captured alone."""
+    if strategy is None:
+        strategy = max(plan.strategies, key=lambda s: s.num_rows, default=OFF)
+    return sum(_bytes_alone(plan, each) for each in {OFF, strategy})
+
+
+def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
+    """Return the bytes if drafting and verifying are captured together at every batch size, in memory of their own."""
+    shapes = [(Role.TARGET, strategy.num_rows)]
+    if strategy.is_learned:
+        depths = [(Role.DRAFT, strategy.topk)] * (strategy.num_steps - 1)
+        shapes += [(Role.DRAFT, strategy.depth + 1), *depths]
+    keys = [
+        GraphKey(role=role, num_rows=num_rows, batch_size=size, length=length)
+        for size in plan.batch_sizes
+        for length in plan.lengths
+        for role, num_rows in shapes
+    ]
+    static = max(plan.cost(key).static_bytes for key in keys if key.role is Role.TARGET)
+    return plan.graph_bytes(keys) + static + max(plan.cost(k).activation_bytes for k in keys)
+
+
 def bench_graph_bytes(plan: GraphPlan, console: Console) -> Mapping[str, Mapping[str, object]]:
     """Return the bytes of `plan`, the benchmark's own engine, and of a 7B model with the default strategies."""
     table = make_table(
@@ -60,7 +88,7 @@ def bench_graph_bytes(plan: GraphPlan, console: Console) -> Mapping[str, Mapping
     result = {}
     real = _qwen_plan(_SETS["default"], _MAX_LENGTH)
     for name, each in (("benchmark", plan), ("Qwen2.5-7B", real)):
-        naive, single, pool = each.bytes_naive(), each.bytes_single(), each.bytes_pool()
+        naive, single, pool = bytes_naive(each), bytes_single(each), each.bytes_pool()
         cells = [f"{value / 1e6:,.0f}" for value in (naive, single, pool)]
         table.add_row(name, *cells, f"{naive / pool:.2f}")
         result[name] = {
@@ -99,7 +127,7 @@ def _bench_sets(console: Console) -> dict[str, object]:
                 # a page for drafted tokens
                 longest = _MAX_PROMPT_TOKENS + num_tokens + PAGE_TOKENS
                 plan = _qwen_plan(strategies, longest, bytes_per_kernel=kernel_kib << 10)
-                naive, single, ours = plan.bytes_naive(), plan.bytes_single(), plan.bytes_pool()
+                naive, single, ours = bytes_naive(plan), bytes_single(plan), plan.bytes_pool()
                 ratios.append(naive / ours)
                 result.setdefault(name, {}).setdefault(response, {})[str(kernel_kib)] = {
                     "naive_bytes": naive,

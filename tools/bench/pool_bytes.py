@@ -31,6 +31,7 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tools.bench.graph_bytes import bytes_naive
 
 _WEIGHT_SCALE = 0.02
 
@@ -187,7 +188,7 @@ def bench_pool_bytes(
     )
     for column in ("captured", "graphs", "MB", "tensors MB", "driver MB", "planned MB"):
         table.add_column(column, justify="left" if column == "captured" else "right")
-    planned = {"pool": plan.bytes_pool(), "naive": plan.bytes_naive()}
+    planned = {"pool": plan.bytes_pool(), "naive": bytes_naive(plan)}
     for name, taken in (("pool", ours), ("naive", naive)):
         sizes_mb = (taken.bytes, taken.allocator_bytes, taken.driver_bytes, planned[name])
         cells = [f"{value / 1e6:,.0f}" for value in sizes_mb]

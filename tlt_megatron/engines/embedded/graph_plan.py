@@ -203,44 +203,6 @@ class GraphPlan:
         """Return the driver's memory for these graphs, without their tensors."""
         return sum(self.cost(key).num_kernels for key in keys) * self._bytes_per_kernel
 
-    def bytes_single(self, strategy: SpeculationStrategy | None = None) -> int:
-        """Return the bytes of one strategy (default: the widest) and plain decoding, captured the usual way: drafting and
-        verifying together, at every batch size, in separate memory."""
-        if strategy is None:
-            strategy = max(self.strategies, key=lambda s: s.num_rows, default=None)
-        return self._bytes_plain() + (self._bytes_together(strategy) if strategy else 0)
-
-    def bytes_naive(self) -> int:
-        """Return the bytes if all strategies were captured as in `bytes_single`."""
-        return self._bytes_plain() + sum(map(self._bytes_together, self.strategies))
-
-    def _bytes_plain(self) -> int:
-        keys = [
-            self._key(Role.TARGET, 1, size, n) for size in self.batch_sizes for n in self.lengths
-        ]
-        costs = [self.cost(key) for key in keys]
-        tensors = max(c.activation_bytes for c in costs) + max(c.static_bytes for c in costs)
-        return self.graph_bytes(keys) + tensors
-
-    def _bytes_together(self, strategy: SpeculationStrategy) -> int:
-        num_kernels = activations = static = 0
-        for size in self.batch_sizes:
-            for length in self.lengths:
-                passes = [self._key(Role.TARGET, strategy.num_rows, size, length)]
-                if strategy.is_learned:
-                    passes.append(self._key(Role.DRAFT, _num_extended(strategy), size, length))
-                    depth = self._key(Role.DRAFT, strategy.topk, size, length)
-                    passes.extend([depth] * (strategy.num_steps - 1))
-                costs = [self.cost(key) for key in passes]
-                num_kernels += sum(cost.num_kernels for cost in costs)
-                activations = max(activations, *(cost.activation_bytes for cost in costs), 0)
-                static = max(static, costs[0].static_bytes)
-        return num_kernels * self._bytes_per_kernel + activations + static
-
-    @staticmethod
-    def _key(role: Role, num_rows: int, batch_size: int, length: int) -> GraphKey:
-        return GraphKey(role=role, num_rows=num_rows, batch_size=batch_size, length=length)
-
     def lines(self) -> list[str]:
         """Return a table of the captures in MiB: one row per role and width, and what all of them share."""
         lines = [
