@@ -1,13 +1,14 @@
 """Records hidden states from a forward pass of the policy, for drafter training.
 
-spot/lifecycle.py makes it and passes it to `PolicyModel.infer_logprobs`. If the update needs no such pass, it goes to
-`forward_backward`. Used by `policy_model.py`. Sequence lengths alone decide which sequences are tapped and which rank gets
+The trainer passes it to `PolicyModel.infer_logprobs` or, if the update needs no such pass, to `forward_backward`. Sequence lengths alone decide which sequences are tapped and which rank gets
 each, so all tensor- and pipeline-parallel peers agree without a message. Every peer gets its own part, so each can train on
 other data. After the pass, stages send each other the states they computed, one sequence at a time.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +35,7 @@ class TappedSequence:
 
     token_ids: Tensor  # [T] int64, CPU
     prompt_length: int
-    features: (
-        Tensor  # [T-1, D] after the final norm, or [T-1, nD] after n layers; on the policy's device
-    )
+    features: Tensor  # [T-1, D] after the final norm or [T-1, nD] after n layers, on the device
     final_hidden: Tensor | None  # [T-1, D] after the final norm; None if `features` holds it
 
 
@@ -66,29 +65,24 @@ def plan_tap(
     """
     found = []
     for micro_batch, parts in enumerate(lengths):
-        start = 0
-        for length in parts:
+        for length, end in zip(parts, itertools.accumulate(parts), strict=True):
             if length >= _MIN_TOKENS:
-                found.append((-length, micro_batch, start))
-            start += length
-    loads = [[0] * pp_size for _ in range(tp_size)]
-    places, num_left_out = [], 0
+                found.append((-length, micro_batch, end - length))
+    peers = [(t, p) for t in range(tp_size) for p in range(pp_size)]
+    loads = dict.fromkeys(peers, 0)
+    of_column = [0] * tp_size  # of all stages of a tensor-parallel rank
+    places = []
     for minus_length, micro_batch, start in sorted(found):
-        end = start - minus_length
-        tp_rank, pp_rank = min(
-            ((t, p) for t in range(tp_size) for p in range(pp_size)),
-            key=lambda peer: (sum(loads[peer[0]]), loads[peer[0]][peer[1]], peer),
-        )
-        if sum(loads[tp_rank]) + end - start - 1 > max_tokens:
-            num_left_out += 1
-            continue
-        loads[tp_rank][pp_rank] += end - start - 1
-        places.append(
-            TapPlace(
-                micro_batch=micro_batch, start=start, end=end, tp_rank=tp_rank, pp_rank=pp_rank
+        num_states = -minus_length - 1
+        t, p = min(peers, key=lambda peer: (of_column[peer[0]], loads[peer], peer))
+        if of_column[t] + num_states <= max_tokens:
+            loads[t, p] += num_states
+            of_column[t] += num_states
+            end = start - minus_length
+            places.append(
+                TapPlace(micro_batch=micro_batch, start=start, end=end, tp_rank=t, pp_rank=p)
             )
-        )
-    return places, num_left_out
+    return places, len(found) - len(places)
 
 
 class HiddenStateTap:
@@ -142,101 +136,84 @@ class HiddenStateTap:
             pp_size=groups.pp.size,
             max_tokens=self._max_bytes // state_bytes,
         )
-        mine = [source for source in self._sources if holders[source] == groups.pp.rank]
-        recording = _Recording(places, mine, self._dtype, len(micro_batches), groups.tp)
-        handles = recording.attach(stage)
+        held: dict[TapPlace, list[Tensor]] = defaultdict(list)
+        points = _tap_points(stage)
+        by_micro_batch = [
+            [p for p in places if p.micro_batch == i] for i in range(len(micro_batches))
+        ]
+        is_sharded = stage.config.sequence_parallel and groups.tp.size > 1
+        handles = [
+            points[source].register_forward_hook(
+                _hook(by_micro_batch, held, self._dtype, groups.tp, is_sharded)
+            )
+            for source, holder in holders.items()
+            if holder == groups.pp.rank
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
         self._num_left_out += num_left_out if groups.tp.is_first and groups.pp.is_first else 0
+        state = torch.empty(
+            stage.config.hidden_size, dtype=self._dtype, device=next(stage.parameters()).device
+        )
         for place in places:
             if place.tp_rank == groups.tp.rank:
-                blocks = recording.exchange(place, list(holders.values()), groups.pp)
-                if blocks is not None:
+                own = held.pop(place, [])
+                states_TND = _exchange(place, own, list(holders.values()), state, groups.pp)
+                if states_TND is not None:
                     self._num_tapped += 1
-                    self._on_sequence(_tapped(place, micro_batches[place.micro_batch], blocks))
+                    self._on_sequence(_tapped(place, micro_batches[place.micro_batch], states_TND))
 
 
-class _Recording:
-    """The states that this stage computes in one pass: [T-1, n, D] for each sequence of this tensor-parallel rank."""
+def _hook(
+    by_micro_batch: Sequence[Sequence[TapPlace]],
+    held: dict[TapPlace, list[Tensor]],
+    dtype: torch.dtype,
+    tp: Group,
+    is_sharded: bool,
+) -> Callable[..., None]:
+    """Return a forward hook that appends the states [T-1, D] of this tensor-parallel rank's sequences to `held`."""
+    order = iter(by_micro_batch)  # a module sees the micro-batches once each, in order
 
-    def __init__(
-        self,
-        places: Sequence[TapPlace],
-        sources: Sequence[int],  # of this stage
-        dtype: torch.dtype,
-        num_micro_batches: int,
-        tp: Group,
-    ) -> None:
-        self._sources = sources
-        self._dtype = dtype
-        self._tp = tp
-        self._places: list[list[TapPlace]] = [[] for _ in range(num_micro_batches)]
+    def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        if _is_in_backward():
+            return  # a recomputed layer: its states are recorded already
+        places = next(order)
+        if not places:
+            return
+        hidden_T1D = output[0] if isinstance(output, tuple) else output
+        hidden_TD = hidden_T1D.detach()[:, 0]
+        if is_sharded:  # every peer takes part, also if another one gets the sequences
+            hidden_TD = _gather_rows(hidden_TD, tp)
         for place in places:
-            self._places[place.micro_batch].append(place)
-        self._held: dict[TapPlace, Tensor] = {}
-        self._device = torch.device("cpu")
-        self._hidden_size = 0
+            if place.tp_rank == tp.rank:
+                held[place].append(hidden_TD[place.start : place.end - 1].to(dtype, copy=True))
 
-    def attach(self, stage: GPTModel) -> list[torch.utils.hooks.RemovableHandle]:
-        """Register forward hooks on the modules whose outputs are wanted, and return their handles."""
-        self._device = next(stage.parameters()).device
-        self._hidden_size = stage.config.hidden_size
-        modules = _tap_points(stage)
-        is_sharded = stage.config.sequence_parallel and self._tp.size > 1
-        return [
-            modules[source].register_forward_hook(self._hook(column, is_sharded))
-            for column, source in enumerate(self._sources)
-        ]
+    return hook
 
-    def _hook(self, column: int, is_sharded: bool) -> Callable[..., None]:
-        order = iter(self._places)  # a module sees the micro-batches once each, in order
 
-        def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            if _is_in_backward():
-                return  # a recomputed layer: its states are recorded already
-            places = next(order)
-            if not places:
-                return
-            hidden_T1D = output[0] if isinstance(output, tuple) else output
-            hidden_TD = hidden_T1D.detach()[:, 0]
-            if is_sharded:  # every peer takes part, also if another one gets the sequences
-                hidden_TD = _gather_rows(hidden_TD, self._tp)
-            for place in places:
-                if place.tp_rank == self._tp.rank:
-                    states_TD = hidden_TD[place.start : place.end - 1]
-                    self._block(place)[:, column].copy_(states_TD)
+def _exchange(
+    place: TapPlace, states: Sequence[Tensor], holders: Sequence[int], state: Tensor, pp: Group
+) -> Tensor | None:
+    """Return the states [T-1, n, D], in layer order, on the stage that gets `place`; None on the others.
 
-        return hook
-
-    def _block(self, place: TapPlace) -> Tensor:
-        """Return the buffer [T-1, n, D] of `place`, created at its first use."""
-        if place not in self._held:
-            shape = (place.num_states, len(self._sources), self._hidden_size)
-            self._held[place] = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return self._held[place]
-
-    def exchange(self, place: TapPlace, holders: Sequence[int], pp: Group) -> list[Tensor] | None:
-        """Return each stage's block [T-1, n, D], in layer order, on the stage that gets `place`; None on the others.
-
-        Every pipeline-parallel peer must call this for the same places in the same order.
-        """
-        blocks = []
-        for stage in sorted(set(holders)):
-            is_mine = pp.rank == stage
-            block = self._held.pop(place) if is_mine else None
-            if stage == place.pp_rank:
-                blocks.append(block)
-            elif is_mine:
+    `states` are this stage's, `holders` the stage of each source, `state` [D] gives size, dtype and device. Every
+    pipeline-parallel peer must call this for the same places in the same order.
+    """
+    blocks = []
+    for stage in sorted(set(holders)):
+        if stage == pp.rank:
+            block = torch.stack(tuple(states), dim=1)
+            if stage != place.pp_rank:
                 dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.handle)
-            elif pp.rank == place.pp_rank:
-                shape = (place.num_states, holders.count(stage), self._hidden_size)
-                block = torch.empty(shape, dtype=self._dtype, device=self._device)
-                dist.recv(block, src=pp.global_ranks[stage], group=pp.handle)
-                blocks.append(block)
-        return blocks if pp.rank == place.pp_rank else None
+            blocks.append(block)
+        elif place.pp_rank == pp.rank:
+            block = state.new_empty(place.num_states, holders.count(stage), state.numel())
+            dist.recv(block, src=pp.global_ranks[stage], group=pp.handle)
+            blocks.append(block)
+    return torch.cat(blocks, dim=1) if pp.rank == place.pp_rank else None
 
 
 def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
@@ -275,8 +252,7 @@ def _gather_rows(shard_TD: Tensor, tp: Group) -> Tensor:
     return rows
 
 
-def _tapped(place: TapPlace, batch: MicroBatch, blocks: Sequence[Tensor]) -> TappedSequence:
-    states_TND = torch.cat(tuple(blocks), dim=1) if len(blocks) > 1 else blocks[0]
+def _tapped(place: TapPlace, batch: MicroBatch, states_TND: Tensor) -> TappedSequence:
     num_aux = states_TND.shape[1] - 1
     rows = slice(place.start, place.end)
     is_response = batch.loss_mask[rows] > 0

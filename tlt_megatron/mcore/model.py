@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},  # the attention of each layer
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
 def has_transformer_engine(dtype: torch.dtype) -> bool:
     """Return whether the layers will be Transformer Engine's.
 
@@ -97,14 +108,30 @@ def transformer_config(
     from megatron.core.transformer import TransformerConfig
 
     check_transformer_fields(section.transformer)
-    fields = (
-        _architecture_fields(config)
-        | _layout_fields(parallel, dtype)
-        | _recompute_fields(section.recompute)
-        | _kernel_fields(device, dtype)
-        | section.transformer
-    )
-    return TransformerConfig(**fields)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"model.dtype={dtype}: must be torch.float32 or torch.bfloat16")
+    fields = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "sequence_parallel": parallel.sequence,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": True,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, also for dense models
+        "deallocate_pipeline_outputs": True,
+        "bias_activation_fusion": device.is_cuda,
+        "bias_dropout_fusion": device.is_cuda,
+        "apply_rope_fusion": has_transformer_engine(dtype),
+        "masked_softmax_fusion": False,  # needs Megatron's CUDA extensions; so does the next
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "attention_softmax_in_fp32": True,
+    }
+    fields = _architecture_fields(config) | fields | _RECOMPUTE[section.recompute]
+    return TransformerConfig(**fields | section.transformer)
 
 
 def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
@@ -128,48 +155,6 @@ def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _layout_fields(parallel: ParallelSection, dtype: torch.dtype) -> dict[str, Any]:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"model.dtype={dtype}: must be torch.float32 or torch.bfloat16")
-    return {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "sequence_parallel": parallel.sequence,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "perform_initialization": True,
-        "calculate_per_token_loss": True,
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, also for dense models
-        "deallocate_pipeline_outputs": True,
-    }
-
-
-def _recompute_fields(recompute: str) -> dict[str, Any]:
-    if recompute == "none":
-        return {}
-    if recompute == "selective":  # the attention of each layer
-        return {"recompute_granularity": "selective"}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-
-
-def _kernel_fields(device: Device, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "bias_activation_fusion": device.is_cuda,
-        "bias_dropout_fusion": device.is_cuda,
-        "apply_rope_fusion": has_transformer_engine(dtype),
-        "masked_softmax_fusion": False,  # needs Megatron's CUDA extensions; so does the next
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "attention_softmax_in_fp32": True,
-    }
-
-
 def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
     """Return GPTModel's rotary arguments for `rope`. ValueError for a llama3 scaling that Megatron cannot express."""
     arguments: dict[str, Any] = {"rotary_base": rope.theta}
@@ -185,10 +170,7 @@ def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return the spec of this stage's layers and of the norm behind the last one."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
@@ -197,13 +179,17 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if has_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm
+        )
         norm: type = TENorm
     else:
         from tlt_megatron.mcore.attention import SdpaCoreAttention
         from tlt_megatron.mcore.norm import RMSNorm
 
-        layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+        )
         norm = RMSNorm
         layer.submodules.input_layernorm = norm
         layer.submodules.pre_mlp_layernorm = norm

@@ -10,72 +10,69 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 EXACT_DTYPES = ("float32", "float64")
 MAX_DIFF_EXACT = 1e-3  # nats, worst token; measured with float32 engines on a 135M model: 5e-5
-MEAN_DIFF_ROUNDED = (
-    0.1  # nats, mean over tokens, if an engine uses bfloat16: its worst token may differ by 1
-)
+# nats, mean over tokens, if an engine uses bfloat16: its worst token may differ by 1
+MEAN_DIFF_ROUNDED = 0.1
 
 
 class UnhealthyTrainingError(RuntimeError):
     """The run must stop on every rank. The message names the step, what is wrong and what to check."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineDifference:
     """Absolute difference (training - rollout) over the sampled tokens, of log-probs in nats and of probabilities. NaN stays
     NaN.
     """
 
     num_tokens: int
-    logprob_sum: float
-    logprob_max: float
-    prob_sum: float
-    prob_square_sum: float
-    prob_max: float
+    sums: Tensor  # [3] float64: |log-prob|, |probability|, probability squared
+    maxima: Tensor  # [2] float64: |log-prob|, |probability|
 
     @classmethod
     def of(cls, training_N: Tensor, rollout_N: Tensor) -> EngineDifference:
         """Compare N log-probs of the raw policy (temperature 1, no truncation) from each engine. N may be 0."""
         training_N, rollout_N = training_N.double(), rollout_N.double()
-        logprob_N = (training_N - rollout_N).abs()
-        prob_N = (training_N.exp() - rollout_N.exp()).abs()
+        differences_2N = torch.stack(
+            [(training_N - rollout_N).abs(), (training_N.exp() - rollout_N.exp()).abs()]
+        )
         return cls(
-            num_tokens=logprob_N.numel(),
-            logprob_sum=float(logprob_N.sum()),
-            logprob_max=float(logprob_N.max()) if logprob_N.numel() else 0.0,
-            prob_sum=float(prob_N.sum()),
-            prob_square_sum=float(prob_N.square().sum()),
-            prob_max=float(prob_N.max()) if prob_N.numel() else 0.0,
+            training_N.numel(),
+            torch.cat([differences_2N.sum(1), differences_2N[1].square().sum()[None]]),
+            # a column of zeros, because N may be 0
+            torch.nn.functional.pad(differences_2N, (0, 1)).amax(1),
         )
 
     @classmethod
     def over(cls, parts: Sequence[EngineDifference]) -> EngineDifference:
         """Combine the tokens of all `parts`."""
         return cls(
-            num_tokens=sum(part.num_tokens for part in parts),
-            logprob_sum=sum(part.logprob_sum for part in parts),
-            logprob_max=_max([part.logprob_max for part in parts]),
-            prob_sum=sum(part.prob_sum for part in parts),
-            prob_square_sum=sum(part.prob_square_sum for part in parts),
-            prob_max=_max([part.prob_max for part in parts]),
+            sum(part.num_tokens for part in parts),
+            torch.stack([part.sums for part in parts]).sum(0),
+            torch.stack([part.maxima for part in parts]).amax(0),  # of NaN and a number: NaN
         )
 
     @property
     def logprob_mean(self) -> float:
-        return self.logprob_sum / self.num_tokens
+        return float(self.sums[0]) / self.num_tokens
+
+    @property
+    def logprob_max(self) -> float:
+        return float(self.maxima[0])
 
     def metrics(self) -> dict[str, float]:
         """Return metrics under slime's name for log-probs and verl's names for probabilities."""
-        prob_mean = self.prob_sum / self.num_tokens
-        variance = self.prob_square_sum / self.num_tokens - prob_mean**2
+        prob_mean, square_mean = (self.sums[1:] / self.num_tokens).tolist()
+        variance = square_mean - prob_mean**2
         return {
             "train/train_rollout_logprob_abs_diff": self.logprob_mean,
             "train/train_rollout_logprob_abs_diff_max": self.logprob_max,
             "training/rollout_probs_diff_mean": prob_mean,
-            "training/rollout_probs_diff_max": self.prob_max,
+            "training/rollout_probs_diff_max": float(self.maxima[1]),
             # rounding can make the variance negative; NaN is kept
             "training/rollout_probs_diff_std": 0.0 if variance < 0 else math.sqrt(variance),
         }
@@ -152,8 +149,3 @@ def check_weights(version: int, nonfinite: Sequence[str]) -> None:
             "and actor/grad_norm of the last steps, or the model or checkpoint where no update was made. "
             "They are not saved; the newest checkpoint is kept"
         )
-
-
-def _max(values: Sequence[float]) -> float:
-    """Return the largest value, or NaN if any value is NaN; `max` may ignore a NaN."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
