@@ -1,4 +1,4 @@
-"""The records of an RL step: prompt -> rollout -> experience -> micro-batch.
+"""The records of an RL step: prompt -> rollout -> scored group -> micro-batch.
 
 Every package may import this module; it imports none of them. Records are immutable, and their tensors live on the CPU
 unless the field says otherwise. README.md in this directory defines the shape letters.
@@ -109,18 +109,6 @@ class ScoredGroup:
 
     group: RolloutGroup
     rewards: tuple[float, ...]  # one per rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experience:
-    """A rollout with the inputs of the policy update. Token tensors align with `rollout.token_ids`."""
-
-    rollout: Rollout
-    advantages: Tensor  # [T] float32
-    old_logprobs: (
-        Tensor | None
-    )  # [T] float32, from the training engine before this batch's first update; None: see MicroBatch
-    ref_logprobs: Tensor | None = None  # [T] float32, reference policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

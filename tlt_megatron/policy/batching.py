@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.types import Experience, MicroBatch, Rollout
+from tlt_megatron.types import MicroBatch, Rollout
 
 
 def split_evenly(count: int, num_parts: int) -> list[range]:
@@ -43,58 +43,55 @@ def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
     """Pack whole sequences into one micro-batch, with everything known before a forward pass. See MicroBatch for alignment.
 
-    Loss fields are zero until `attach_experiences` fills them for the update.
+    Loss fields are zero until `attach_targets` fills them for the update.
     """
-    tokens, labels, positions, mask, sampled = [], [], [], [], []
-    for rollout in rollouts:
-        sequence = torch.cat(
-            [torch.tensor(rollout.prompt_ids, dtype=torch.int64), rollout.token_ids]
-        )
-        tokens.append(sequence)
-        labels.append(torch.cat([sequence[1:], sequence.new_zeros(1)]))
-        positions.append(torch.arange(sequence.numel()))
-        mask.append(_on_labels(rollout, torch.ones(rollout.token_ids.numel())))
-        sampled.append(_on_labels(rollout, rollout.logprobs))
-    lengths = torch.tensor([0, *(sequence.numel() for sequence in tokens)])
-    zeros_P = torch.zeros(int(lengths.sum()))
+    sequences = [
+        torch.cat([torch.tensor(rollout.prompt_ids, dtype=torch.int64), rollout.token_ids])
+        for rollout in rollouts
+    ]
+    zeros_P = torch.zeros(sum(rollout.num_tokens for rollout in rollouts))
     return MicroBatch(
-        token_ids=torch.cat(tokens),
-        labels=torch.cat(labels),
-        position_ids=torch.cat(positions),
-        cu_seqlens=lengths.cumsum(0).int(),
-        loss_mask=torch.cat(mask),
+        token_ids=torch.cat(sequences),
+        labels=torch.cat([torch.cat([s[1:], s.new_zeros(1)]) for s in sequences]),
+        position_ids=torch.cat([torch.arange(s.numel()) for s in sequences]),
+        cu_seqlens=torch.tensor([0, *(s.numel() for s in sequences)]).cumsum(0).int(),
+        loss_mask=_on_labels(rollouts, [torch.ones(r.token_ids.numel()) for r in rollouts]),
         loss_weights=zeros_P,
         advantages=zeros_P,
         old_logprobs=zeros_P,
-        rollout_logprobs=torch.cat(sampled),
+        rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
     )
 
 
-def attach_experiences(
-    batch: MicroBatch, experiences: Sequence[Experience], aggregation: str, max_new_tokens: int
+def attach_targets(
+    batch: MicroBatch,
+    rollouts: Sequence[Rollout],
+    *,
+    advantages: Sequence[Tensor],
+    old_logprobs: Sequence[Tensor] | None,
+    ref_logprobs: Sequence[Tensor] | None,
+    aggregation: str,
+    max_new_tokens: int,
 ) -> MicroBatch:
-    """Fill the loss fields of a micro-batch packed from the rollouts of `experiences`, in the same order.
+    """Fill the loss fields of a micro-batch packed from `rollouts`. The values are [T] of each response, in the same order.
 
     Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in sequences
     (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO).
     """
-    weights, count = [], 0
-    for experience in experiences:
-        length = experience.rollout.token_ids.numel()
-        weight = {
-            "token_mean": 1.0,
-            "sequence_mean": 1.0 / length,
-            "sequence_sum": 1.0 / max_new_tokens,
-        }
-        weights.append(_on_labels(experience.rollout, torch.full((length,), weight[aggregation])))
-        count += length if aggregation == "token_mean" else 1
+    lengths = [rollout.token_ids.numel() for rollout in rollouts]
+    weights = {
+        "token_mean": [1.0 for _ in lengths],
+        "sequence_mean": [1.0 / length for length in lengths],
+        "sequence_sum": [1.0 / max_new_tokens for _ in lengths],
+    }[aggregation]
+    weights_T = [torch.full((n,), weight) for n, weight in zip(lengths, weights, strict=True)]
     return dataclasses.replace(
         batch,
-        loss_weights=torch.cat(weights),
-        advantages=_packed(experiences, [e.advantages for e in experiences]),
-        old_logprobs=_packed_if_any(experiences, [e.old_logprobs for e in experiences]),
-        ref_logprobs=_packed_if_any(experiences, [e.ref_logprobs for e in experiences]),
-        loss_count=count,
+        loss_weights=_on_labels(rollouts, weights_T),
+        advantages=_on_labels(rollouts, advantages),
+        old_logprobs=None if old_logprobs is None else _on_labels(rollouts, old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else _on_labels(rollouts, ref_logprobs),
+        loss_count=sum(lengths) if aggregation == "token_mean" else len(rollouts),
     )
 
 
@@ -108,20 +105,9 @@ def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:
     return slices
 
 
-def _packed(experiences: Sequence[Experience], values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_on_labels(e.rollout, v) for e, v in zip(experiences, values, strict=True)])
-
-
-def _packed_if_any(
-    experiences: Sequence[Experience], values: Sequence[Tensor | None]
-) -> Tensor | None:
-    known = [value for value in values if value is not None]
-    return _packed(experiences, known) if len(known) == len(values) else None
-
-
-def _on_labels(rollout: Rollout, values_T: Tensor) -> Tensor:
-    """Spread response values [T] over the sequence: each at the index that predicts its token, zero elsewhere."""
-    packed = values_T.new_zeros(rollout.num_tokens)
-    first = len(rollout.prompt_ids) - 1
-    packed[first : first + values_T.numel()] = values_T
-    return packed
+def _on_labels(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> Tensor:
+    """Spread the values [T] of each response over its sequence: each at the index that predicts its token, zero elsewhere."""
+    packed_P = torch.zeros(sum(rollout.num_tokens for rollout in rollouts))
+    for where, values_T in zip(response_slices(rollouts), values, strict=True):
+        packed_P[where] = values_T
+    return packed_P

@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.batching import (
-    attach_experiences,
+    attach_targets,
     balance_by_tokens,
     pack_by_tokens,
     pack_rollouts,
@@ -29,7 +29,6 @@ from tlt_megatron.policy.loss import kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
-    Experience,
     LossResult,
     MicroBatch,
     OptimizerStats,
@@ -136,45 +135,39 @@ class PolicyTrainer:
         totals: dict[str, float] = defaultdict(float)
         engines: dict[str, float] = {}
         stats: list[OptimizerStats] = []
-        has_old_logprobs = inference.old_logprobs is not None
-        recorded: list[Tensor] = []  # policy log-probs [P] of each micro-batch of the only update
+        is_first_pass = inference.old_logprobs is None  # then there is one update
+        recorded: list[Tensor] = []  # policy log-probs [P] of each micro-batch, on the last stage
 
         def loss_fn(predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
-            if not has_old_logprobs:
+            if is_first_pass:
                 recorded.append(predicted.policy_logprobs.detach())
             return policy_loss(predicted, batch, self.section)
 
-        for _ in range(self.section.num_epochs):
-            for minibatch in inference.minibatches:
-                batches = [self._with_targets(pack, inference, advantages) for pack in minibatch]
-                sums = self.model.forward_backward(
-                    batches, self.temperature, loss_fn, tap=inference.tap
-                )
-                sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
-                sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
-                for name, value in sums.items():
-                    totals[name] += value
-                if not has_old_logprobs:
-                    engines = self._compare_in_update(inference, recorded)
-                stats.append(self.model.optimizer_step())
-        means = self._means(totals)
-        grad_norms = [each.grad_norm for each in stats]
-        num_skipped = sum(each.is_skipped for each in stats)
-        step = _step_of(inference.scored)
-        if num_skipped and self.groups.world.is_first:
-            log.warning(
-                "step %d: %d of %d updates were skipped, gradient norm %s: weights and optimizer are unchanged",
-                *(step, num_skipped, len(stats), grad_norms[-1]),
+        for minibatch in inference.minibatches * self.section.num_epochs:
+            batches = [self._with_targets(pack, inference, advantages) for pack in minibatch]
+            sums = self.model.forward_backward(
+                batches, self.temperature, loss_fn, tap=inference.tap
             )
-        if self.health is not None:
-            self.health.check_updates(step, grad_norms, means["actor/pg_loss"])
+            sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
+            sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
+            for name, value in sums.items():
+                totals[name] += value
+            if is_first_pass:
+                pp = self.groups.pp
+                known = [logprobs_P.cpu() for logprobs_P in recorded]
+                mine = _engine_difference(minibatch, known) if pp.is_last else None
+                difference = broadcast_object(mine, pp, source=pp.size - 1)
+                engines = self._compare_engines(difference, inference.scored)
+            stats.append(self.model.optimizer_step())
+        means = self._means(totals)
+        self._check_updates(_step_of(inference.scored), stats, means["actor/pg_loss"])
         return {
             **means,
             **engines,
             "actor/lr": stats[-1].lr,
-            "actor/grad_norm": sum(grad_norms) / len(stats),
+            "actor/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
             "actor/num_updates": float(len(stats)),
-            "actor/num_skipped_updates": float(num_skipped),
+            "actor/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
         }
 
     def _plan(self, scored: Sequence[ScoredGroup], indices: range) -> tuple[Pack, ...]:
@@ -193,17 +186,17 @@ class PolicyTrainer:
     def _with_targets(
         self, pack: Pack, inference: Inference, advantages: dict[RolloutKey, Tensor]
     ) -> MicroBatch:
-        experiences = [
-            Experience(
-                rollout=rollout,
-                advantages=advantages[key],
-                old_logprobs=inference.old_logprobs[key] if inference.old_logprobs else None,
-                ref_logprobs=inference.ref_logprobs[key] if inference.ref_logprobs else None,
-            )
-            for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
-        ]
-        return attach_experiences(
-            pack.batch, experiences, self.section.aggregation, self.max_new_tokens
+        def of_pack(values: dict[RolloutKey, Tensor] | None) -> list[Tensor] | None:
+            return None if values is None else [values[key] for key in pack.keys]
+
+        return attach_targets(
+            pack.batch,
+            pack.rollouts,
+            advantages=[advantages[key] for key in pack.keys],
+            old_logprobs=of_pack(inference.old_logprobs),
+            ref_logprobs=of_pack(inference.ref_logprobs),
+            aggregation=self.section.aggregation,
+            max_new_tokens=self.max_new_tokens,
         )
 
     def _advantages(self, inference: Inference) -> dict[RolloutKey, Tensor]:
@@ -251,15 +244,15 @@ class PolicyTrainer:
             for name, value in sums.items()
         }
 
-    def _compare_in_update(
-        self, inference: Inference, policy_logprobs: Sequence[Tensor]
-    ) -> dict[str, float]:
-        """Run `_compare_engines` on an update's forward pass, whose log-probs exist only on the last pipeline stage."""
-        pp = self.groups.pp
-        known = [logprobs_P.cpu() for logprobs_P in policy_logprobs]
-        mine = _engine_difference(inference.minibatches[0], known) if pp.is_last else None
-        difference = broadcast_object(mine, pp, source=pp.size - 1)
-        return self._compare_engines(difference, inference.scored)
+    def _check_updates(self, step: int, stats: Sequence[OptimizerStats], loss: float) -> None:
+        num_skipped = sum(each.is_skipped for each in stats)
+        if num_skipped and self.groups.world.is_first:
+            log.warning(
+                "step %d: %d of %d updates were skipped, gradient norm %s: weights and optimizer are unchanged",
+                *(step, num_skipped, len(stats), stats[-1].grad_norm),
+            )
+        if self.health is not None:
+            self.health.check_updates(step, [each.grad_norm for each in stats], loss)
 
     def _compare_engines(
         self, difference: EngineDifference, scored: Sequence[ScoredGroup]
@@ -286,17 +279,15 @@ def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) ->
 def _engine_difference(
     packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
 ) -> EngineDifference:
-    theirs = _by_key(packs, policy_logprobs)
-    pairs = [
-        (theirs[key], rollout.policy_logprobs)
-        for pack in packs
-        for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+    """Compare with the log-probs of the raw policy that the rollouts came with. `policy_logprobs` are [P] of each pack."""
+    none = torch.empty(0)  # a rank may have no pack
+    training = [
+        values_P[where]
+        for pack, values_P in zip(packs, policy_logprobs, strict=True)
+        for where in response_slices(pack.rollouts)
     ]
-    none = torch.empty(0)
-    return EngineDifference.of(
-        torch.cat([none, *(training_T for training_T, _ in pairs)]),
-        torch.cat([none, *(rollout_T for _, rollout_T in pairs)]),
-    )
+    rollout = [rollout.policy_logprobs for pack in packs for rollout in pack.rollouts]
+    return EngineDifference.of(torch.cat([none, *training]), torch.cat([none, *rollout]))
 
 
 def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:

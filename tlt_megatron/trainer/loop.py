@@ -122,7 +122,7 @@ class RLTrainer:
             self.evaluate()
 
     def train_step(self) -> None:
-        """Run one RL step: prompts -> rollouts -> rewards -> experiences -> update -> weights."""
+        """Run one RL step: prompts -> rollouts -> rewards -> advantages -> update -> weights."""
         started = time.perf_counter()
         before = self.sampler.state_dict(), rng_state()
         prompts = self.sampler.next_batch(self.settings.num_prompts)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tlt_megatron.policy.batching import (
-    attach_experiences,
+    attach_targets,
     balance_by_tokens,
     pack_by_tokens,
     pack_rollouts,
     response_slices,
     split_evenly,
 )
-from tlt_megatron.types import Experience, FinishReason, Rollout
+from tlt_megatron.types import FinishReason, Rollout
 
 
 def rollout(prompt: tuple[int, ...], response: list[int], sample_index: int = 0) -> Rollout:
@@ -62,15 +62,15 @@ def test_response_slices_pick_the_predictions_of_each_response() -> None:
     ],
 )
 def test_aggregation_weights_by_hand(aggregation: str, weights: list[float], count: int) -> None:
-    experiences = [
-        Experience(
-            rollout=r,
-            advantages=torch.full((r.token_ids.numel(),), float(i)),
-            old_logprobs=r.logprobs * 2,
-        )
-        for i, r in enumerate(ROLLOUTS)
-    ]
-    batch = attach_experiences(pack_rollouts(ROLLOUTS), experiences, aggregation, max_new_tokens=8)
+    batch = attach_targets(
+        pack_rollouts(ROLLOUTS),
+        ROLLOUTS,
+        advantages=[torch.full((r.token_ids.numel(),), float(i)) for i, r in enumerate(ROLLOUTS)],
+        old_logprobs=[r.logprobs * 2 for r in ROLLOUTS],
+        ref_logprobs=None,
+        aggregation=aggregation,
+        max_new_tokens=8,
+    )
     is_response = batch.loss_mask.bool()
     assert batch.loss_weights[is_response].tolist() == pytest.approx(weights)
     assert batch.loss_weights[~is_response].abs().sum() == 0
