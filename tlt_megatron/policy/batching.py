@@ -16,7 +16,7 @@ def split_evenly(count: int, num_parts: int) -> list[range]:
     return [range(count * p // num_parts, count * (p + 1) // num_parts) for p in range(num_parts)]
 
 
-def balance_by_tokens(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def balance_by_size(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     """Spread the indices of `sizes` over `num_parts` parts with nearly equal sums: longest first, each to the lightest part.
 
     The largest sum is at most 4/3 of the optimum (Graham 1969). A part may be empty. Indices within a part ascend.
@@ -34,7 +34,7 @@ def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Return the fewest balanced packs found, of at most `max_tokens` each. A longer sequence gets its own pack."""
     num_packs = max(1, -(-sum(sizes) // max_tokens)) if sizes else 0
     while True:
-        packs = balance_by_tokens(sizes, num_packs)
+        packs = balance_by_size(sizes, num_packs)
         if all(len(pack) <= 1 or sum(sizes[i] for i in pack) <= max_tokens for pack in packs):
             return [pack for pack in packs if pack]
         num_packs += 1

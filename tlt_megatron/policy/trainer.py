@@ -17,7 +17,7 @@ from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.batching import (
     attach_targets,
-    balance_by_tokens,
+    balance_by_size,
     pack_by_tokens,
     pack_rollouts,
     response_slices,
@@ -173,7 +173,7 @@ class PolicyTrainer:
     def _plan(self, scored: Sequence[ScoredGroup], indices: range) -> tuple[Pack, ...]:
         """Return this rank's packs of one mini-batch (the prompts `indices`)."""
         keyed = [((i, r.sample_index), r) for i in indices for r in scored[i].group.rollouts]
-        mine = balance_by_tokens([r.num_tokens for _, r in keyed], self.groups.dp.size)[
+        mine = balance_by_size([r.num_tokens for _, r in keyed], self.groups.dp.size)[
             self.groups.dp.rank
         ]
         sizes = [keyed[i][1].num_tokens for i in mine]

@@ -13,10 +13,10 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tlt_megatron.policy.batching import balance_by_size
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
@@ -27,7 +27,6 @@ from tlt_megatron.trainer.manifest import (
     FileRecord,
     Manifest,
     checkpoint_folders,
-    deal_files,
     hash_file,
     is_checkpoint,
     list_checkpoints,
@@ -43,9 +42,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STATE_FILE = "trainer_state.json"
-_TORCH_WRITER = (
-    "inline_container"  # names torch's zip writer, whose errors are RuntimeErrors without a cause
-)
+_TORCH_WRITER = "inline_container"  # names torch's zip writer, whose errors are RuntimeErrors
 _FULL_BYTES = 1 << 20  # a disk with less free space has no room for a file of a checkpoint
 
 
@@ -67,7 +64,8 @@ def find_saved_run(path: Path, world: Group) -> SavedRun | None:
     folder = find_intact(path, world)
     if folder is None:
         return None
-    return SavedRun(folder=folder, state=_on_first(partial(_read_state, folder), world))
+    text = _on_first((folder / STATE_FILE).read_text, world)
+    return SavedRun(folder=folder, state=json.loads(text))
 
 
 def find_intact(path: Path, world: Group) -> Path | None:
@@ -76,7 +74,12 @@ def find_intact(path: Path, world: Group) -> Path | None:
     Returns None if there is no checkpoint. Warns of newer broken checkpoints and of a wrong pointer. If none is intact,
     ValueError names the broken file of each; the same for a pointer without a checkpoint.
     """
-    found, problems = _on_first(lambda: _candidates(path), world)
+    found, problems = _on_first(
+        lambda: (
+            ([(path, read_manifest(path))], []) if is_checkpoint(path) else list_checkpoints(path)
+        ),
+        world,
+    )
     for folder, manifest in found:
         problem = _verify(folder, manifest, world)
         if problem is None:
@@ -89,30 +92,16 @@ def find_intact(path: Path, world: Group) -> Path | None:
     return None
 
 
-def _candidates(path: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """Return the checkpoints with a good manifest, the newest first, and the problems found. Runs on rank 0."""
-    if is_checkpoint(path):
-        return [(path, read_manifest(path))], []
-    listing = list_checkpoints(path)
-    problems = list(listing.broken)
-    if listing.pointer:
-        problems.append(listing.pointer)
-    return list(listing.found), problems
-
-
-def _read_state(folder: Path) -> dict[str, object]:
-    return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-
-
 def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
     """Return the first problem with the files, the same on all ranks, or None. Each rank reads its share."""
     problem = None
-    for name in deal_files(manifest.files, world.size)[world.rank]:
-        try:
-            verify_file(folder, name, manifest.files[name])
-        except BrokenCheckpoint as error:
-            problem = str(error)
-            break
+    names = sorted(manifest.files)
+    sizes = [manifest.files[name].num_bytes for name in names]
+    try:
+        for index in balance_by_size(sizes, world.size)[world.rank]:
+            verify_file(folder, names[index], manifest.files[names[index]])
+    except BrokenCheckpoint as error:
+        problem = str(error)
     return next((found for found in gather_objects(problem, world) if found), None)
 
 
@@ -250,7 +239,7 @@ class CheckpointManager:
         """Write the manifest and publish. With a manifest, `temporary` counts as a checkpoint."""
         if not self.world.is_first:
             return
-        newest = max((m.order for _, m in list_checkpoints(self.root).found), default=0)
+        newest = max((m.order for _, m in list_checkpoints(self.root)[0]), default=0)
         sync_tree(temporary)
         write_manifest(temporary, Manifest(step=step, order=newest + 1, files=files))
         self._publish(temporary, final, step)
@@ -269,7 +258,7 @@ class CheckpointManager:
 
     def _drop_old(self) -> None:
         """Delete all but the newest checkpoints, by the order of writing. The pointer's target always stays."""
-        orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root).found}
+        orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root)[0]}
         folders = sorted(checkpoint_folders(self.root), key=lambda folder: orders.get(folder, 0))
         complete = [folder for folder in folders if folder.suffix != ".tmp"]
         kept = set(complete[-self.keep :] if self.keep else complete)

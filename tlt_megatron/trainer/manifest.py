@@ -77,18 +77,17 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         written = content.pop("sha256")
-        if written != _hash_content(content):
-            raise BrokenCheckpoint(f"{path} is damaged: its own checksum is wrong")
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        return Manifest(step=content["step"], order=content["order"], files=files)
+        manifest = Manifest(step=content["step"], order=content["order"], files=files)
     except FileNotFoundError:
         raise BrokenCheckpoint(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
-    except BrokenCheckpoint:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCheckpoint(f"{path} is damaged: it is not the JSON that was written") from error
+    if written != _hash_content(content):
+        raise BrokenCheckpoint(f"{path} is damaged: its own checksum is wrong")
+    return manifest
 
 
 def verify_file(folder: Path, name: str, record: FileRecord) -> None:
@@ -108,39 +107,22 @@ def verify_file(folder: Path, name: str, record: FileRecord) -> None:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
 
 
-def deal_files(files: Mapping[str, FileRecord], num_ranks: int) -> list[list[str]]:
-    """Return the files that each rank verifies: the largest first, each to the rank with the fewest bytes so far."""
-    shares: list[list[str]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for name in sorted(files, key=lambda name: (-files[name].num_bytes, name)):
-        rank = loads.index(min(loads))
-        shares[rank].append(name)
-        loads[rank] += files[name].num_bytes
-    return shares
+def list_checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+    """Return the checkpoints under `root` with a good manifest, the newest first, and the problems of others and of the pointer.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """The checkpoints of a folder, judged only by their manifests."""
-
-    found: tuple[tuple[Path, Manifest], ...]  # the newest first
-    broken: tuple[str, ...]  # the problem of each other checkpoint
-    pointer: str  # the problem with the pointer file; empty: none
-
-
-def list_checkpoints(root: Path) -> Listing:
-    """Read every manifest under `root`. An unfinished write (`.tmp` without manifest) does not count as a checkpoint."""
+    An unfinished write (`.tmp` without manifest) does not count as a checkpoint.
+    """
     found: list[tuple[Path, Manifest]] = []
-    broken: list[str] = []
+    problems: list[str] = []
     for folder in checkpoint_folders(root):
         try:
             found.append((folder, read_manifest(folder)))
         except BrokenCheckpoint as error:
             if folder.suffix != ".tmp":
-                broken.append(str(error))
+                problems.append(str(error))
     found.sort(key=lambda entry: -entry[1].order)
-    pointed = _check_pointer(root, found[0][1].step if found else None)
-    return Listing(found=tuple(found), broken=tuple(broken), pointer=pointed)
+    problems += _check_pointer(root, found[0][1].step if found else None)
+    return found, problems
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
@@ -175,17 +157,17 @@ def read_pointer(root: Path) -> int | None:
     return int(text)
 
 
-def _check_pointer(root: Path, newest_step: int | None) -> str:
+def _check_pointer(root: Path, newest_step: int | None) -> list[str]:
     try:
         step = read_pointer(root)
     except ValueError as error:
-        return str(error)
+        return [str(error)]
     if step == newest_step:
-        return ""
+        return []
     if step is None:
-        return f"{root / POINTER} is missing"
+        return [f"{root / POINTER} is missing"]
     written = "none is there" if newest_step is None else f"step {newest_step} was written last"
-    return f"{root / POINTER} names step {step}, {written}"
+    return [f"{root / POINTER} names step {step}, {written}"]
 
 
 def _hash_content(content: Mapping[str, object]) -> str:

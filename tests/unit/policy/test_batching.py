@@ -9,7 +9,7 @@ import torch
 
 from tlt_megatron.policy.batching import (
     attach_targets,
-    balance_by_tokens,
+    balance_by_size,
     pack_by_tokens,
     pack_rollouts,
     response_slices,
@@ -82,7 +82,7 @@ def test_aggregation_weights_by_hand(aggregation: str, weights: list[float], cou
 
 def test_every_index_goes_to_exactly_one_part_and_loads_are_near_equal() -> None:
     sizes = [random.Random(3).randint(1, 500) for _ in range(97)]
-    parts = balance_by_tokens(sizes, 4)
+    parts = balance_by_size(sizes, 4)
     assert sorted(i for part in parts for i in part) == list(range(97))
     loads = [sum(sizes[i] for i in part) for part in parts]
     assert max(loads) <= 4 / 3 * sum(sizes) / 4
@@ -90,7 +90,7 @@ def test_every_index_goes_to_exactly_one_part_and_loads_are_near_equal() -> None
 
 
 def test_fewer_sequences_than_parts_leaves_parts_empty() -> None:
-    assert sorted(balance_by_tokens([5], 3)) == [[], [], [0]]
+    assert sorted(balance_by_size([5], 3)) == [[], [], [0]]
 
 
 def test_packs_hold_their_bound_unless_one_sequence_is_longer() -> None:

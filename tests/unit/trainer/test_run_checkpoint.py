@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from tlt_megatron.policy.batching import balance_by_size
 from tlt_megatron.runtime.process_groups import SINGLE, group_of
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.manifest import (
     MANIFEST,
     POINTER,
     checkpoint_folders,
-    deal_files,
     read_manifest,
     read_pointer,
 )
@@ -306,8 +306,9 @@ def test_all_ranks_verify_and_agree(tmp_path: Path, model: FileModel) -> None:
     manager(tmp_path, model).save(1, {})
     manager(tmp_path, model).save(2, {})
     files = read_manifest(tmp_path / "iter_0000002").files
-    (name,) = deal_files(files, 3)[2]  # what rank 2 alone reads
-    flip_bit(tmp_path / "iter_0000002" / name)
+    names = sorted(files)
+    (alone,) = balance_by_size([files[name].num_bytes for name in names], 3)[2]  # read by rank 2
+    flip_bit(tmp_path / "iter_0000002" / names[alone])
 
     def step() -> int:
         import torch.distributed as dist
