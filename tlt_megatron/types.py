@@ -144,7 +144,9 @@ class TokenLogprobs:
 
     logprobs: Tensor  # [P] float32, at the sampling temperature
     entropy: Tensor  # [P] float32, nats, at the sampling temperature
-    policy_logprobs: Tensor  # [P] float32, at temperature 1 (the same tensor as logprobs if that is the temperature)
+    policy_logprobs: (
+        Tensor  # [P] float32, at temperature 1 (equal to logprobs if that is the temperature)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ def iter_hf_weights(
     first = next(iter(parameters.values()))
     for stage, rows in _blocks(model, config, groups):
         shapes = [shard_shape(row, config, groups.tp.size) for row in rows]
-        sizes = [shape.numel() for shape in map(torch.Size, shapes)]
+        sizes = [shape.numel() for shape in shapes]
         if stage == groups.pp.rank:
             flat = _pack(rows, parameters, first.dtype)
             assert flat.numel() == sum(sizes), (rows[0].mcore_names, flat.numel(), sizes)

@@ -1,8 +1,9 @@
 """Records hidden states from a forward pass of the policy, for drafter training.
 
-The trainer passes it to `PolicyModel.infer_logprobs` or, if the update needs no such pass, to `forward_backward`. Sequence lengths alone decide which sequences are tapped and which rank gets
-each, so all tensor- and pipeline-parallel peers agree without a message. Every peer gets its own part, so each can train on
-other data. After the pass, stages send each other the states they computed, one sequence at a time.
+The trainer passes it to `PolicyModel.infer_logprobs` or, if the update needs no such pass, to `forward_backward`. Sequence
+lengths alone decide which sequences are tapped and which rank gets each, so all tensor- and pipeline-parallel peers agree without
+a message. Every peer gets its own part, so each can train on other data. After the pass, stages send each other the states they
+computed, one sequence at a time.
 """
 
 from __future__ import annotations

@@ -84,10 +84,7 @@ class McorePolicyModel:
         reference: bool = False,
         tap: HiddenStateTap | None = None,
     ) -> list[TokenLogprobs]:
-        """Run forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
-
-        `tap` receives the hidden states of the pass. ValueError for `reference` without `keep_reference` or with a tap.
-        """
+        """See PolicyModel. ValueError for `reference` without `keep_reference` or with a tap."""
         if not reference:
             with self._tapping(tap, micro_batches):
                 return run_forward(self._model, micro_batches, temperature, self._groups)
@@ -109,11 +106,10 @@ class McorePolicyModel:
         *,
         tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
-        """Accumulate the gradients of all micro-batches; return this rank's metric sums on every pipeline stage.
+        """See PolicyModel. Metrics that only other data-parallel ranks have are zero.
 
-        Sums are over the micro-batches of this data-parallel rank; metrics that only other ranks have are zero. `tap` receives
-        the hidden states of the forward passes. Call `optimizer_step` next: a second call before it raises RuntimeError,
-        because the gradients of all ranks are already summed and divided by the count.
+        A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are already summed and divided by
+        the count.
         """
         if self._has_gradients:
             raise RuntimeError("forward_backward was called twice without optimizer_step")
@@ -124,10 +120,7 @@ class McorePolicyModel:
             )
 
     def optimizer_step(self) -> OptimizerStats:
-        """Clip, step the optimizer and the learning-rate schedule, zero the gradients.
-
-        If the gradient is not finite, only zero the gradients.
-        """
+        """See PolicyModel. If the gradient is not finite, only zero the gradients."""
         if not self._has_gradients:
             raise RuntimeError("optimizer_step was called without forward_backward before it")
         self._has_gradients = False

@@ -52,7 +52,7 @@ def run_forward(
             )
     finally:
         model.train(was_training)
-    return _share_over_stages(kept, micro_batches, temperature, groups, device)
+    return _share_over_stages(kept, micro_batches, groups, device)
 
 
 def run_forward_backward(
@@ -86,8 +86,10 @@ def run_forward_backward(
         _run_schedule(
             model, micro_batches, _forward_step(model, groups, reduce), is_forward_only=False
         )
-    else:
-        _reduce_zero_gradients(model, device)
+    else:  # the other ranks wait for the schedule's final collectives
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([model], torch.zeros([], dtype=torch.int32, device=device))
     return _share_metrics(totals, groups)
 
 
@@ -177,12 +179,11 @@ def _label_logprobs(
 def _share_over_stages(
     kept: list[TokenLogprobs],
     micro_batches: Sequence[MicroBatch],
-    temperature: float,
     groups: ProcessGroups,
     device: torch.device,
 ) -> list[TokenLogprobs]:
     """Broadcast the last stage's results to every stage, in one collective."""
-    names = ["logprobs", "entropy"] + (["policy_logprobs"] if temperature != 1.0 else [])
+    names = [field.name for field in dataclasses.fields(TokenLogprobs)]
     sizes = [micro_batch.num_tokens for micro_batch in micro_batches]
     if groups.pp.is_last:
         rows = [torch.cat([getattr(value, name) for value in kept]) for name in names]
@@ -191,19 +192,10 @@ def _share_over_stages(
         table = torch.empty(len(names), sum(sizes), device=device)
     if groups.pp.size > 1:
         dist.broadcast(table, src=groups.pp.global_ranks[-1], group=groups.pp.handle)
-    results = []
-    for columns in table.cpu().split(sizes, dim=1):
-        values = {name: column.clone() for name, column in zip(names, columns, strict=True)}
-        values.setdefault("policy_logprobs", values["logprobs"])
-        results.append(TokenLogprobs(**values))
-    return results
-
-
-def _reduce_zero_gradients(model: nn.Module, device: torch.device) -> None:
-    """Run the schedule's final collectives on a rank without micro-batches, because its peers wait for them."""
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads([model], torch.zeros([], dtype=torch.int32, device=device))
+    return [
+        TokenLogprobs(**dict(zip(names, columns.clone(), strict=True)))
+        for columns in table.cpu().split(sizes, dim=1)
+    ]
 
 
 def _share_metrics(totals: dict[str, Tensor], groups: ProcessGroups) -> dict[str, float]:

@@ -116,15 +116,10 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensor_shapes(config)
 
 
-def shard_shape(row: Row, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
+def shard_shape(row: Row, config: ModelConfig, tp_size: int) -> torch.Size:
     """Return the shape of the Megatron parameter on one tensor-parallel rank."""
-    shapes = hf_shapes(row, config)
-    full = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    if row.layout is Layout.WHOLE:
-        return full
-    if row.layout is Layout.COLUMNS:
-        return (full[0], full[1] // tp_size)
-    return (full[0] // tp_size, *full[1:])
+    tensors = [torch.empty(shape, device="meta") for shape in hf_shapes(row, config)]
+    return split(row, tensors, config, 0, tp_size).shape
 
 
 def split(

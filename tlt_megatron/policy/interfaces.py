@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from tlt_megatron.types import LossFunction, MicroBatch, OptimizerStats, TokenLogprobs
 
-
-class HiddenTap(Protocol):
-    """Records what a drafter trains on during a forward pass of the policy. Code here only passes it on to the model.
-
-    `McorePolicyModel` takes `mcore.hidden_tap.HiddenStateTap`.
-    """
-
-    def stats(self) -> dict[str, float]:
-        """Return counts of the recorded sequences, as metrics."""
+if TYPE_CHECKING:
+    from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 
 
 class PolicyModel(Protocol):
@@ -33,11 +26,11 @@ class PolicyModel(Protocol):
         temperature: float,
         *,
         reference: bool = False,
-        tap: HiddenTap | None = None,
+        tap: HiddenStateTap | None = None,
     ) -> list[TokenLogprobs]:
         """Run forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
 
-        `tap` does not change the result. It must be passed on all ranks or on none.
+        `tap` gets the hidden states of the pass and does not change the result. It must be passed on all ranks or on none.
         """
 
     def forward_backward(
@@ -46,7 +39,7 @@ class PolicyModel(Protocol):
         temperature: float,
         loss_fn: LossFunction,
         *,
-        tap: HiddenTap | None = None,
+        tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches; return this rank's metric sums on every pipeline stage.
 

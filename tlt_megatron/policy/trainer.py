@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from tlt_megatron.policy.batching import (
     split_evenly,
 )
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
-from tlt_megatron.policy.interfaces import HiddenTap, PolicyModel
+from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.loss import kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -36,6 +37,9 @@ from tlt_megatron.types import (
     ScoredGroup,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +63,7 @@ class Inference:
     minibatches: tuple[tuple[Pack, ...], ...]
     old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: from the update's forward
     ref_logprobs: dict[RolloutKey, Tensor] | None
-    tap: HiddenTap | None  # to pass to the update
+    tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
 
 
@@ -92,7 +96,7 @@ class PolicyTrainer:
         return self.health is None or self.health.num_bad == 0
 
     def infer_logprobs(
-        self, scored: Sequence[ScoredGroup], tap: HiddenTap | None = None
+        self, scored: Sequence[ScoredGroup], tap: HiddenStateTap | None = None
     ) -> Inference:
         """Run forward-only passes over this rank's share: log-probs before the update and, if needed, of the reference.
 

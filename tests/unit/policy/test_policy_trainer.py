@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.interfaces import HiddenTap
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
@@ -33,8 +32,8 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.updates: list[list[MicroBatch]] = []
-        self.update_taps: list[HiddenTap | None] = []
-        self.taps: list[tuple[bool, HiddenTap | None]] = []  # of each pass: is it the reference's
+        self.update_taps: list[object | None] = []
+        self.taps: list[tuple[bool, object | None]] = []  # of each pass: is it the reference's
 
     def infer_logprobs(
         self,
@@ -42,7 +41,7 @@ class FakeModel:
         temperature: float,
         *,
         reference: bool = False,
-        tap: HiddenTap | None = None,
+        tap: object | None = None,
     ) -> list[TokenLogprobs]:
         self.taps.append((reference, tap))
         return [self._predict(batch, 0.5 if reference else 0.0) for batch in micro_batches]
@@ -53,7 +52,7 @@ class FakeModel:
         temperature: float,
         loss_fn: LossFunction,
         *,
-        tap: HiddenTap | None = None,
+        tap: object | None = None,
     ) -> dict[str, float]:
         self.updates.append(list(micro_batches))
         self.update_taps.append(tap)
@@ -188,10 +187,7 @@ def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
 
 
 class FakeTap:
-    """Satisfies HiddenTap."""
-
-    def stats(self) -> dict[str, float]:
-        return {}
+    """The trainer only passes it on."""
 
 
 def passes_of(section: AlgorithmSection, tap: FakeTap) -> FakeModel:
