@@ -268,12 +268,8 @@ PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
         "tests/unit/speculation/test_plan.py": "rewrite",
     },
     check_file: {
-        "tlt_megatron/drafter/data_buffer.py": "split",
-        "tlt_megatron/engines/embedded/decode.py": "split",
-        "tlt_megatron/engines/embedded/engine.py": "split",
         "tlt_megatron/speculation/cost_model.py": "split",
         "tools/make_tiny_policy.py": "split",
-        "tools/run_report/panels.py": "split",
         "tests/distributed/test_mcore_parity.py": "split",
         "tests/unit/drafter/test_data_buffer.py": "split",
         "tests/unit/tools/test_report.py": "split",
