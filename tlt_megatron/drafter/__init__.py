@@ -1,1 +1,1 @@
-"""Training of the drafter: data, packed batches, unrolled attention, objectives, optimizer steps, checkpoints, publishing."""
+"""Training of the drafter: data, packed batches, objectives, optimizer steps, EAGLE folders."""

@@ -1,8 +1,9 @@
-"""Drafters on disk: an EAGLE / EAGLE-3 folder as SGLang loads it, with the optimizer state in a subfolder.
+"""Drafters on disk: EAGLE / EAGLE-3 folders as SGLang loads them, the optimizer in a subfolder.
 
-Called by the warm-up tool, the trainer's checkpoints and the engines. The weights file holds exactly the drafter's own
-parameters; the target provides embedding and head. A drafter loads only with the target that it was trained for. SGLang
-skips unknown tensor names; this module rejects them.
+Called by the warm-up tool, the trainer's checkpoints and the engines. The weights file holds
+exactly the drafter's own parameters; the target provides embedding and head. A drafter loads only
+with the target that it was trained for. SGLang skips unknown tensor names; this module rejects
+them.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def save_drafter(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the folder `path`: config.json, weights (in `dtype`, default their own) and the trainer's state if given.
+    """Write config.json, weights (in `dtype`, default their own) and the trainer's state if given.
 
-    The fingerprint is that of the embedding that the model borrows now. `trainer_state` is `DrafterTrainer.state_dict()`;
-    its copies of the parameters keep their precision for any `dtype`.
+    The fingerprint is that of the embedding that the model borrows now. `trainer_state` is
+    `DrafterTrainer.state_dict()`; its copies of the parameters keep their precision for any
+    `dtype`.
     """
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}
@@ -130,7 +132,7 @@ def load_drafter(
 ) -> DraftModel:
     """Load the drafter in the folder `path` for its target.
 
-    ValueError if it belongs to another target (with the reason), or if its tensors do not match the drafter's parameters.
+    ValueError if it belongs to another target, or if its tensors are not the drafter's parameters.
     """
     config = load_draft_config(path)
     model = DraftModel(config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, dtype=dtype)
@@ -140,7 +142,7 @@ def load_drafter(
 
 
 def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy named tensors into the drafter in place. ValueError names an unknown, missing or misshapen tensor."""
+    """Copy tensors into the drafter. ValueError names an unknown, missing or misshapen one."""
     own = model.state_dict()
     for name, tensor in tensors.items():
         if name not in own:

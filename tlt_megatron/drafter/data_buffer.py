@@ -1,9 +1,10 @@
-"""Training data of a rank's drafter: the newest sequences with the target's hidden states, bounded in bytes.
+"""Training data of a rank's drafter: sequences with the target's states, bounded in bytes.
 
-The rollout worker adds responses as they finish, and the log-prob pass adds all lengths from the hidden-state tap. Spot
-sessions draw packed batches. Ranks go idle before the long responses finish, so this step alone would bias the drafter to
-short ones. A share of every batch comes from the long tail of earlier steps (TLT, arXiv 2511.16665, section 4.2). If steps
-have few responses, raise `spot.keep_steps`; else the drafter overfits.
+The rollout worker adds responses as they finish, and the log-prob pass adds all lengths from the
+hidden-state tap. Spot sessions draw packed batches. Ranks go idle before the long responses finish,
+so this step alone would bias the drafter to short ones. A share of every batch comes from the long
+tail of earlier steps (TLT, arXiv 2511.16665, section 4.2). If steps have few responses, raise
+`spot.keep_steps`; else the drafter overfits.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Sample:
     epoch: int = 0  # batches that it was in; a new sequence starts at the epoch of its pool
 
     def window(self, max_rows: int) -> DraftSequence:
-        """Return the part for the next batch: the whole sequence, or one window of `max_rows` rows, in turn."""
+        """Return the part for the next batch: all, or one window of `max_rows` rows, in turn."""
         if self.num_rows <= max_rows:
             return self.sequence
         turn = self.epoch % -(-self.num_rows // max_rows)
@@ -52,14 +53,16 @@ class _Sample:
 
 
 class DataBuffer:
-    """Keeps sequences of this RL step and the last `section.keep_steps`, on the CPU, in `dtype`, in `section.data_bytes`.
+    """Sequences of this RL step and the last `keep_steps`, on the CPU, within `data_bytes`.
 
-    Example: `start_step(7)`; `add(sequence, 7)` as responses finish; `next_batch(4096)` while idle; `start_step(8)`.
-    The order of batches depends only on the seed, the samples and the calls, so a restored buffer gives the same batches.
-    The long tail of an earlier step is its longest sequences, which together hold half of its rows.
+    Example: `start_step(7)`; `add(sequence, 7)` as responses finish; `next_batch(4096)` while idle;
+    `start_step(8)`. The order of batches depends only on the seed, the samples and the calls, so a
+    restored buffer gives the same batches. The long tail of an earlier step is its longest
+    sequences, which together hold half of its rows.
 
-    Eviction order: short sequences of earlier steps; long tails, while above `long_tail_share` of `data_bytes`; sequences
-    of this step; the other long tails. Within each group the oldest step goes first, then the shortest sequence.
+    Eviction order: short sequences of earlier steps; long tails, while above `long_tail_share` of
+    `data_bytes`; sequences of this step; the other long tails. Within each group the oldest step
+    goes first, then the shortest sequence.
     """
 
     def __init__(self, section: SpotSection, dtype: torch.dtype = torch.float32) -> None:
@@ -74,7 +77,7 @@ class DataBuffer:
         self._last_batch: tuple[list[_Sample], float] = ([], 0.0)  # with the balance before it
 
     def start_step(self, step: int) -> None:
-        """Begin RL step `step`, and evict sequences older than `keep_steps`. ValueError if `step` goes back."""
+        """Begin RL step `step`, and evict sequences older than `keep_steps`."""
         if step < self.step:
             raise ValueError(f"step={step}: the buffer is at step {self.step} already")
         oldest = step - self._section.keep_steps
@@ -93,7 +96,8 @@ class DataBuffer:
     def add(self, sequence: DraftSequence, step: int) -> bool:
         """Add a copy of a sequence from RL step `step`. Returns whether the buffer keeps it.
 
-        A sequence with the same tokens replaces the earlier one. ValueError for a step that `start_step` has not begun.
+        A sequence with the same tokens replaces the earlier one. ValueError for a step that
+        `start_step` has not begun.
         """
         if step > self.step:
             raise ValueError(
@@ -114,7 +118,7 @@ class DataBuffer:
         self._rows_seen.setdefault(step, {})[sample.key] = sample.num_rows
         if step < self.step:
             self._find_tails()
-        # Start at the current epoch of its pool: with epoch 0 it would come again and again before the others.
+        # Start at the current epoch of its pool: with epoch 0 it would repeat before the others.
         is_tail = self._is_tail(sample)
         peers = [
             other.epoch
@@ -127,8 +131,8 @@ class DataBuffer:
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
         """Return a batch of at most `max_tokens` rows, or None if there is nothing to train on.
 
-        A longer sequence gives its next window. The long tail and the rest are separate pools: within a pool, a sequence
-        repeats only after all others were used.
+        A longer sequence gives its next window. The long tail and the rest are separate pools:
+        within a pool, a sequence repeats only after all others were used.
         """
         tail, rest = self._pools()
         if not tail and not rest:
@@ -153,7 +157,7 @@ class DataBuffer:
         return batch
 
     def put_back(self) -> None:
-        """Undo the last `next_batch`, for a batch that was not trained on. The buffer must be unchanged since then."""
+        """Undo the last `next_batch`, for a batch that was not trained on. Call it at once."""
         picked, self._tail_balance = self._last_batch
         for sample in picked:
             sample.epoch -= 1
@@ -162,10 +166,10 @@ class DataBuffer:
     def holdout_batches(
         self, max_tokens: int, *, has_new: bool = False, max_rows: int | None = None
     ) -> list[DraftBatch]:
-        """Return the hold-out sequences, which are never trained on, in batches of `max_tokens` rows. Deterministic.
+        """Return the hold-out sequences in batches of `max_tokens` rows. They are never trained on.
 
-        `has_new` adds all sequences of this step: a drafter of an earlier step has not trained on them. `max_rows` limits
-        the rows: `choose_slice` takes the newest first, of all lengths.
+        `has_new` adds all sequences of this step: a drafter of an earlier step has not trained on
+        them. `max_rows` limits the rows: `choose_slice` takes the newest first, of all lengths.
         """
         unseen = sorted(
             (
@@ -181,7 +185,7 @@ class DataBuffer:
         return pack_sequences([sample.sequence for sample in unseen], max_tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"tensors": named tensors, "values": JSON-able}. The tensors are not copied; they never change."""
+        """Return {"tensors": by name, "values": JSON-able}. The tensors never change."""
         samples = list(self._samples.values())
         tensors = {
             f"{sample.key}.{name}": tensor
@@ -205,7 +209,7 @@ class DataBuffer:
         return {"tensors": tensors, "values": values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the content with the result of `state_dict`. Evicts sequences if `data_bytes` is smaller now."""
+        """Replace the content with the result of `state_dict`. Evicts what does not fit."""
         tensors, values = state["tensors"], state["values"]
         self.step = values["step"]
         self._tail_balance = values["tail_balance"]
@@ -233,7 +237,7 @@ class DataBuffer:
         )
 
     def _pools(self) -> tuple[list[_Sample], list[_Sample]]:
-        """Return the sequences to train on in two pools, the long tails of earlier steps and the rest, each in order of use."""
+        """Return the long tails of earlier steps and the rest, each in the order of use."""
         tail, rest = [], []
         for sample in sorted(self._samples.values(), key=self._turn):
             if not sample.is_held_out:
@@ -242,11 +246,11 @@ class DataBuffer:
         return tail, rest
 
     def _turn(self, sample: _Sample) -> tuple[int, int, str]:
-        """Sort key of the pools: by epoch, then in a random order that the seed and the epoch fix."""
+        """Sort by epoch, then in a random order that the seed and the epoch fix."""
         return sample.epoch, _hash(f"{self._section.seed}/{sample.epoch}/{sample.key}"), sample.key
 
     def _find_tails(self) -> None:
-        """Find the long tail of each step: its longest sequences, which together hold half of its rows."""
+        """Find the long tail of each step."""
         self._tail_starts = {
             step: _find_tail_start(rows.values()) for step, rows in self._rows_seen.items()
         }
@@ -256,7 +260,7 @@ class DataBuffer:
         return sample.step < self.step and sample.num_rows >= self._tail_starts[sample.step]
 
     def _insert(self, sample: _Sample) -> bool:
-        """Insert a sample, after evicting others if needed. Returns False if the sample itself was evicted."""
+        """Insert a sample, evict others if needed. Returns False if it is itself evicted."""
         while self.num_bytes + sample.num_bytes > self._section.data_bytes:
             victim = self._first_to_go([*self._samples.values(), sample])
             if victim is sample:
@@ -295,10 +299,11 @@ def _refuse(why: str) -> bool:
 def _pick(
     picked: list[_Sample], pool: Sequence[_Sample], max_tokens: int, wanted: float = float("inf")
 ) -> None:
-    """Append samples of `pool` in order, without those already in `picked`, until `wanted` rows are added or no more fit.
+    """Append new samples of `pool` in order, until `wanted` rows are added or no more fit.
 
-    A sample that does not fit is skipped, and then no sample of a later epoch is taken. So the skipped one comes first in
-    the next batch. The first sample of a batch may exceed `max_tokens`; the caller cuts it to a window.
+    A sample that does not fit is skipped, and then no sample of a later epoch is taken. So the
+    skipped one comes first in the next batch. The first sample of a batch may exceed `max_tokens`;
+    the caller cuts it to a window.
     """
     room = max_tokens - sum(sample.num_rows for sample in picked)
     taken = {sample.key for sample in picked}
@@ -333,7 +338,7 @@ def _tensors(sequence: DraftSequence) -> dict[str, Tensor]:
 
 
 def _compact(sequence: DraftSequence, dtype: torch.dtype) -> DraftSequence:
-    """Return a CPU copy in `dtype` of what batches use: no last state, and no view of a larger tensor."""
+    """Return a CPU copy in `dtype`, without the last state and not a view."""
     num_states = max(0, sequence.token_ids.numel() - 1)
 
     def states(tensor: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Training objectives of the drafter: EAGLE, HASS and EAGLE-3 as three settings of one unrolled pass.
+"""Training objectives of the drafter: EAGLE, HASS and EAGLE-3 as settings of one unrolled pass.
 
-Called by `trainer.py`. At unroll step k > 0 the drafter reads its own output of step k - 1 as features. In the engine it does
-the same, k tokens after the last verified one. The tokens are always those of the sequence.
+Called by `trainer.py`. At unroll step k > 0 the drafter reads its own output of step k - 1 as
+features. In the engine it does the same, k tokens after the last verified one. The tokens are
+always those of the sequence.
 - EAGLE (arXiv 2401.15077, section 3.2): one step, with a feature loss.
-- HASS (arXiv 2408.15766, section 3.2, harmonized context alignment): several steps, with own features detached.
-- EAGLE-3 (arXiv 2503.01840, section 3.1, training-time test): several steps with gradients through them, and no feature loss.
+- HASS (arXiv 2408.15766, section 3.2): several steps, with own features detached.
+- EAGLE-3 (arXiv 2503.01840, section 3.1): several steps with gradients, and no feature loss.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ class DraftLoss:
     count: int  # trained rows; training minimizes loss_sum / count, both summed over ranks
     counts_K: Tensor  # rows that have a prediction at this step
     agreed_K: Tensor  # rows whose most likely token is the target's
-    # Summed overlap of both distributions, sum_v min(p, q): the probability that one drafted token is accepted at
-    # temperature 1 with rejection sampling. Verification by shared noise accepts slightly less.
+    # Summed overlap of both distributions, sum_v min(p, q): the probability that one drafted token
+    # is accepted at temperature 1 with rejection sampling. Verification by shared noise accepts
+    # slightly less.
     accepted_K: Tensor
 
 
 def draft_loss(
     model: DraftModel, batch: DraftBatch, objective: Objective, *, head_chunk_tokens: int
 ) -> DraftLoss:
-    """Compute the loss of the drafter unrolled over the batch. Logits exist for `head_chunk_tokens` rows at a time."""
+    """Return the loss of the unrolled drafter. Logits exist for `head_chunk_tokens` rows."""
     outputs_PD, head_inputs_PD = unroll_draft(model, batch, objective)
     targets_M = batch.loss_mask.nonzero().squeeze(-1)  # rows whose next token is predicted
     steps_K = torch.arange(objective.num_steps, device=targets_M.device)
@@ -95,9 +97,9 @@ def draft_loss(
 def unroll_draft(
     model: DraftModel, batch: DraftBatch, objective: Objective
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return outputs [P, D] and head inputs [P, D] of every step. Row t at step k predicts token t + 2 + k.
+    """Return outputs and head inputs [P, D] by step. Row t at step k predicts token t + 2 + k.
 
-    Rows past the end of their sequence hold unused values: a row attends only to itself and to earlier rows.
+    Rows past the end of their sequence hold unused values: rows attend to themselves and earlier.
     """
     longest = max(batch.lengths)
     model.rotary.reserve(longest + objective.num_steps)
@@ -119,10 +121,10 @@ def _accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted soft cross entropy through the frozen head, in chunks of rows, without all logits in memory.
+    """Weighted soft cross entropy through the frozen head, in chunks of rows.
 
-    The head needs no gradient, so the forward pass also computes the gradient of the inputs, chunk by chunk. The target's
-    distribution of a row is computed once for all steps.
+    The head needs no gradient, so the forward pass also computes the gradient of the inputs, chunk
+    by chunk. The target's distribution of a row is computed once for all steps.
     """
 
     @staticmethod

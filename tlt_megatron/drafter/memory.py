@@ -1,4 +1,4 @@
-"""Memory of drafter training on one rank, computed from sizes only. Called by trainer/memory_ledger.py."""
+"""Memory of drafter training on one rank, from sizes alone, for trainer/memory_ledger.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATE_BYTES = 4  # per element of a tapped state: float32 for any policy dtype
 
 
 def drafter_parameters(sizes: ModelSizes) -> int:
-    """Return the number of the drafter's own parameters: one layer, and the fusion before it (at most three states wide)."""
+    """Return the number of the drafter's parameters: one layer, and a fusion of up to 3 states."""
     return sizes.layer + 3 * sizes.hidden**2
 
 
@@ -30,15 +30,16 @@ def spot_claims(
 ) -> list[MemoryClaim]:
     """Return the memory claims of spot training on one rank.
 
-    `borrowed_item_bytes` is the element size of embedding and head if the engine is another process, else 0. `step_tokens`
-    counts all tokens of a step on this rank. `taps_in_update`: the update's own forward pass collects the hidden states, so
-    they coexist with its activations. Data and tapped states are in host memory, so they are not claimed on a GPU.
+    `borrowed_item_bytes` is the element size of embedding and head if the engine is another
+    process, else 0. `step_tokens` counts all tokens of a step on this rank. `taps_in_update`: the
+    update's own forward pass collects the hidden states, so they coexist with its activations. Data
+    and tapped states are in host memory, so they are not claimed on a GPU.
     """
     own = drafter_parameters(sizes)
     num_states = 1 + (_NUM_AUX_LAYERS if drafter.algorithm == "eagle3" else 0)
     item = 2 if drafter.dtype == "bfloat16" else 4
     rows = drafter.batch_tokens
-    # Per row and unroll step: states in and out, fused pair, queries, keys, values, gate, up and their product.
+    # Per row and unroll step: states in and out, fused pair, q, k, v, gate, up, product.
     per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item
     head = 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
     data = f"spot.data_bytes={spot.data_bytes}"

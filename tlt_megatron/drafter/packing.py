@@ -1,7 +1,8 @@
 """Packs sequences with the target's hidden states into training batches, without padding.
 
-Called by the data buffer and the warm-up tool. Rows are shifted: row t of a sequence pairs token x_{t+1} with the target's
-state h_t. Its training targets are token x_{t+2} and the target's next state h_{t+1}.
+Called by the data buffer and the warm-up tool. Rows are shifted: row t of a sequence pairs token
+x_{t+1} with the target's state h_t. Its training targets are token x_{t+2} and the target's next
+state h_{t+1}.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DraftSequence:
     """
 
     token_ids: Tensor  # [T] int64
-    features: Tensor  # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
+    # [T or T-1, D] after the final norm (EAGLE, HASS), or [.., 3D] low, middle, high (EAGLE-3)
+    features: Tensor
     final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features`
     loss_start: int = 0  # first token whose prediction is trained, usually the response's first
 
@@ -37,12 +39,12 @@ class DraftSequence:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape[0] not in (num_tokens, num_tokens - 1):
                 raise ValueError(
-                    f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens: must be {num_tokens} or {num_tokens - 1}"
+                    f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens: must be as many or one less"
                 )
 
     @staticmethod
     def of_rollout(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
-        """Build from a rollout and the engine's states [T - 1, F]: the final state (D columns), then the taps, if any."""
+        """Build from the engine's states [T - 1, F]: the final state (D columns), then any taps."""
         has_taps = features_TF.shape[1] > hidden_size
         return DraftSequence(
             token_ids=torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids)),
@@ -52,7 +54,7 @@ class DraftSequence:
         )
 
     def window(self, start: int, num_rows: int) -> DraftSequence:
-        """Return rows `start` to `start + num_rows` as a sequence of its own, which attends to nothing before `start`."""
+        """Return these rows as a sequence of its own, which attends to nothing before `start`."""
         states = slice(start, start + num_rows + 1)
         hidden = self.final_hidden
         return DraftSequence(
@@ -72,8 +74,8 @@ class DraftSequence:
 class DraftBatch:
     """Rows of several sequences, one after the other. All tensors are on one device.
 
-    Example: tokens [a b c d] with states h_0..h_2 give token_ids [b c], labels [c d], features [h_0 h_1],
-    target_hidden [h_1 h_2], position_ids [0 1].
+    Example: tokens [a b c d] with states h_0..h_2 give token_ids [b c], labels [c d],
+    features [h_0 h_1], target_hidden [h_1 h_2], position_ids [0 1].
     """
 
     token_ids: Tensor  # [P] int64, x_{t+1}
@@ -97,7 +99,7 @@ class DraftBatch:
 
 
 def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
-    """Return one batch of all `sequences`, in their order. ValueError for none, or for one without a row."""
+    """Return one batch of all `sequences`. ValueError for none, or for one without a row."""
     short = [s.token_ids.numel() for s in sequences if s.num_rows < 1]
     if short or not sequences:
         raise ValueError(
@@ -124,10 +126,10 @@ def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
 
 
 def plan_batches(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Group sequences into batches of at most `max_rows` rows: first fit, longest first. Returns indices into `lengths`.
+    """Group sequences into batches of at most `max_rows` rows: first fit, longest first.
 
-    A longer sequence is a batch of its own: it cannot be cut, because its end attends to its start. A sequence without
-    rows is left out.
+    A longer sequence is a batch of its own: it cannot be cut, because its end attends to its start.
+    A sequence without rows is left out.
     """
     plans: list[list[int]] = []
     room: list[int] = []
@@ -152,13 +154,14 @@ def pack_sequences(sequences: Sequence[DraftSequence], max_rows: int) -> list[Dr
 
 
 def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> list[int]:
-    """Choose the sequences to measure on: about `max_rows` rows, the newest RL step first, of all lengths.
+    """Choose sequences to measure on: about `max_rows` rows, newest RL step first, of all lengths.
 
-    The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from each group, in the given
-    order, so that long and short sequences keep their share of the rows. The choice ends at the first round that does not
-    fit. The first round is always taken, so long sequences can exceed `max_rows`.
+    The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from
+    each group, in the given order, so that long and short sequences keep their share of the rows.
+    The choice ends at the first round that does not fit. The first round is always taken, so long
+    sequences can exceed `max_rows`.
 
-    Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`: one round of step 7.
+    Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`.
     """
     chosen: list[int] = []
     for step in sorted(set(steps), reverse=True):

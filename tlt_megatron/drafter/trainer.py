@@ -1,8 +1,9 @@
 """Optimizer steps of the drafter on a process group, which may change between steps.
 
-Called by the warm-up tool (one rank) and by spot sessions (the idle ranks). A step makes exactly one collective: an
-all-reduce of one flat buffer with gradients, loss sums, counts and two flags of the caller. The flags carry what the members
-must agree on (a stop, a newer plan), so all members act on them after the same step.
+Called by the warm-up tool (one rank) and by spot sessions (the idle ranks). A step makes exactly
+one collective: an all-reduce of one flat buffer with gradients, loss sums, counts and two flags of
+the caller. The flags carry what the members must agree on (a stop, a newer plan), so all members
+act on them after the same step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class DrafterStats:
 
     loss: float  # per trained row, weighted sum over unroll steps; nan without rows
     num_tokens: int  # trained rows
-    # By unroll step: share of rows whose most likely token is the target's; mean overlap with the target's distribution.
+    # By unroll step: share of rows with the target's most likely token; mean overlap with its
+    # distribution.
     agreement: tuple[float, ...]
     accept_probability: tuple[float, ...]
     flags: Flags  # summed over members
@@ -54,12 +56,12 @@ class DrafterStats:
 
 
 class PassAbandoned(Exception):
-    """Raised inside a pass to abort it. That leaves only a partly filled gradient buffer, which the next step clears."""
+    """Aborts a pass. It leaves a partly filled gradient buffer, which the next step clears."""
 
 
 @contextmanager
 def interruptible(model: nn.Module, should_abandon: Callable[[], bool] | None) -> Iterator[None]:
-    """Make passes of `model` in the body raise PassAbandoned soon after `should_abandon` returns True. None: never.
+    """Make passes of `model` raise PassAbandoned soon after `should_abandon` returns True.
 
     `should_abandon` is called dozens of times per pass, between kernels, so it must be fast.
     """
@@ -86,7 +88,7 @@ def interruptible(model: nn.Module, should_abandon: Callable[[], bool] | None) -
 
 
 class DrafterTrainer:
-    """AdamW over the drafter's own parameters. All members of the group must call `step` equally often."""
+    """AdamW over the drafter's own parameters. All members must call `step` equally often."""
 
     def __init__(self, model: DraftModel, section: DrafterSection, group: Group = SINGLE) -> None:
         is_eagle3 = section.algorithm == "eagle3"
@@ -116,7 +118,7 @@ class DrafterTrainer:
             fused=True,
         )
         self._num_weights = sum(p.numel() for p in self._parameters.values())
-        # Gradients, then loss sum, rows, three sums by unroll step, and flags: all that a step reduces.
+        # Gradients, loss sum, rows, three sums by unroll step, flags: all that a step reduces.
         num_sums = 2 + 3 * self.num_unroll_steps + 2
         self._flat = next(model.parameters()).new_zeros(self._num_weights + num_sums)
         self.device = self._flat.device
@@ -140,13 +142,15 @@ class DrafterTrainer:
         read_flags: Callable[[], Flags] = lambda: (0.0, 0.0),
         should_abandon: Callable[[], bool] | None = None,
     ) -> DrafterStats:
-        """Train on this member's batch; with None it only joins the all-reduce. A collective of the group.
+        """Train on this member's batch; with None only join the all-reduce. A collective.
 
-        `read_flags` is called after the backward pass, just before the reduction. `should_abandon` is called throughout
-        the passes; once it returns True, this member counts as one without a batch.
+        `read_flags` is called after the backward pass, just before the reduction. `should_abandon`
+        is called throughout the passes; once it returns True, this member counts as one without a
+        batch.
 
-        The gradient is that of the loss summed over all members divided by their summed rows. It does not depend on how
-        rows are distributed. If `batch` is None on all members, only the flags are exchanged.
+        The gradient is that of the loss summed over all members divided by their summed rows. It
+        does not depend on how rows are distributed. If `batch` is None on all members, only the
+        flags are exchanged.
         """
         num_steps = self.num_unroll_steps
         try:
@@ -156,7 +160,7 @@ class DrafterTrainer:
             sums = self._backward(None)
         sums[-2:] = sums.new_tensor(read_flags())
         if self.group.size > 1:
-            # Call the method: torch.distributed's function requires a group that is registered in the world.
+            # torch.distributed's function requires a group that is registered in the world.
             work = self.group.handle.allreduce([self._flat])  # type: ignore[union-attr]
             work.wait()
         # One transfer from the device for all values that the host needs.
@@ -206,7 +210,7 @@ class DrafterTrainer:
             )
 
     def _backward(self, batch: DraftBatch | None) -> Tensor:
-        """Fill the flat buffer with this member's gradients. Returns a view of the rest of it, with the sums filled in."""
+        """Fill the flat buffer with this member's gradients and sums. Returns the sums."""
         self._flat.zero_()
         sums = self._flat[self._num_weights :]
         if batch is None:
@@ -230,7 +234,7 @@ class DrafterTrainer:
         self.num_updates += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return trainable parameters, moments and counters, not copied, and nothing of the target."""
+        """Return trainable parameters, moments and counters, not copied; nothing of the target."""
         state = {f"model.{name}": p.detach() for name, p in self._parameters.items()}
         for moment in _MOMENTS:
             for name, parameter in self._parameters.items():
@@ -241,7 +245,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`. ValueError names keys that are missing, unknown or misshapen."""
+        """Load the result of `state_dict`. ValueError names missing, unknown and misshapen keys."""
         own = self.state_dict()
         wrong = sorted(own.keys() ^ state.keys())
         wrong += [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
@@ -257,7 +261,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def broadcast_state(self, source: int = 0) -> None:
-        """Broadcast the state of member `source` (a rank within the group) to all members, in one collective."""
+        """Broadcast the state of member `source` (a rank within the group) in one collective."""
         if self.group.size == 1:
             return
         state = self.state_dict()

@@ -1,1 +1,1 @@
-"""Spot training: ranks that have finished their rollouts train the drafter until the last rank has finished (DESIGN 5.4)."""
+"""The drafter during a run: idle ranks train it until the last rollout has ended."""

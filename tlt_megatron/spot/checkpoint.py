@@ -1,10 +1,12 @@
-"""Checkpoints of the drafter: its own parameters, their moments and counters, but not the borrowed embedding and head.
+"""Checkpoints of the drafter: its parameters, moments and counters; nothing that it borrows.
 
-A folder has the layout that drafter/checkpoint.py and SGLang load. It is written under a temporary name, fsynced and renamed,
-so a folder without `.tmp` in its name is complete after any crash. lifecycle.py uses both ways: `AsyncDrafterCheckpointer`
-after each comparison, and `write_checkpoint` for the drafter's part of an RL checkpoint.
+A folder has the layout that drafter/checkpoint.py and SGLang load. It is written under a temporary
+name, fsynced and renamed, so a folder without `.tmp` in its name is complete after any crash.
+lifecycle.py uses both ways: `AsyncDrafterCheckpointer` after each comparison, and
+`write_checkpoint` for the drafter's part of an RL checkpoint.
 
-    <root>/save_0000007/   config.json, model.safetensors, training/{state.safetensors, record.json, <extra>.safetensors}
+    <root>/save_0000007/   config.json, model.safetensors,
+                           training/{state.safetensors, record.json, <extra>.safetensors}
     <root>/best.txt        the name of the best checkpoint
 """
 
@@ -49,7 +51,7 @@ _PREFIX = "save_"
 
 @contextmanager
 def logging_failed_writes(path: Path) -> Iterator[None]:
-    """Log a failed write of `path` instead of raising it, and remove the file. The run continues without it."""
+    """Log a failed write of `path` instead of raising it, and remove the file."""
     try:
         yield
     except (OSError, SafetensorError):
@@ -88,9 +90,10 @@ def write_checkpoint(
     target: TargetFingerprint,
     extra: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> None:
-    """Write `DrafterTrainer.state_dict()` and a JSON-able `record` to `folder`, which must not exist.
+    """Write `DrafterTrainer.state_dict()` and a JSON-able `record` to the new `folder`.
 
-    `target` is the fingerprint of the target's embedding. Each entry of `extra` becomes one more file under training/.
+    `target` is the fingerprint of the target's embedding. Each entry of `extra` becomes one more
+    file under training/.
     """
     files = {WEIGHTS_FILE: _weights_of(state, model)}
     files[TRAINER_FILE] = {n: t for n, t in state.items() if not n.startswith(_WEIGHT_PREFIX)}
@@ -111,7 +114,7 @@ def write_checkpoint(
 
 
 def _weights_of(state: Mapping[str, Tensor], model: DraftModel) -> dict[str, Tensor]:
-    """Return the weights in `state`. ValueError unless they are exactly the drafter's own parameters."""
+    """Return the weights in `state`. ValueError unless they are the drafter's own, and all."""
     weights = {
         name.removeprefix(_WEIGHT_PREFIX): tensor
         for name, tensor in state.items()
@@ -146,9 +149,10 @@ class _Save:
 
 
 class AsyncDrafterCheckpointer:
-    """Saves one drafter under `root` from a background thread, and keeps the `keep` newest checkpoints and the best one.
+    """Saves a drafter under `root` from a background thread. Keeps the `keep` newest and the best.
 
-    A newer save replaces a save that has not started; only a newer best save replaces a best one. A failed write is logged.
+    A newer save replaces a save that has not started; only a newer best save replaces a best one.
+    A failed write is logged.
     """
 
     def __init__(self, root: Path, model: DraftModel, *, keep: int = 2) -> None:
@@ -168,7 +172,7 @@ class AsyncDrafterCheckpointer:
     def save(
         self, state: Mapping[str, Tensor], record: Mapping[str, object], *, is_best: bool = False
     ) -> None:
-        """Copy `DrafterTrainer.state_dict()` to the host and return; the thread writes it with the JSON-able `record`."""
+        """Copy `DrafterTrainer.state_dict()` to the host; the thread writes it with `record`."""
         _weights_of(state, self._model)
         for save in self._saves:
             if save.future.done():
@@ -176,7 +180,7 @@ class AsyncDrafterCheckpointer:
             elif (is_best or not save.is_best) and save.future.cancel():
                 self._free.append(save.state)
         self._saves = [save for save in self._saves if not save.future.done()]
-        # Computed here, not in the thread: an engine that goes to sleep frees the borrowed embedding.
+        # Not in the thread: an engine that goes to sleep frees the borrowed embedding.
         target = fingerprint_target(self._model.embedding_VD)
         host, copied = self._copy(state)
         future = self._thread.submit(

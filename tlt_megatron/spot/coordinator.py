@@ -1,8 +1,9 @@
 """Rules for starting, growing and replacing a session, computed from the phase's view.
 
-Called by spot_trainer.py (ranks that wait) and session.py (the leader, once per step). There is no coordinating process. The
-leader of the running session plans its growth. Without a session, the first rank of any idle replica plans one, and the
-first plan in the log (rank_state.py) counts. So planning continues after the loss of any rank.
+Called by spot_trainer.py (ranks that wait) and session.py (the leader, once per step). There is no
+coordinating process. The leader of the running session plans its growth. Without a session, the
+first rank of any idle replica plans one, and the first plan in the log (rank_state.py) counts. So
+planning continues after the loss of any rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Coordinator:
         self._since = 0.0
 
     def plan_start(self, view: PhaseView, now: float, num_updates: int) -> Plan | None:
-        """Return a plan of all free replicas, or None. For a rank that waits; `num_updates` is its drafter's."""
+        """Return a plan of all free replicas, or None. For a rank that waits."""
         free = view.free_replicas()
         is_allowed = self._may_follow(view, now)  # always called: it also starts the clock
         if view.is_over or view.is_closed or not is_allowed or not self.is_speaker:
@@ -42,7 +43,7 @@ class Coordinator:
         return Plan(epoch=view.next_epoch, replicas=free, base_updates=base_updates)
 
     def plan_growth(self, view: PhaseView) -> Plan | None:
-        """Return the running session's plan with all free replicas added, or None. For the leader of the newest plan."""
+        """Return the session's plan with all free replicas added, or None. For its leader."""
         free = view.free_replicas()
         if view.is_over or view.is_closed or view.plan is None or not free:
             return None
@@ -65,7 +66,7 @@ class Coordinator:
             self._seen, self._since = seen, now
         waited_s = now - self._since
         if len(absent) < len(members):
-            # Members report that the session broke. The lost member cannot report; late members join the next session.
+            # Members report that the session broke. The lost one cannot; late ones join the next.
             return len(absent) == 1 or waited_s >= self.settle_s
         # No plan has added this rank. A leader that still trains adds it within one step.
         return waited_s >= self.member_timeout_s

@@ -1,4 +1,4 @@
-"""Accept length of a drafter on hold-out sequences. Idle ranks measure it, and the publisher compares drafters by it.
+"""Accept length of a drafter on hold-out sequences, by which the publisher compares drafters.
 
 Results are stored per batch, so that two drafters are compared on the same rows.
 """
@@ -18,7 +18,7 @@ from tlt_megatron.drafter.trainer import DrafterTrainer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HoldoutResult:
-    """Acceptance of a drafter on `N` hold-out batches: sums by batch and unroll step, on the CPU."""
+    """Acceptance of a drafter on N hold-out batches: sums by batch and unroll step."""
 
     counts_NK: Tensor  # float64: rows that have a prediction
     accepted_NK: Tensor  # float64: overlap of drafter's and target's distributions
@@ -39,13 +39,13 @@ class HoldoutResult:
 
     @property
     def accept_length(self) -> float:
-        """Return tokens per verify pass of a chain as long as the unroll, bonus token included; nan without rows."""
+        """Tokens per verify pass of a chain as long as the unroll; nan without rows."""
         if not self.num_rows:
             return math.nan
         return _accept_lengths(self.counts_NK.sum(0), self.accepted_NK.sum(0)).item()
 
     def standard_error(self, other: HoldoutResult) -> float:
-        """Return the jackknife standard error of the difference of both accept lengths; 0 with fewer than two batches."""
+        """Return the jackknife standard error of the difference; 0 with fewer than two batches."""
         assert torch.equal(self.counts_NK, other.counts_NK), "not the same slice"
         num_batches = len(self.counts_NK)
         if num_batches < 2:
@@ -61,7 +61,7 @@ class HoldoutResult:
 
 
 def _accept_lengths(counts_K: Tensor, accepted_K: Tensor) -> Tensor:
-    """Compute accept lengths [...] from sums [..., K] by unroll step. A step without rows accepts nothing."""
+    """Return accept lengths [...] of sums [..., K]. A step without rows accepts nothing."""
     rates_K = torch.where(counts_K > 0, accepted_K / counts_K, 0.0)
     return 1.0 + rates_K.cumprod(-1).sum(-1)
 
@@ -70,7 +70,7 @@ def _accept_lengths(counts_K: Tensor, accepted_K: Tensor) -> Tensor:
 def measure_holdout(
     trainer: DrafterTrainer, weights: Mapping[str, Tensor], batches: Iterable[DraftBatch]
 ) -> HoldoutResult:
-    """Measure the drafter with `weights` on this rank's `batches`. The trainer's own weights are restored afterwards.
+    """Measure `weights` on this rank's `batches`, and restore the trainer's own weights.
 
     Use many small batches: the standard error is estimated from the differences between batches.
     """

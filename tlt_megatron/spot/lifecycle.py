@@ -1,4 +1,4 @@
-"""The drafter's part of an RL step: collect data as responses finish, train while idle, publish at the phase boundary.
+"""The drafter's part of an RL step: collect data, train while idle, publish at the phase boundary.
 
 Called by the loop and the rollout worker if the run has spot training. In the order of a step:
 
@@ -10,7 +10,7 @@ Called by the loop and the rollout worker if the run has spot training. In the o
     make_tap             data: the hidden states of the whole batch  -> mcore/hidden_tap.py
     save_into            checkpoint                                  -> checkpoint.py
 
-The RL step pays only for the time from the end of the last rollout to the end of `publish`, which is measured as stall.
+The RL step pays for the time from the end of the last rollout to the end of `publish`: the stall.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class DrafterLifecycle:
         if world.is_first:
             self.checkpointer = AsyncDrafterCheckpointer(run_dir / "drafter", trainer.model)
         self._tap_bytes = section.data_bytes
-        # The drafter at the last phase boundary, the same on every rank; None: it is the published one.
+        # The drafter at the last phase boundary, the same on all ranks; None: the published one.
         self._candidate: dict[str, Tensor] | None = None
         self._num_considered = trainer.num_updates  # of the candidate
         self._findings: Findings | None = None  # for the decision that all ranks make later
@@ -125,7 +125,7 @@ class DrafterLifecycle:
         self.buffer.add(sequence, self.buffer.step)
 
     def make_tap(self) -> HiddenStateTap:
-        """Make the tap for the policy's first forward pass of a step. It shares the batch among all ranks, longest first."""
+        """Make the tap for the policy's first forward pass of a step."""
 
         def add(tapped: TappedSequence) -> None:
             sequence = DraftSequence(
@@ -145,13 +145,14 @@ class DrafterLifecycle:
     # ---- the idle time of a step
 
     def run_until_preempted(self, step: int) -> SpotReport:
-        """Train the drafter from the end of this rank's rollouts until the end of the last rank's."""
+        """Train the drafter until the end of the last rank's rollouts."""
         return self.spot.run_until_preempted(step)
 
     def _measure_candidate(self, watch: StopWatch) -> None:
-        """Measure the candidate of the last step before this rank trains, so that `publish` does not wait for it.
+        """Measure the candidate of the last step, so that `publish` does not wait for it.
 
-        A rank with too little idle time has no result. If no rank has one, the next candidate is measured instead.
+        A rank with too little idle time has no result. If no rank has one, the next candidate is
+        measured instead.
         """
         if self._candidate is None:
             return
@@ -167,7 +168,7 @@ class DrafterLifecycle:
         self._findings = checksum, results
 
     def _offer_live(self, watch: StopWatch) -> None:
-        """Offer the current drafter if it accepts more than the last offer, or the published one. Runs on the leader."""
+        """Offer the drafter if it accepts more than the last offer, or the published one."""
         if self._live is None or self.trainer.num_updates % _LIVE_EVERY:
             return
         batches = self._holdout_batches(has_new=False)
@@ -190,23 +191,23 @@ class DrafterLifecycle:
     def _measure(
         self, weights: Mapping[str, Tensor], batches: Sequence[DraftBatch], watch: StopWatch
     ) -> HoldoutResult:
-        """Measure `weights` on the hold-out `batches`. Raises PassAbandoned once the last rollout has ended."""
+        """Measure `weights`. Raises PassAbandoned once the last rollout has ended."""
         with interruptible(self.trainer.model, watch):
             return measure_holdout(self.trainer, weights, batches)
 
     # ---- publication
 
     def take_live(self) -> None:
-        """Load the newest offer into the engine, if there is one. Called between two decode passes."""
+        """Load the newest offer into the engine, if any. Called between two decode passes."""
         if self._live is not None:
             self._load_live(self._live.poll())
 
     def publish(self, metrics: dict[str, float]) -> None:
-        """Give all ranks the newest drafter, and publish the candidate of the last step if the publisher accepts it.
+        """Give all ranks the newest drafter, and publish the last candidate if it is accepted.
 
-        The newest drafter becomes the next candidate. Idle ranks measure it in the next step, so no rank waits for that.
-        Reads the live accept length from the step's `metrics` and adds its own. A collective of all ranks, while the engines
-        hold the policy of the rollouts.
+        The newest drafter becomes the next candidate. Idle ranks measure it in the next step, so no
+        rank waits for that. Reads the live accept length from the step's `metrics` and adds its
+        own. A collective of all ranks, while the engines hold the policy of the rollouts.
         """
         started = time.perf_counter()
         is_telling = metrics.get("drafter/live_token_share", 0.0) >= _TELLING_SHARE
@@ -226,7 +227,7 @@ class DrafterLifecycle:
         metrics["bubble/stall_s"] += time.perf_counter() - started
 
     def _decide(self, findings: Sequence[Findings]) -> dict[str, float]:
-        """Publish the candidate, or not, by what all ranks measured, and save the drafter. Returns metrics."""
+        """Publish the candidate, or not, and save the drafter. Returns metrics."""
         assert self._candidate is not None
         checksum, results = findings[0]
         merged = {c: HoldoutResult.merge(part[c] for _, part in findings) for c in results}
@@ -251,9 +252,10 @@ class DrafterLifecycle:
             )
 
     def _settle_live(self) -> bool:
-        """Make the newest offer of the step the published drafter on all ranks. A collective of all ranks.
+        """Make the newest offer of the step the published drafter. A collective of all ranks.
 
-        Returns False without an offer. Also False if a rank cannot read it: then all ranks return to the published drafter.
+        Returns False without an offer. Also False if a rank cannot read it: then all ranks return
+        to the published drafter.
         """
         if self._live is None:
             return False
@@ -307,7 +309,7 @@ class DrafterLifecycle:
                 )
 
     def load_from(self, folder: Path) -> None:
-        """Restore what `save_into` wrote. Without a fitting drafter in the folder, start anew with a warning.
+        """Restore what `save_into` wrote. Without a fitting drafter, start anew with a warning.
 
         The data is restored only if the number of ranks is the same as when it was written.
         """
@@ -331,7 +333,7 @@ class DrafterLifecycle:
         self.engine.suspend_drafter(bool(self.publisher.alarm))
 
     def export(self, folder: Path) -> None:
-        """Write the published drafter as SGLang and vLLM load it. Overwrites this rank's training weights."""
+        """Write the published drafter for SGLang and vLLM. Overwrites the training weights."""
         self.trainer.model.load_state_dict(self.publisher.published.weights)
         save_drafter(folder, self.trainer.model)
 

@@ -1,8 +1,9 @@
 """Sends drafters to engines that are still decoding: `spot.publish=live`.
 
-The leader of a session offers a drafter, and ranks with unfinished rollouts load it. Responses do not depend on the drafter,
-so ranks may load it at different times; a late rank only decodes slower. The weights go through a file under the run folder,
-which all hosts share. The store holds number and checksum of the newest offer; a decoding rank reads it a few times per second.
+The leader of a session offers a drafter, and ranks with unfinished rollouts load it. Responses do
+not depend on the drafter, so ranks may load it at different times; a late rank only decodes slower.
+The weights go through a file under the run folder, which all hosts share. The store holds number
+and checksum of the newest offer; a decoding rank reads it a few times per second.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class LiveChannel:
         store.compare_set(_NEWEST, "", _NONE)
 
     def offer(self, weights: dict[str, Tensor]) -> bool:
-        """Offer a drafter on the CPU. Only one rank at a time may call it. Returns False, and logs why, if the file cannot be written."""
+        """Offer a drafter on the CPU. Only one rank at a time may call it.
+
+        Returns False, and logs why, if the file cannot be written.
+        """
         number = self._newest()[0] + 1
         path = self._path(number)
         try:
@@ -76,7 +80,8 @@ class LiveChannel:
     def take(self) -> LiveOffer | None:
         """Return the newest offer if it was not taken before, else None. Never waits.
 
-        If the file cannot be read yet, the next call tries again: a shared file system may show it some seconds late.
+        If the file cannot be read yet, the next call tries again: a shared file system may show it
+        some seconds late.
         """
         number, checksum = self._newest()
         if number == self._settled:
@@ -94,7 +99,7 @@ class LiveChannel:
         return None
 
     def skip_unread(self) -> None:
-        """Skip the newest offer if it was not taken, with a warning. Call it when no rank decodes any more."""
+        """Skip the newest offer if it was not taken, with a warning. No rank may decode."""
         number, _ = self._newest()
         if number != self._settled:
             self._settled = number

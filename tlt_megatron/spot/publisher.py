@@ -1,14 +1,16 @@
-"""Decides which drafter the engines get: a candidate is published if it accepts no less than the best drafter so far.
+"""Decides which drafter the engines get: a candidate that accepts no less than the best so far.
 
-lifecycle.py calls it at each phase boundary. The decision is deterministic and local: every rank decides alone, from results
-merged over all ranks (`HoldoutResult.merge`). The target changes in every RL step, so older measurements do not apply.
-Candidate, published and best drafter are all measured again, on the same hold-out batches, with the current target.
+lifecycle.py calls it at each phase boundary. The decision is deterministic and local: every rank
+decides alone, from results merged over all ranks (`HoldoutResult.merge`). The target changes in
+every RL step, so older measurements do not apply. Candidate, published and best drafter are all
+measured again, on the same hold-out batches, with the current target.
 
-Noise of a comparison: all drafters get the same rows, and the measure is the expected overlap of distributions, not a sample.
-Only the choice of the slice adds noise: the standard error of the difference, by leaving out one batch at a time (jackknife).
-A candidate is refused if it is worse than the best by more than one standard error. With many batches an equally good candidate
-is refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. The bar is the best drafter, not the last
-published one, so these errors do not accumulate.
+Noise of a comparison: all drafters get the same rows, and the measure is the expected overlap of
+distributions, not a sample. Only the choice of the slice adds noise: the standard error of the
+difference, by leaving out one batch at a time (jackknife). A candidate is refused if it is worse
+than the best by more than one standard error. With many batches an equally good candidate is
+refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. The bar is the
+best drafter, not the last published one, so these errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ _COLLAPSE_SHARE = 0.5  # of the mean: a lower accept length is a collapse
 _LEVEL_DECAY = 0.8  # of the mean, per observation
 _QUIET_PHASES = 3  # without a sign of collapse, after which a suspended drafter is tried again
 _MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
-# After a collapse the level decays slowly, so the alarm ends even if the target stays harder to predict.
-# Example: observations at 0.3 of the level stop counting as a collapse after about 17.
+# After a collapse the level decays slowly, so the alarm ends even if the target stays hard to
+# predict. Example: observations at 0.3 of the level stop counting as a collapse after about 17.
 _COLLAPSED_DECAY = 0.95
 
 
 def checksum_weights(weights: Mapping[str, Tensor]) -> int:
-    """Return the checksum that `RolloutEngine.load_drafter_weights` checks. It identifies a drafter."""
+    """Return the checksum that identifies a drafter. Engines check it when they load."""
     return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS
 
 
@@ -75,7 +77,7 @@ class PublishAction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishDecision:
-    """The result of `consider`. Unless the action is KEEP, the engines must load `publisher.published`."""
+    """The result of `consider`. Unless it is KEEP, the engines must load `published`."""
 
     action: PublishAction
     reason: str
@@ -83,7 +85,7 @@ class PublishDecision:
 
 
 class _Level:
-    """Exponential mean of accept lengths, which detects a collapse: a value below a share of the mean.
+    """Exponential mean of accept lengths. A value below a share of it is a collapse.
 
     The share applies to accept length - 1: even random drafts reach 1.0.
     """
@@ -106,8 +108,9 @@ class _Level:
 class DrafterPublisher:
     """Holds the published and the best drafter, decides on candidates, and watches for a collapse.
 
-    Call `observe_live` once per phase and `consider` at each phase boundary. With `spot.publish=live`, `adopt` replaces
-    `consider` for a drafter that was offered during a rollout.
+    Call `observe_live` once per phase and `consider` at each phase boundary. With
+    `spot.publish=live`, `adopt` replaces `consider` for a drafter that was offered during a
+    rollout.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -126,10 +129,10 @@ class DrafterPublisher:
         self.published = PublishedDrafter.copy_of(weights, self.published.version + 1)
 
     def observe_live(self, accept_length: float | None) -> bool:
-        """Add the accept length of a rollout with the published drafter (None: not used). Returns whether an alarm is on.
+        """Add the accept length of a rollout (None: no drafting). Returns whether an alarm is on.
 
-        Call it once per phase. An alarm also ends without a publish, `_QUIET_PHASES` phases after the last collapse: only
-        drafting with the drafter shows what it accepts in rollouts.
+        Call it once per phase. An alarm also ends without a publish, `_QUIET_PHASES` phases after
+        the last collapse: only drafting with the drafter shows what it accepts in rollouts.
         """
         level = self._live.value
         self._num_quiet += 1
@@ -145,8 +148,8 @@ class DrafterPublisher:
     ) -> PublishDecision:
         """Decide on `candidate` (trainable tensors), whose `checksum_weights` is `checksum`.
 
-        `measured` holds the results of the candidate, the published and the best drafter, by checksum. They must be of the
-        same slice and of the current target.
+        `measured` holds the results of the candidate, the published and the best drafter, by
+        checksum. They must be of the same slice and of the current target.
         """
         new, published = measured[checksum], self.published
         objection = ""
@@ -201,14 +204,14 @@ class DrafterPublisher:
         return PublishAction.KEEP, reason
 
     def _is_worse(self, one: HoldoutResult, other: HoldoutResult) -> bool:
-        """Return whether `one` is worse than `other` by more than the noise. NaN is always worse."""
+        """Return whether `one` is worse by more than the noise. NaN is always worse."""
         if math.isnan(other.accept_length):
             return math.isnan(one.accept_length)
         difference = one.accept_length - other.accept_length
         return not difference >= -_TOLERANCE * one.standard_error(other)
 
     def _watch(self, accept_length: float, action: PublishAction) -> None:
-        """Raise the alarm if the published drafter has collapsed. End it if a new one was published that has not."""
+        """Raise the alarm if the published drafter has collapsed. End it if a new one has not."""
         level = self._holdout.value
         if not math.isnan(accept_length) and self._holdout.observe(accept_length):
             self._num_quiet = 0
@@ -226,13 +229,13 @@ class DrafterPublisher:
             f" {accept_length:.2f} from a level of {level:.2f}"
         )
         log.warning(
-            "%s: speculation uses n-gram drafts or none until a good drafter is published, or for %d phases",
+            "%s: n-gram drafts or none until a good drafter is published, or for %d phases",
             self.alarm,
             _QUIET_PHASES,
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights, not copied: `published.*`, and `best.*` if the best is another drafter."""
+        """Return the weights, not copied: `published.*`, and `best.*` if it is another one."""
         state = {f"published.{name}": t for name, t in self.published.weights.items()}
         if self.best.checksum != self.published.checksum:
             state |= {f"best.{name}": t for name, t in self.best.weights.items()}
@@ -274,7 +277,7 @@ class DrafterPublisher:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite, without a mask: the extremes show both NaN and infinity."""
+    """Return whether all values are finite: the extremes show both NaN and infinity."""
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 

@@ -1,12 +1,13 @@
-"""State of all ranks in a rollout phase: an append-only log in the store, and the view that every rank computes from it.
+"""State of all ranks in a rollout phase: an append-only log in the store, and a view of it.
 
-Written and read by spot_trainer.py and session.py. The store orders the appends, so ranks that have read the same lines hold
-the same view. The first plan in the log for an epoch counts. A rank appends one line when its rollouts finish, and nothing
-before. Then it is idle, until a plan lists it and it trains. The phase is over when all ranks have finished.
+Written and read by spot_trainer.py and session.py. The store orders the appends, so ranks that have
+read the same lines hold the same view. The first plan in the log for an epoch counts. A rank
+appends one line when its rollouts finish, and nothing before. Then it is idle, until a plan lists
+it and it trains. The phase is over when all ranks have finished.
 
-Times are seconds of the reader's monotonic clock, so jumps of the wall clock have no effect. Ranks of one machine share that
-clock, and the view uses the times that they report. For a rank on another machine it uses the time when the line was first
-read.
+Times are seconds of the reader's monotonic clock, so jumps of the wall clock have no effect. Ranks
+of one machine share that clock, and the view uses the times that they report. For a rank on another
+machine it uses the time when the line was first read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tlt_megatron.runtime.rank_process import machine_id
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLayout:
-    """Rollout replicas of `replica_size` neighbouring ranks, which join a session together. The first one plans for all."""
+    """Rollout replicas of neighbouring ranks, which join sessions together. The first plans."""
 
     world_size: int
     replica_size: int = 1
@@ -62,7 +63,7 @@ class Plan:
 
 
 class SharedLog:
-    """Lines of words under one key of the store. RuntimeError names rank 0 if the store does not answer."""
+    """Lines under one key of the store. RuntimeError names rank 0 if it does not answer."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
         self.key = key
@@ -78,7 +79,7 @@ class SharedLog:
             raise _store_lost(error) from error
 
     def read(self) -> list[list[str]]:
-        """Return the lines since the last call, with one store operation. The key must exist: call `append` first."""
+        """Return the lines since the last call, with one store operation. `append` comes first."""
         try:
             text = self._store.get(self.key)
         except dist.DistError as error:
@@ -100,7 +101,7 @@ def _store_lost(error: dist.DistError) -> RuntimeError:
 
 
 class PhaseView:
-    """The state that a log describes, for a reader on `machine`. Equal lines give equal views, except for times."""
+    """The state that a log describes. Equal lines give equal views, except for times."""
 
     def __init__(self, layout: ReplicaLayout, machine: str = "") -> None:
         self.layout = layout
@@ -165,11 +166,11 @@ class PhaseView:
         return self._listed.get(rank, 0)
 
     def has_left(self, rank: int) -> bool:
-        """Return whether `rank` has reported that it left the newest session that lists it, or was never listed."""
+        """Return whether `rank` has left the newest session that lists it, or was never listed."""
         return self._left.get(rank, 0) >= self.listed_in(rank)
 
     def free_replicas(self) -> tuple[int, ...]:
-        """Return the replicas whose ranks are all finished, ready and in no session, in the order of becoming idle."""
+        """Return the replicas whose ranks are all ready and in no session, first idle first."""
         order = {rank: place for place, rank in enumerate(self.finished)}
         free = []
         for index in range(self.layout.num_replicas):
@@ -179,7 +180,7 @@ class PhaseView:
         return tuple(index for _, index in sorted(free))
 
     def check_deadline(self, step: int, now: float, phase_timeout_s: float) -> None:
-        """Raise RuntimeError that names the ranks that still generate `phase_timeout_s` after the first rank finished."""
+        """Raise if ranks still generate `phase_timeout_s` after the first rank finished."""
         waited_s = now - self.first_finished_at
         if self.unfinished and waited_s > phase_timeout_s:
             raise RuntimeError(
@@ -207,7 +208,7 @@ class PhaseLog:
         self._log.append("ready", self.rank)
 
     def announce_left(self, epoch: int) -> None:
-        """Announce that this rank has left session `epoch`, which no newer plan replaced, and can join another."""
+        """Announce that this rank has left session `epoch` and can join another."""
         self._log.append("left", self.rank, epoch)
 
     def propose(self, plan: Plan) -> None:
@@ -221,7 +222,7 @@ class PhaseLog:
     def read(self) -> PhaseView:
         """Return the view of all lines so far. Call `announce_finished` first.
 
-        Raises if a rank is lost, or if ranks still generate `phase_timeout_s` after the first rank finished.
+        RuntimeError names lost ranks, and ranks that still generate after the deadline.
         """
         self._ranks.check_ranks()
         lines = self._log.read()
@@ -236,7 +237,7 @@ class PhaseLog:
         return SharedLog(self._ranks.store, f"{self.step}/rendezvous/{epoch}")
 
     def forget(self) -> None:
-        """Remove the phase from the store. Call it on one rank, after all ranks have left the phase."""
+        """Remove the phase from the store. For one rank, after all ranks have left the phase."""
         for epoch in range(1, self.read().next_epoch):
             self.rendezvous_log(epoch).delete()
         self._log.delete()

@@ -1,7 +1,7 @@
-"""One session of drafter training by a fixed set of ranks: answer the plan, form a group, broadcast, train, leave together.
+"""One session of drafter training by fixed ranks: rendezvous, group, broadcast, train, leave.
 
 spot_trainer.py creates it on every rank that the newest plan lists. Two rules prevent deadlocks:
-- A member leaves only on flags that were reduced with the gradients, never on what it reads from the store itself.
+- A member leaves only on flags that were reduced with the gradients, never on its own reads.
 - A group is formed only after every member has answered the plan.
 """
 
@@ -48,7 +48,7 @@ class StateVersion:
 
 
 def version_of(trainer: DrafterTrainer) -> StateVersion:
-    """Return the version of the trainer's state. Only equal states give equal versions, except for 63-bit collisions."""
+    """Return the version of the trainer's state. Unequal states differ in it (63 bits)."""
     checksums = (checksum_tensor(name, t) for name, t in trainer.state_dict().items())
     return StateVersion(num_updates=trainer.num_updates, checksum=sum(checksums) % CHECKSUM_MODULUS)
 
@@ -76,10 +76,11 @@ class SessionRecord:
 
 
 class GroupPool:
-    """Private process groups of this rank, by member set. Keeps `max_kept` of them for later sessions of the same members.
+    """Private process groups of this rank, by member set. Keeps `max_kept` of them.
 
-    NCCL communicators are slow to create, so they are kept; a gloo group takes a millisecond. After a normal end a group
-    stays open until later groups replace it or `trim` runs: a peer may still read its last reduction.
+    NCCL communicators are slow to create, so they are kept; a gloo group takes a millisecond. After
+    a normal end a group stays open until later groups replace it or `trim` runs: a peer may still
+    read its last reduction.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class GroupPool:
             group.handle.close()
 
     def trim(self) -> None:
-        """Close all but the last `max_kept` groups, and remove the keys of all groups from the store.
+        """Close all but the last `max_kept` groups, and remove the keys of all from the store.
 
         Call it only when all sessions have ended on all ranks.
         """
@@ -185,7 +186,7 @@ class SpotSession:
         return self.phase_log.rank == self.members[0]
 
     def run(self) -> SessionEnd:
-        """Take part until the session ends. An error other than MemberLost is raised, after the group was closed."""
+        """Take part until the session ends. Errors other than MemberLost are raised."""
         try:
             self.record.end = self._run()
         except MemberLost as error:
@@ -216,9 +217,10 @@ class SpotSession:
         return self._train()
 
     def _rendezvous(self) -> tuple[int, str] | None:
-        """Answer the plan with this rank's drafter, and wait for the verdict: the first one in the log counts.
+        """Answer the plan, and wait for the verdict: the first one in the log counts.
 
-        Returns the rank with the newest drafter (or _LEVEL) and the name of the group. None: the session does not begin.
+        Returns the rank with the newest drafter (or _LEVEL) and the name of the group. None: the
+        session does not begin.
         """
         log_of_answers = self.phase_log.rendezvous_log(self.plan.epoch)
         own = version_of(self.trainer)
@@ -254,7 +256,7 @@ class SpotSession:
                 time.sleep(self.limits.poll_s)
 
     def _decide(self, answers: dict[int, list[str]]) -> tuple[int, str]:
-        """Return the leader's verdict: who sends its drafter to all, and the group. A kept group needs all members."""
+        """Return the leader's verdict: the rank that sends its drafter to all, and the group."""
         versions = {(num_updates, checksum) for num_updates, checksum, _ in answers.values()}
         newest = max(self.members, key=lambda rank: int(answers[rank][0]))
         names = {name for _, _, name in answers.values()}
@@ -290,7 +292,7 @@ class SpotSession:
                 time.sleep(_NO_DATA_WAIT_S)
 
     def _read_flags(self) -> Flags:
-        """Return the leader's flags of this step: whether the phase is over, and whether there is a newer plan."""
+        """Return the leader's flags: whether the phase is over, and whether a newer plan exists."""
         view = self.phase_log.read()
         plan = None
         if view.next_epoch == self.plan.epoch + 1:
@@ -302,10 +304,11 @@ class SpotSession:
 
 
 class StopWatch:
-    """Returns whether the last rollout has ended. Called during work that is abandoned in that case.
+    """Returns whether the last rollout has ended. Called during work that is then abandoned.
 
-    Every member of a session reads the store for itself, but leaves only on the reduced flags, which include its own. An
-    abandoned pass adds nothing to the gradient, and the step counts for the members that finished their passes.
+    Every member of a session reads the store for itself, but leaves only on the reduced flags,
+    which include its own. An abandoned pass adds nothing to the gradient, and the step counts for
+    the members that finished their passes.
     """
 
     def __init__(self, phase_log: PhaseLog, watch_s: float) -> None:
@@ -320,7 +323,7 @@ class StopWatch:
         if asked >= self._next_at and not self.is_over:
             self.is_over = self._phase_log.read().is_over
             now = time.monotonic()
-            # Training must not wait for a slow store. One slow read must not delay the next for long.
+            # Training must not wait for a slow store; one slow read must not delay the next much.
             self._read_s = min(now - asked, 2.0 * self._read_s)
             if self._watch_s:
                 self._next_at = now + max(self._watch_s, _WATCH_SHARE * self._read_s)

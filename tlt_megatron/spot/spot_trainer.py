@@ -1,8 +1,8 @@
-"""Trains the drafter on idle ranks, from the end of a rank's own rollouts to the end of the last rank's.
+"""Trains the drafter on idle ranks, until the end of the last rank's rollouts.
 
-lifecycle.py calls it in every RL step: `run_until_preempted` on each rank when its rollouts finish, and `sync_newest` on all
-ranks together at the phase boundary. Before the last rank finishes there is no collective of all ranks, and no rank waits
-for a rank that still generates.
+lifecycle.py calls it in every RL step: `run_until_preempted` on each rank when its rollouts finish,
+and `sync_newest` on all ranks together at the phase boundary. Before the last rank finishes there
+is no collective of all ranks, and no rank waits for a rank that still generates.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _KEPT_NCCL_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotReport:
-    """One rollout phase of one rank. A rank on another machine counts as finished when this rank reads it in the log."""
+    """One rollout phase of one rank."""
 
-    used_s: float  # inside training steps that were not abandoned, before the end of the last rank's rollouts
+    used_s: float  # in steps that were not abandoned, until the end of the last rollouts
     stall_s: float  # from the end of the last rollouts until this rank was free
     preempt_ms: float  # stall_s in ms if the rank was in a session at that time; else 0
     sessions: tuple[SessionRecord, ...]  # whose plans list this rank, broken sessions included
@@ -55,7 +55,7 @@ class SpotReport:
 
     @property
     def updates(self) -> tuple[DrafterStats, ...]:
-        """Return the drafter updates of this rank's sessions. Losses and acceptance are from before each update."""
+        """Drafter updates of this rank's sessions. Losses and acceptance are of before each."""
         return tuple(s for session in self.sessions for s in session.stats if not s.is_skipped)
 
     def metrics(self) -> dict[str, float]:
@@ -77,7 +77,7 @@ class SpotReport:
 
 
 def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine `SpotReport.metrics` of all ranks. An update counts once, although every member of its session made it."""
+    """Combine `SpotReport.metrics` of all ranks. An update of several members counts once."""
     merged = dict(max(ranks, key=lambda rank: rank["spot/updates"]))
     merged["bubble/used_s"] = sum(rank["bubble/used_s"] for rank in ranks)
     for name in ("bubble/stall_s", "spot/epochs", "spot/broken", "spot/preempt_ms"):
@@ -86,7 +86,7 @@ def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class SpotTrainer:
-    """Runs the sessions of this rank for the whole run. All ranks create one, with the same layout, section and limits."""
+    """Runs the sessions of this rank. All ranks create one, with the same layout and section."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class SpotTrainer:
         measure_candidate: Callable[[StopWatch], None] | None = None,
         offer_live: Callable[[StopWatch], None] = lambda watch: None,
     ) -> None:
-        """`measure_candidate` is called once per phase, before training, on each rank that is not the last to finish.
+        """Each rank that is not the last to finish calls `measure_candidate` once, before training.
 
-        `offer_live` is called by the leader of a session after each drafter update. Both get a StopWatch: when it returns
-        True, the last rollout has ended and they must return.
+        `offer_live` is called by the leader of a session after each drafter update. Both get a
+        StopWatch: when it returns True, the last rollout has ended and they must return.
         """
         self.trainer = trainer
         self.source = source
@@ -136,10 +136,10 @@ class SpotTrainer:
             )
 
     def run_until_preempted(self, step: int) -> SpotReport:
-        """Train from the end of this rank's rollouts of RL step `step` to the end of the last rank's.
+        """Train from the end of this rank's rollouts of `step` to the end of the last rank's.
 
-        RuntimeError names the ranks that do not finish within `phase_timeout_s` after the first, or rank 0 if its store does
-        not answer. The loss of another rank only ends its session.
+        RuntimeError names the ranks that do not finish within `phase_timeout_s` after the first, or
+        rank 0 if its store does not answer. The loss of another rank only ends its session.
         """
         ranks = self.ranks
         phase_log = PhaseLog(ranks, step)
@@ -180,16 +180,17 @@ class SpotTrainer:
             return self._report(phase_log, records)
 
     def sync_newest(self, world: Group) -> StateVersion:
-        """Give every rank the drafter with the most updates, optimizer state included. A collective of all ranks.
+        """Give all ranks the drafter with the most updates, and its optimizer. A collective.
 
-        Call it after every phase: the next phase starts from this drafter, and this call also cleans up the store. After the
-        first call, only sessions may change the trainer's state. RuntimeError names ranks that end with another drafter.
+        Call it after every phase: the next phase starts from this drafter, and this call also
+        cleans up the store. After the first call, only sessions may change the trainer's state.
+        RuntimeError names ranks that end with another drafter.
         """
         counts = gather_objects(self.trainer.num_updates, world)
         source = counts.index(max(counts))
         is_level = self._level is not None and set(counts) == {self._level.num_updates}
         if not is_level:
-            # Broadcast first, then compute the checksum on all ranks at once, so that no rank waits for the sender's.
+            # The checksum comes after the broadcast, on all ranks at once.
             self.trainer.group = world
             try:
                 self.trainer.broadcast_state(source)
@@ -209,7 +210,7 @@ class SpotTrainer:
     def _await_plan(
         self, phase_log: PhaseLog, coordinator: Coordinator, records: list[SessionRecord]
     ) -> Plan | None:
-        """Wait until a new plan lists this rank, and propose one if the rules allow. Returns None when the phase is over."""
+        """Wait until a new plan lists this rank, or propose one. None: the phase is over."""
         newest_epoch = records[-1].epoch if records else 0
         num_broken = sum(_is_broken(record) for record in records)
         started = time.monotonic()
@@ -231,7 +232,7 @@ class SpotTrainer:
                 if proposal is not None:
                     phase_log.propose(proposal)
                     continue
-                # Waits at most 1 % longer, and polls less often: the rank that hosts the store may still generate.
+                # Poll less often with time: the rank that hosts the store may still generate.
                 pause_s = max(self.limits.poll_s, 0.01 * (now - started))
                 time.sleep(min(pause_s, 5 * self.limits.poll_s))
 
@@ -248,7 +249,7 @@ class SpotTrainer:
         )
 
     def _clean_up(self, world: Group) -> None:
-        """Remove past phases from the store. All ranks have left them for a world collective, so no rank reads them."""
+        """Remove past phases from the store. All ranks have left them for a world collective."""
         self._groups.trim()
         if world.is_first:
             for phase_log in self._left_phases:

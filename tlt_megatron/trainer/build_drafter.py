@@ -1,4 +1,4 @@
-"""Builds speculation and the drafter's training from the settings. Called by build.py once the engine holds a policy."""
+"""Builds speculation and the drafter's training from the settings. Called by build.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 
 
 def drafter_tap_layers(config: RunConfig, target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers whose states an EAGLE-3 drafter reads; () for other drafters, or without one."""
+    """Return the layers whose states an EAGLE-3 drafter reads; () for other drafters."""
     if not config.speculation.enabled or not config.speculation.is_learned:
         return ()
     if config.speculation.drafter:
@@ -54,8 +54,8 @@ def attach_drafter(
 ) -> DrafterLifecycle | None:
     """Return the drafter's training, or None without spot training. A collective of all ranks.
 
-    The engine must hold the policy, because drafter and policy are compared. ValueError for a drafter of another policy. If
-    `check_ranks` raises RanksLost, idle ranks stop their work.
+    The engine must hold the policy, because drafter and policy are compared. ValueError for a
+    drafter of another policy. If `check_ranks` raises RanksLost, idle ranks stop their work.
     """
     if not config.spot.enabled:
         return None
@@ -91,7 +91,7 @@ def attach_drafter(
 def _make_drafter(
     config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
 ) -> DraftModel:
-    """Load the drafter at `speculation.drafter`, or make one with random weights, the same on every rank."""
+    """Load the drafter at `speculation.drafter`, or make the same random one on every rank."""
     if config.speculation.drafter:
         return load_drafter(
             config.speculation.drafter, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD
