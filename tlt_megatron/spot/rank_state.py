@@ -78,7 +78,7 @@ class SharedLog:
         except dist.DistError as error:
             raise _store_lost(error) from error
 
-    def read(self) -> list[list[str]]:
+    def read_lines(self) -> list[list[str]]:
         """Return the lines since the last call, with one store operation. `append` comes first."""
         try:
             text = self._store.get(self.key)
@@ -101,7 +101,14 @@ def _store_lost(error: dist.DistError) -> RuntimeError:
 
 
 class PhaseView:
-    """The state that a log describes. Equal lines give equal views, except for times."""
+    """The state that the lines of a log describe. Equal lines give equal views, except for times.
+
+    finished RANK MACHINE TIME    its rollouts have finished
+    ready RANK                    it can join a session from now on
+    plan EPOCH UPDATES REPLICA..  a session; UPDATES: see `Plan.base_updates`
+    left RANK EPOCH               it has left this session, and can join another
+    closed                        no more sessions in this phase
+    """
 
     def __init__(self, layout: ReplicaLayout, machine: str = "") -> None:
         self.layout = layout
@@ -115,22 +122,27 @@ class PhaseView:
 
     def apply(self, words: list[str], now: float) -> None:
         """Apply one line, first read at `now`."""
-        kind, *rest = words
-        if kind == "finished":
-            finished_at = float(rest[2]) if rest[1] == self.machine else now
-            self.finished.setdefault(int(rest[0]), finished_at)
-        elif kind == "ready":
-            self.ready.add(int(rest[0]))
-        elif kind == "plan":
-            epoch, base_updates, *replicas = map(int, rest)
-            if epoch == self.next_epoch:  # else another plan was first
-                self.plan = Plan(epoch=epoch, replicas=tuple(replicas), base_updates=base_updates)
-                self._listed.update(dict.fromkeys(self.members(), epoch))
-        elif kind == "left":
-            self._left[int(rest[0])] = max(int(rest[1]), self._left.get(int(rest[0]), 0))
-        else:
-            assert kind == "closed", words
-            self.is_closed = True
+        match words:
+            case ["finished", rank, machine, finished_at]:
+                is_near = machine == self.machine
+                self.finished.setdefault(int(rank), float(finished_at) if is_near else now)
+            case ["ready", rank]:
+                self.ready.add(int(rank))
+            case ["plan", epoch, updates, *replicas] if int(epoch) == self.next_epoch:
+                self.plan = Plan(
+                    epoch=int(epoch),
+                    replicas=tuple(map(int, replicas)),
+                    base_updates=int(updates),
+                )
+                self._listed.update(dict.fromkeys(self.members(), self.plan.epoch))
+            case ["plan", *_]:
+                pass  # another plan was first
+            case ["left", rank, epoch]:
+                self._left[int(rank)] = max(int(epoch), self._left.get(int(rank), 0))
+            case ["closed"]:
+                self.is_closed = True
+            case _:
+                raise AssertionError(words)
 
     @property
     def next_epoch(self) -> int:
@@ -189,35 +201,23 @@ class PhaseView:
             )
 
 
-class PhaseLog:
+class PhaseLog(SharedLog):
     """One rank's access to the log of one RL step's rollout phase."""
 
     def __init__(self, ranks: SpotRanks, step: int) -> None:
+        super().__init__(ranks.store, f"{step}/log")
         self.step = step
         self.rank = ranks.rank
         self.view = PhaseView(ranks.layout, machine_id())
         self._ranks = ranks
-        self._log = SharedLog(ranks.store, f"{step}/log")
 
     def announce_finished(self) -> None:
         """Announce that this rank's rollouts have finished."""
-        self._log.append("finished", self.rank, self.view.machine, repr(time.monotonic()))
-
-    def announce_ready(self) -> None:
-        """Announce that this rank can join a session from now on."""
-        self._log.append("ready", self.rank)
-
-    def announce_left(self, epoch: int) -> None:
-        """Announce that this rank has left session `epoch` and can join another."""
-        self._log.append("left", self.rank, epoch)
+        self.append("finished", self.rank, self.view.machine, repr(time.monotonic()))
 
     def propose(self, plan: Plan) -> None:
         """Append a plan. The next `read` shows whether it was the first for its epoch."""
-        self._log.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
-
-    def close(self) -> None:
-        """Announce that no more sessions may run in this phase."""
-        self._log.append("closed")
+        self.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
 
     def read(self) -> PhaseView:
         """Return the view of all lines so far. Call `announce_finished` first.
@@ -225,7 +225,7 @@ class PhaseLog:
         RuntimeError names lost ranks, and ranks that still generate after the deadline.
         """
         self._ranks.check_ranks()
-        lines = self._log.read()
+        lines = self.read_lines()
         now = time.monotonic()
         for words in lines:
             self.view.apply(words, now)
@@ -240,4 +240,4 @@ class PhaseLog:
         """Remove the phase from the store. For one rank, after all ranks have left the phase."""
         for epoch in range(1, self.read().next_epoch):
             self.rendezvous_log(epoch).delete()
-        self._log.delete()
+        self.delete()

@@ -229,7 +229,7 @@ class SpotSession:
         deadline = time.monotonic() + self.limits.member_timeout_s
         answers: dict[int, list[str]] = {}  # rank -> updates, checksum, name of the kept group
         while True:
-            for kind, *words in log_of_answers.read():
+            for kind, *words in log_of_answers.read_lines():
                 if kind == "here":
                     answers[int(words[0])] = words[1:]
                 elif kind == "go":
@@ -284,7 +284,7 @@ class SpotSession:
                 self.after_update(watch)
             num_done = stats.num_updates - self.plan.base_updates
             if 0 < self.limits.max_updates <= num_done:
-                self.phase_log.close()  # every member closes before it continues
+                self.phase_log.append("closed")  # every member closes before it continues
                 return SessionEnd.FULL
             if is_replaced:
                 return SessionEnd.REPLACED

@@ -149,7 +149,7 @@ class SpotTrainer:
         if self._measure_candidate is not None and not watch():
             with self.timeline.span("IDLE", step=step):
                 self._measure_candidate(watch)
-        phase_log.announce_ready()
+        phase_log.append("ready", ranks.rank)
         coordinator = Coordinator(
             ranks.layout,
             ranks.rank,
@@ -225,7 +225,7 @@ class SpotTrainer:
                     return plan
                 if not view.has_left(self.ranks.rank) and num_broken < _MAX_BROKEN_SESSIONS:
                     # The session that listed this rank goes on without it, or has ended.
-                    phase_log.announce_left(listed)
+                    phase_log.append("left", self.ranks.rank, listed)
                     continue
                 now = time.monotonic()
                 proposal = coordinator.plan_start(view, now, self.trainer.num_updates)

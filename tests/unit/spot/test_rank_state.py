@@ -127,11 +127,11 @@ def test_log_gives_each_line_once() -> None:
     mine, other = (SharedLog(store, "log") for _ in range(2))
     mine.append("a", 1)
     other.append("b", 2)
-    assert mine.read() == [["a", "1"], ["b", "2"]]
-    assert mine.read() == []
+    assert mine.read_lines() == [["a", "1"], ["b", "2"]]
+    assert mine.read_lines() == []
     mine.append("c")
-    assert mine.read() == [["c"]]
-    assert other.read() == [["a", "1"], ["b", "2"], ["c"]]
+    assert mine.read_lines() == [["c"]]
+    assert other.read_lines() == [["a", "1"], ["b", "2"], ["c"]]
 
 
 def test_ranks_that_read_at_different_times_agree() -> None:
@@ -141,7 +141,7 @@ def test_ranks_that_read_at_different_times_agree() -> None:
     logs = [phase_log(store, step=5, rank=rank) for rank in range(4)]
     for log in logs:
         log.announce_finished()
-        log.announce_ready()
+        log.append("ready", log.rank)
     for _ in range(60):
         log = rng.choice(logs)
         view = log.read()
@@ -150,7 +150,7 @@ def test_ranks_that_read_at_different_times_agree() -> None:
             replicas = tuple(rng.sample(range(4), rng.randint(1, 4)))
             log.propose(Plan(epoch=view.next_epoch, replicas=replicas, base_updates=3))
         elif move == 1:
-            log.announce_left(view.listed_in(log.rank))
+            log.append("left", log.rank, view.listed_in(log.rank))
     views = [log.read() for log in logs]
     late = phase_log(store, step=5, rank=0).read()
     for view in views:
