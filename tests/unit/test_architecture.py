@@ -250,9 +250,6 @@ PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
         "tlt_megatron/rewards/workers.py": "a method that replaces a worker",
         "tlt_megatron/speculation/ngram.py": "a dataclass",
         "tlt_megatron/speculation/step_cost.py": "a method that forgets",
-        "tlt_megatron/spot/publisher.py": "a method that restores a level",
-        "tlt_megatron/spot/session.py": "the group as an argument of a step",
-        "tlt_megatron/spot/spot_trainer.py": "the group as an argument of a step",
         "tlt_megatron/trainer/loop.py": "a method",
     },
     check_language: {

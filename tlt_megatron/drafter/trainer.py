@@ -136,6 +136,15 @@ class DrafterTrainer:
         """Return the most rows of a batch (`drafter.batch_tokens`)."""
         return self._section.batch_tokens
 
+    @contextmanager
+    def in_group(self, group: Group) -> Iterator[None]:
+        """Make the body's steps and broadcasts collectives of `group`."""
+        own, self.group = self.group, group
+        try:
+            yield
+        finally:
+            self.group = own
+
     def step(
         self,
         batch: DraftBatch | None,

@@ -90,8 +90,8 @@ class _Level:
     The share applies to accept length - 1: even random drafts reach 1.0.
     """
 
-    def __init__(self) -> None:
-        self.value = math.nan  # accept length; nan before the first observation
+    def __init__(self, value: float = math.nan) -> None:
+        self.value = value  # accept length; nan before the first observation
 
     def observe(self, accept_length: float) -> bool:
         """Add one accept length. Returns whether it is a collapse."""
@@ -272,8 +272,8 @@ class DrafterPublisher:
         self.num_refused = int(record["num_refused"])
         self.alarm = str(record["alarm"])
         self._num_quiet = int(record.get("num_quiet", 0))  # older checkpoints have none
-        self._live.value = _from_json(record["live_level"]["value"])
-        self._holdout.value = _from_json(record["holdout_level"]["value"])
+        self._live = _Level(_from_json(record["live_level"]["value"]))
+        self._holdout = _Level(_from_json(record["holdout_level"]["value"]))
 
 
 def _is_finite(tensor: Tensor) -> bool:

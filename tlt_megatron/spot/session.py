@@ -200,7 +200,6 @@ class SpotSession:
             )
             self.record.end = SessionEnd.LOST
         finally:
-            self.trainer.group = SINGLE
             if self.record.end in (None, SessionEnd.LOST):
                 self.groups.drop(self.members)
         return self.record.end
@@ -211,10 +210,10 @@ class SpotSession:
             return SessionEnd.CANCELLED
         source, group_name = verdict
         group = self.groups.obtain(self.members, group_name)
-        self.trainer.group = group
-        if source != _LEVEL:
-            self.trainer.broadcast_state(group.global_ranks.index(source))
-        return self._train()
+        with self.trainer.in_group(group):
+            if source != _LEVEL:
+                self.trainer.broadcast_state(group.global_ranks.index(source))
+            return self._train()
 
     def _rendezvous(self) -> tuple[int, str] | None:
         """Answer the plan, and wait for the verdict: the first one in the log counts.

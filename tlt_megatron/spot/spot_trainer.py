@@ -16,7 +16,7 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
 from tlt_megatron.runtime.collectives import gather_objects
-from tlt_megatron.runtime.process_groups import SINGLE, Group
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.coordinator import Coordinator
 from tlt_megatron.spot.rank_state import PhaseLog, Plan, SpotRanks
@@ -191,11 +191,8 @@ class SpotTrainer:
         is_level = self._level is not None and set(counts) == {self._level.num_updates}
         if not is_level:
             # The checksum comes after the broadcast, on all ranks at once.
-            self.trainer.group = world
-            try:
+            with self.trainer.in_group(world):
                 self.trainer.broadcast_state(source)
-            finally:
-                self.trainer.group = SINGLE
             held = gather_objects(version_of(self.trainer), world)
             strays = [rank for rank, version in enumerate(held) if version != held[source]]
             if strays:
