@@ -268,7 +268,6 @@ PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
         "tlt_megatron/speculation/cost_model.py": "split",
         "tools/make_tiny_policy.py": "split",
         "tests/distributed/test_mcore_parity.py": "split",
-        "tests/unit/drafter/test_data_buffer.py": "split",
         "tests/unit/tools/test_report.py": "split",
         "tests/unit/rewards/test_reward_workers.py": "split",
     },

@@ -1,0 +1,52 @@
+"""Sequences of drafter data that carry their name in tokens and states, and what a buffer holds of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tlt_megatron.config.schema import SpotSection
+from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
+
+HIDDEN_SIZE = 4
+ALL = {"holdout_share": 0.0}  # nothing is held out
+
+
+def make_sequence(name: int, num_tokens: int, *, loss_start: int = 2) -> DraftSequence:
+    """Tokens [name, 1, 2, ..]; the state at token t is (name, t, 0, 0)."""
+    features = torch.zeros(num_tokens, HIDDEN_SIZE)
+    features[:, 0], features[:, 1] = name, torch.arange(num_tokens)
+    token_ids = torch.arange(num_tokens)
+    token_ids[0] = name
+    return DraftSequence(token_ids=token_ids, features=features, loss_start=loss_start)
+
+
+def bytes_of(num_tokens: int) -> int:
+    """Of what is kept: int64 tokens and float32 states at all but the last."""
+    return 8 * num_tokens + 4 * HIDDEN_SIZE * (num_tokens - 1)
+
+
+def names_in(batch: DraftBatch | None) -> list[int]:
+    """The names of the sequences of a batch, in order."""
+    assert batch is not None
+    starts = torch.tensor([0, *batch.lengths[:-1]]).cumsum(0)
+    return batch.features[starts, 0].int().tolist()
+
+
+def names_kept(buffer: DataBuffer) -> set[int]:
+    return {int(t[0]) for n, t in buffer.state_dict()["tensors"].items() if n.endswith("token_ids")}
+
+
+def make_buffer(**settings: Any) -> DataBuffer:
+    return DataBuffer(SpotSection(**settings))
+
+
+def fill(buffer: DataBuffer, step: int, lengths: dict[int, int]) -> None:
+    for name, num_tokens in lengths.items():
+        buffer.add(make_sequence(name, num_tokens), step)
+
+
+def num_tail(buffer: DataBuffer) -> int:
+    return sum(buffer._is_tail(sample) for sample in buffer._samples.values())
