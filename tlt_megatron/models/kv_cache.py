@@ -31,7 +31,7 @@ class PromptKv:
 class SequenceKv:
     """The pages of one sequence: the shared prompt's, then its own for the response.
 
-    In lanes (see `tree_attention.LaneView`) `prompt` is None, and `pages` holds prompt and response together.
+    In lanes (see `attention.lanes.LaneView`) `prompt` is None, and `pages` holds prompt and response together.
     """
 
     prompt: PromptKv | None
@@ -52,14 +52,13 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         num_draft_layers: int = 0,
-        keeps_features: bool = False,
-        tap_layers: tuple[int, ...] = (),
+        tap_layers: tuple[int, ...] | None = None,
         has_scratch: bool = False,
     ) -> None:
         """Allocate the pool.
 
-        `num_draft_layers` adds layers after the target's, for a drafter with the same heads. With `keeps_features` a slot
-        also holds the drafter's inputs: its token, the target's last state, and the states after `tap_layers`.
+        `num_draft_layers` adds layers after the target's, for a drafter with the same heads. Unless `tap_layers` is None,
+        a slot also holds the drafter's inputs: its token, the target's last state, and the states after these layers.
         `has_scratch` adds a page after all others. It is never given out; padded passes write to it.
         """
         self.num_pages = num_pages
@@ -69,19 +68,19 @@ class KvCache:
         self.device = device
         self.scratch_slot = num_pages * page_size
         num_slots = (num_pages + has_scratch) * page_size
-        # Zeros, not empty: a masked position still adds 0 * value, which must not be 0 * nan.
         num_layers = config.num_layers + num_draft_layers
         shape = num_layers, 2 * config.num_kv_heads, num_slots, config.head_dim
+        # Zeros, not empty: a masked position still adds 0 * value, which must not be 0 * nan.
         self.kv_LKTH = torch.zeros(shape, dtype=dtype, device=device)
         self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
         self.layers = list(self.kv_LKTH.unbind(0))
-        self.has_features = keeps_features
-        self.tap_layers = tap_layers
-        kept = num_slots if keeps_features else 0
-        feature_size = config.hidden_size * (1 + len(tap_layers))
+        self.has_features = tap_layers is not None
+        self.tap_layers = tap_layers or ()
+        kept = num_slots if self.has_features else 0
+        feature_size = config.hidden_size * (1 + len(self.tap_layers))
         self.features_TD = torch.zeros(kept, feature_size, dtype=dtype, device=device)
         # One more slot: the token after the last lane's last position is written, but never read.
-        self.token_ids_T = torch.zeros(kept + keeps_features, dtype=torch.int64, device=device)
+        self.token_ids_T = torch.zeros(kept + self.has_features, dtype=torch.int64, device=device)
         self._paged_bias = self.bias_T.view(-1, page_size)
         self.reset()
 
@@ -199,7 +198,7 @@ class KvCache:
         self.bias_T.index_fill_(0, slots_P, 0.0)
 
     def keep_features(self, slots_P: Tensor, features_PD: Tensor, token_ids_P: Tensor) -> None:
-        """Store the drafter's inputs of packed tokens, if the pool has `keeps_features`."""
+        """Store the drafter's inputs of packed tokens, if the pool has them."""
         if self.has_features:
             self.features_TD.index_copy_(0, slots_P, features_PD)
             self.token_ids_T.index_copy_(0, slots_P, token_ids_P)

@@ -212,7 +212,7 @@ def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
         dtype=torch.float64,
         device=torch.device("cpu"),
         num_draft_layers=1,
-        keeps_features=True,
+        tap_layers=(),
         has_scratch=True,
     )
     assert plan.kv_bytes == cache.num_bytes()

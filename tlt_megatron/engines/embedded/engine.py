@@ -336,8 +336,7 @@ class EmbeddedEngine:
                 dtype=self._dtype,
                 device=self._device.torch_device,
                 num_draft_layers=0 if self._speculation is None else 1,
-                keeps_features=keeps_features,
-                tap_layers=self._tap_layers if keeps_features else (),
+                tap_layers=self._tap_layers if keeps_features else None,
                 has_scratch=self.has_graphs,
             )
         self._cache.reset()
