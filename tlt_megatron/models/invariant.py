@@ -1,7 +1,7 @@
 """Arithmetic for `rollout.batch_invariant`: the bits of a row do not depend on the other rows of its pass.
 
 The engine makes it for `Transformer`. A kernel may add in another order for another number of rows. So matrix products use
-row tiles of fixed sizes, and attention is cut at fixed positions (`invariant_attention`). All other operations round each
+row tiles of fixed sizes, and attention is cut at fixed positions (`attention/invariant.py`). All other operations round each
 element once, independent of vector length and remainder loops. No specification says that a row's result is the same at
 every place of a tile, or in tiles of two sizes. Both are checked on this machine when the model is made.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.attention.invariant import (
-    InvariantLaneAttention,
     InvariantPrefillAttention,
     check_attention,
+    invariant_lanes,
     invariant_paged,
 )
 from tlt_megatron.models.config import ModelConfig
@@ -49,7 +49,7 @@ def invariant_arithmetic(
         gate=gate_silu,
         prefill=InvariantPrefillAttention,
         paged=invariant_paged,
-        lanes=InvariantLaneAttention,
+        lanes=invariant_lanes,
         aligns_pages=True,
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_with_lse
+from tlt_megatron.models.attention.kernels import attend_with_lse, wide_dtype
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.attention.paged import PagedAttention, PrefillSegment
 from tlt_megatron.models.config import ModelConfig
@@ -98,32 +98,29 @@ def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tupl
 class _Blocks:
     """Attention of R queries at `positions_BR` over the first M blocks of each of B sequences, for all layers of a pass."""
 
-    def __init__(self, cache: KvCache, positions_BR: Tensor) -> None:
+    def __init__(self, cache: KvCache, positions_BR: Tensor, num_blocks: int = 0) -> None:
+        """`num_blocks` of 0 takes all blocks that a query sees."""
         self._num_kv_heads = cache.num_kv_heads
-        self.num_blocks = int(positions_BR.max()) // cache.page_size + 1
+        self.num_blocks = num_blocks or int(positions_BR.max()) // cache.page_size + 1
         positions_BR = positions_BR.repeat_interleave(cache.num_heads_per_kv, dim=1)
         bias = block_bias(positions_BR, self.num_blocks, cache.page_size, cache.bias_T.dtype)
         self._bias_BMRS, is_hidden_BMR = bias
         self._is_hidden = is_hidden_BMR.unsqueeze(2)
 
-    def attend(
-        self, query_PNH: Tensor, kv_KBMSH: Tensor, layer: int = 0, paths: _Paths | None = None
-    ) -> Tensor:
-        """Return [P, N*H]. The parts of `paths` replace those over the same blocks in `kv_KBMSH`."""
+    def parts(self, query_PNH: Tensor, kv_KBMSH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out [B, M, K, R, H] and lse of every block. R counts all queries of a kv head."""
         num_rows, num_kv_heads = self._bias_BMRS.shape[0], self._num_kv_heads
-        num_tokens, num_heads, head_dim = query_PNH.shape
-        # [B, R, K, heads per kv head, H]
-        query = query_PNH.view(num_rows, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        query_BKRH = query.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
-        parts = attend_rows(query_BKRH, kv_KBMSH, self._bias_BMRS)
-        if paths is not None:
-            shape = query.shape[1], query.shape[3]
-            for all_parts, own in zip(parts, paths.attend(layer, query), strict=True):
-                all_parts.unflatten(3, shape).movedim(3, 1).index_put_(paths.places, own)
-        out, lse = parts
-        out = merge_blocks(out, lse.masked_fill(self._is_hidden, -torch.inf))
-        out = out.view(num_rows, num_kv_heads, query.shape[1], -1, head_dim).transpose(1, 2)
-        return out.reshape(num_tokens, -1)
+        query = query_PNH.unflatten(1, (num_kv_heads, -1)).unflatten(0, (num_rows, -1))
+        query_BKRH = query.transpose(1, 2).flatten(2, 3)
+        out, lse = attend_rows(query_BKRH, kv_KBMSH, self._bias_BMRS)
+        return out, lse.masked_fill(self._is_hidden, -torch.inf)
+
+    def attend(self, query_PNH: Tensor, kv_KBMSH: Tensor) -> Tensor:
+        """Return [P, N*H]."""
+        merged_BKRH = merge_blocks(*self.parts(query_PNH, kv_KBMSH))
+        num_queries = query_PNH.shape[0] // merged_BKRH.shape[0]
+        out = merged_BKRH.unflatten(2, (num_queries, -1)).transpose(1, 2)
+        return out.reshape(query_PNH.shape[0], -1)
 
 
 class InvariantPrefillAttention:
@@ -163,65 +160,100 @@ def invariant_paged(cache: KvCache) -> PagedAttention:
     return PagedAttention(cache, attend=attend_block, merge=merge_blocks)
 
 
-class InvariantLaneAttention:
+def invariant_lanes(
+    view: LaneView, slots_P: Tensor, bias_BRS: Tensor
+) -> _ChainAttention | _TreeAttention:
     """See `lanes.LaneTreeAttention`. Compares slots with positions on the host, which is free on a CPU."""
+    is_seen_BRS = bias_BRS == 0
+    positions_BR = is_seen_BRS.sum(dim=2) - 1
+    places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
+    if torch.equal(places_BR, positions_BR):
+        return _ChainAttention(view, slots_P, positions_BR)
+    return _TreeAttention(view, slots_P, places_BR[:, :1], positions_BR, is_seen_BRS)
 
-    def __init__(self, view: LaneView, slots_P: Tensor, bias_BRS: Tensor) -> None:
-        """The visible slots of a query must be in position order: parents before children."""
+
+class _ChainAttention:
+    """Attention of queries whose slots are already those of the committed sequence."""
+
+    def __init__(self, view: LaneView, slots_P: Tensor, positions_BR: Tensor) -> None:
         self._view = view
         self._slots_P = slots_P
-        is_seen_BRS = bias_BRS == 0
-        positions_BR = is_seen_BRS.sum(dim=2) - 1
         self._blocks = _Blocks(view.cache, positions_BR)
-        places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
-        self._paths = None  # the queries of a chain read their lane in place
-        if not torch.equal(places_BR, positions_BR):
-            self._paths = _Paths(view, places_BR[:, :1], positions_BR, is_seen_BRS)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """See `Attention`."""
-        view, blocks = self._view, self._blocks
-        view.cache.write(layer, self._slots_P, kv_PKH)
-        kv_KBMSH = view.blocks(layer, blocks.num_blocks)
-        return blocks.attend(query_PNH, kv_KBMSH, layer, self._paths)
+        self._view.cache.write(layer, self._slots_P, kv_PKH)
+        kv_KBMSH = self._view.blocks(layer, self._blocks.num_blocks)
+        return self._blocks.attend(query_PNH, kv_KBMSH)
 
 
-class _Paths:
-    """Attention of tree nodes from the root's block on, where nodes are not in position order.
+class _TreeAttention:
+    """Attention of tree nodes.
 
-    Each query reads a copy that holds its own path in position order, as the lane will once the path is committed. X counts
-    all pairs of a query and a block copied for it.
+    A query reads the blocks before the root's block in place. From the root's block on, it reads a copy that holds its own
+    path in position order, as the lane will once the path is committed. X counts all pairs of a query and a block copied for
+    it, as indices into the parts of all queries.
     """
 
     def __init__(
-        self, view: LaneView, roots_B1: Tensor, positions_BR: Tensor, is_seen_BRS: Tensor
+        self,
+        view: LaneView,
+        slots_P: Tensor,
+        roots_B1: Tensor,
+        positions_BR: Tensor,
+        is_seen_BRS: Tensor,
     ) -> None:
-        self._cache = view.cache
-        block, dtype = view.cache.page_size, view.cache.bias_T.dtype
-        blocks_M = torch.arange(int(positions_BR.max()) // block + 1, device=roots_B1.device)
-        is_own_BRM = (blocks_M >= (roots_B1 // block).unsqueeze(2)) & (
-            blocks_M <= (positions_BR // block).unsqueeze(2)
-        )
-        rows_X, queries_X, blocks_X = self.places = is_own_BRM.nonzero(as_tuple=True)
-        positions_XS = blocks_X.unsqueeze(1) * block + torch.arange(block, device=blocks_X.device)
+        """`roots_B1` are positions. The visible slots of a query must be in position order: parents before children."""
+        self._view = view
+        self._slots_P = slots_P
+        cache, block, (num_rows, num_queries) = view.cache, view.cache.page_size, positions_BR.shape
+        first_B1, last_BR = roots_B1 // block, positions_BR // block
+        num_before, num_blocks = int(first_B1.max()), int(last_BR.max()) + 1
+        self._before = _Blocks(cache, positions_BR, num_before) if num_before else None
+        blocks_M = torch.arange(num_blocks, device=cache.device)
+        is_hidden_BRM = blocks_M > last_BR.unsqueeze(2)
+        is_copied_BRM = (blocks_M >= first_B1.unsqueeze(2)) & ~is_hidden_BRM
+        self._is_hidden_PM = is_hidden_BRM.flatten(0, 1)[..., None, None]
+        self._parts_X = is_copied_BRM.view(-1).nonzero().squeeze(1)
+        self._queries_X = self._parts_X // num_blocks
+        starts_X1 = (self._parts_X % num_blocks * block).unsqueeze(1)
+        positions_XS = starts_X1 + torch.arange(block, device=cache.device)
         # The key at position p is the (p + 1)-th that the query sees.
-        num_seen_XS = is_seen_BRS.cumsum(dim=2)[rows_X, queries_X]
-        keys_XS = torch.searchsorted(num_seen_XS, positions_XS + 1)
-        keys_XS.clamp_(max=is_seen_BRS.shape[2] - 1)
-        self._slots = (keys_XS + view.starts_B[rows_X].unsqueeze(1)).view(-1)
-        is_masked_XS = positions_XS > positions_BR[rows_X, queries_X].unsqueeze(1)
-        bias_XS = torch.zeros(is_masked_XS.shape, dtype=dtype, device=blocks_X.device)
+        num_seen_XS = is_seen_BRS.cumsum(dim=2).flatten(0, 1)[self._queries_X]
+        places_XS = torch.searchsorted(num_seen_XS, positions_XS + 1)
+        places_XS.clamp_(max=is_seen_BRS.shape[2] - 1)
+        lanes_X1 = view.starts_B[self._queries_X // num_queries].unsqueeze(1)
+        self._copied_slots = (places_XS + lanes_X1).view(-1)
+        is_masked_XS = positions_XS > positions_BR.view(-1)[self._queries_X].unsqueeze(1)
+        bias_XS = torch.zeros(is_masked_XS.shape, dtype=cache.bias_T.dtype, device=cache.device)
         self._bias = bias_XS.masked_fill_(is_masked_XS, -torch.inf)[:, None, None]
-        # All layers use one buffer: allocating it per layer would cost more than the computation.
-        kv = view.cache.layers[0]
-        self._copied = kv.new_empty(kv.shape[0], self._slots.numel(), kv.shape[2])
+        # All layers use these buffers: allocating them per layer would cost more than the computation.
+        kv = cache.layers[0]
+        shape = num_rows * num_queries, num_blocks, cache.num_kv_heads, cache.num_heads_per_kv
+        self._copied = kv.new_empty(kv.shape[0], self._copied_slots.numel(), kv.shape[2])
+        self._out_PM = kv.new_zeros(*shape, kv.shape[2])  # finite where nothing is written
+        self._lse_PM = kv.new_zeros(shape, dtype=wide_dtype(kv.dtype))
 
-    def attend(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out [X, K, heads per kv head, H] and lse for a query [B, R, K, heads per kv head, H]."""
-        cache = self._cache
-        torch.index_select(cache.layers[layer], 1, self._slots, out=self._copied)
-        kv = self._copied.unflatten(1, (-1, cache.page_size)).transpose(0, 1)
-        return attend_block(query[self.places[:2]], *kv.chunk(2, dim=1), self._bias)
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """See `Attention`."""
+        view, cache, all_parts = self._view, self._view.cache, (self._out_PM, self._lse_PM)
+        cache.write(layer, self._slots_P, kv_PKH)
+        if self._before is not None:
+            num_before = self._before.num_blocks
+            parts = self._before.parts(query_PNH, view.blocks(layer, num_before))
+            for target, part in zip(all_parts, parts, strict=True):
+                target = target.unflatten(0, (view.num_rows, -1))[:, :, :num_before]
+                target.copy_(part.unflatten(3, (target.shape[1], -1)).movedim(3, 1))
+        torch.index_select(cache.layers[layer], 1, self._copied_slots, out=self._copied)
+        key, value = (
+            self._copied.unflatten(1, (-1, cache.page_size)).transpose(0, 1).chunk(2, dim=1)
+        )
+        query = query_PNH.unflatten(1, (cache.num_kv_heads, -1)).index_select(0, self._queries_X)
+        parts = attend_block(query, key, value, self._bias)
+        for target, part in zip(all_parts, parts, strict=True):
+            target.flatten(0, 1).index_copy_(0, self._parts_X, part)
+        self._lse_PM.masked_fill_(self._is_hidden_PM, -torch.inf)
+        return merge_blocks(*all_parts).flatten(1)
 
 
 def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
