@@ -8,6 +8,7 @@ folded into the next matrices. EAGLE has no operation between fc and q, k, v, so
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,7 @@ class DraftInference:
     """Fused copies of a drafter's weights in the engine's dtype, which must be that of the target's head.
 
     `fuse`, `forward` and `logits` match those of DraftModel but are not differentiable. A draft begins with `fuse`, which
-    refreshes the copies if the drafter or the target has changed. It writes in place, so captured graphs stay valid. To draft
-    a chain or a tree, look up the rotation of all depths once and call `step`:
-    `hidden, head = draft.step(tokens, hidden, rotation, attention)`.
+    refreshes the copies if the drafter or the target has changed. It writes in place, so captured graphs stay valid.
     """
 
     def __init__(self, model: DraftModel, dtype: torch.dtype) -> None:
@@ -46,10 +45,7 @@ class DraftInference:
         self._rms = RmsNorm(c.rms_norm_eps, dtype, device)
         self._norm = torch.empty(c.hidden_size, dtype=dtype, device=device)
 
-        def matrix(num_out: int, num_in: int, *, has_bias: bool = False) -> Matrix:
-            return Matrix.empty(num_out, num_in, dtype, device, has_bias=has_bias)
-
-        d = c.hidden_size
+        matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
         width = self._head_start + self._num_fused * c.head_dim
         self._inputs = matrix(width, 2 * d, has_bias=not c.is_eagle3)
         self._output = matrix(d, c.num_heads * c.head_dim)
@@ -103,10 +99,6 @@ class DraftInference:
         if self._head is not None:
             self._head.refresh()
 
-    def num_bytes(self) -> int:
-        """Return the bytes of the fused copies and of the packed head."""
-        return self._norm.nbytes + sum(matrix.num_bytes for matrix in self._matrices)
-
     def tensors_read(self) -> list[Tensor]:
         """Return all tensors that `forward` reads besides its inputs and the KV. Captured graphs need fixed addresses."""
         tensors = [tensor for matrix in self._matrices for tensor in matrix.tensors()]
@@ -118,10 +110,6 @@ class DraftInference:
             self.rotary.table_SH2,
         ]
 
-    def rotation(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin) for `step`; slice both by depth. `rotary.reserve` must cover the positions."""
-        return self.rotary.lookup(position_ids_P)
-
     def fuse(self, features_PF: Tensor) -> Tensor:
         """See `DraftModel.fuse`. The features must have the engine's dtype."""
         if self._is_stale:
@@ -132,16 +120,6 @@ class DraftInference:
         self, token_ids_P: Tensor, hidden_PD: Tensor, position_ids_P: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """See `DraftModel.forward`."""
-        return self.step(token_ids_P, hidden_PD, self.rotation(position_ids_P), attention)
-
-    def step(
-        self,
-        token_ids_P: Tensor,
-        hidden_PD: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: Attention,
-    ) -> tuple[Tensor, Tensor]:
-        """Run `forward` with the result of `rotation`."""
         c, norm, start = self.config, self._rms, self._head_start
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
         inputs_P2D = torch.stack((embedded_PD, hidden_PD), dim=1)
@@ -149,7 +127,7 @@ class DraftInference:
         residual_PD = fused[:, :start] if start else hidden_PD
         heads = fused[:, start:] if start else fused
         heads_PAH = heads.view(-1, self._num_fused, c.head_dim)
-        apply_rope_(heads_PAH[:, : self._num_rotated], *rotation)
+        apply_rope_(heads_PAH[:, : self._num_rotated], *self.rotary.lookup(position_ids_P))
         context = attention.attend(0, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :])
         residual_PD = self._output(context, residual_PD)
         gate_PF, up_PF = self._gate_up(norm(residual_PD)).chunk(2, dim=-1)

@@ -46,7 +46,13 @@ class Matrix:
 
     @classmethod
     def empty(
-        cls, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, *, has_bias: bool
+        cls,
+        num_out: int,
+        num_in: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_bias: bool = False,
     ) -> Matrix:
         """Return a matrix that owns a zero weight, for `set`. Column-major, which is faster for one row."""
         bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
@@ -69,11 +75,6 @@ class Matrix:
     def tensors(self) -> list[Tensor]:
         """Return weight and bias, not copied."""
         return [self._weight] if self._bias is None else [self._weight, self._bias]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the weight and its packed copy."""
-        return self._weight.nbytes * (1 if self._packed is None else 2)
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Return [P, out] for x [P, in]. `addend` [P, out] is not changed."""

@@ -84,10 +84,7 @@ def test_steps_equal_the_definition(architecture: str, is_fused: bool) -> None:
     if is_fused:
         view = DraftInference(model, torch.float64)
         view.rotary.reserve(64)
-        fuse = view.fuse
-
-        def step(tokens, hidden, positions, kv):
-            return view.step(tokens, hidden, view.rotation(positions), kv)
+        step, fuse = view.forward, view.fuse
 
     with torch.no_grad():
         actual = draft(step, fuse, sequence, 5, 4)
@@ -115,7 +112,6 @@ def test_inference_follows_changed_weights_and_embedding(architecture: str) -> N
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(view.logits(actual[1]), model.logits(expected[1]))
     assert addresses == [t.data_ptr() for t in tensors_of(view)]
-    assert view.num_bytes() >= sum(p.nbytes for n, p in model.named_parameters() if "o_proj" in n)
 
 
 def test_only_a_draft_pays_for_changed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +144,7 @@ def test_bfloat16_inference_is_near_the_module(architecture: str) -> None:
     exact.rotary.reserve(8)
     view.rotary.reserve(8)
     with torch.no_grad():
-        rotation = view.rotation(positions)
-        _, head = view.step(tokens, view.fuse(features), rotation, GrowingKv())
+        _, head = view.forward(tokens, view.fuse(features), positions, GrowingKv())
         _, expected = exact(tokens, exact.fuse(features), positions, GrowingKv())
         logits, exact_logits = view.logits(head).double(), exact.logits(expected)
     assert (logits - exact_logits).abs().max() < 0.03 * exact_logits.abs().max()
