@@ -15,12 +15,15 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
-from tlt_megatron.engines.embedded.generation import Generation
+from tlt_megatron.engines.embedded.generation import (
+    Generation,
+    group_rollouts,
+    make_rollout,
+)
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.engines.embedded.prefill import features_of
-from tlt_megatron.engines.embedded.responses import group_rollouts, make_rollout
 from tlt_megatron.engines.embedded.scheduler import make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.arithmetic import PLAIN
@@ -164,7 +167,7 @@ class EmbeddedEngine:
     def suspend_drafter(self, is_suspended: bool) -> None:
         """See `RolloutEngine`."""
         if self._speculation is not None:
-            self._speculation.is_suspended = is_suspended
+            self._speculation.suspend_drafter(is_suspended)
 
     def pause_speculation(self, is_paused: bool) -> bool:
         """See `RolloutEngine`. A pause frees the memory of speculation."""

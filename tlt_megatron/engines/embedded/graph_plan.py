@@ -146,10 +146,6 @@ class GraphPlan:
             for length in self.lengths
         )
 
-    def max_batch_size(self, strategy: SpeculationStrategy) -> int:
-        """Return the largest batch that verifies `strategy` in a graph. Every strategy is planned for a batch of one."""
-        return max(size for size in self.batch_sizes if self._may_use(strategy, size))
-
     def find(
         self, role: Role, *, num_rows: int, batch_size: int, longest: int
     ) -> GraphKey | EagerReason:

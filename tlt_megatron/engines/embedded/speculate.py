@@ -71,7 +71,7 @@ class Speculation:
         self.ranking = ranking
         self.retriever = Retriever()
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
-        self.is_suspended = False  # whether to avoid the learned drafter
+        self.is_suspended = False
         self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
 
@@ -87,6 +87,10 @@ class Speculation:
         self.draft.load(weights)
         self.drafter_version += 1
         self.selector.drafter_changed()
+
+    def suspend_drafter(self, is_suspended: bool) -> None:
+        """Avoid the learned drafter, or use it again."""
+        self.is_suspended = is_suspended
 
     def target_changed(self) -> None:
         """Note that the policy's weights changed."""
