@@ -46,11 +46,14 @@ def test_a_users_advantage_and_loss_train(config: Path, mine: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.loss=kl", "algorithm.loss='kl': must be ppo, gspo, cispo, path/to/file.py:"),
+        (
+            "algorithm.loss=kl",
+            "algorithm.loss='kl': must be one of ppo, gspo, cispo, path/to/file.py:",
+        ),
         ("algorithm.loss=nowhere.py:plain", "no such file: "),
         ("algorithm.loss={mine}:constant", "must accept (logprobs, old_logprobs, batch, section)"),
-        ("algorithm.advantage={mine}:none", "has no function 'none'"),
-        ("algorithm.advantage=no.such:thing", "import no.such fails"),
+        ("algorithm.advantage={mine}:none", "has no 'none'"),
+        ("algorithm.advantage=no.such:thing", "no.such fails to load"),
     ],
 )
 def test_functions_that_cannot_serve_are_refused_in_one_line(

@@ -1,7 +1,8 @@
-"""The extension points: settings that name a function or a class, by a built-in name or by an import path.
+"""The extension points: settings that name a function or a class, by a built-in name or by an
+import path.
 
-A new built-in one is one line in `REGISTRY`. Used by the early checks of settings and by the owners of the settings, reward
-workers and SGLang's processes among them. Nothing here imports torch.
+A new built-in one is one line in `REGISTRY`. Used by the early checks of settings and by the owners
+of the settings, reward workers and SGLang's processes among them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ REGISTRY = {
 
 
 def check_extension(key: str, spec: str) -> None:
-    """Raise ValueError unless `spec` is a name of the registry or has the form of an import path. Imports nothing."""
+    """Raise ValueError unless `spec` is a registered name or looks like a path. Imports nothing."""
     built_in = REGISTRY[key].built_in
     place, _, name = spec.rpartition(":")
     if spec not in built_in and not (place and name):
@@ -81,8 +82,8 @@ def check_extension_file(key: str, spec: str) -> None:
 def load_extension(key: str, spec: str) -> Callable[..., Any]:
     """Return the function or class that setting `key` names. A process loads a file once.
 
-    ValueError names the setting and what is wrong: no such file, module or name, code that fails on import, not callable,
-    wrong parameters.
+    ValueError names the setting and what is wrong: no such file, module or name, code that fails on
+    import, not callable, wrong parameters.
     """
     check_extension(key, spec)
     check_extension_file(key, spec)

@@ -1,8 +1,9 @@
 """Records hidden states from a forward pass of the policy, for drafter training.
 
-The trainer passes it to `PolicyModel.infer_logprobs` or, if the update needs no such pass, to `forward_backward`. Sequence
-lengths alone decide which sequences are tapped and which rank gets each, so all tensor- and pipeline-parallel peers agree without
-a message. Every peer gets its own part, so each can train on other data. After the pass, stages send each other the states they
+The trainer passes it to `PolicyModel.infer_logprobs` or, if the update needs no such pass, to
+`forward_backward`. Sequence lengths alone decide which sequences are tapped and which rank gets
+each, so all tensor- and pipeline-parallel peers agree without a message. Every peer gets its own
+part, so each can train on other data. After the pass, stages send each other the states they
 computed, one sequence at a time.
 """
 
@@ -61,8 +62,9 @@ def plan_tap(
 ) -> tuple[list[TapPlace], int]:
     """Return the sequences to tap, longest first, and how many do not fit.
 
-    `lengths` holds the sequence lengths of each micro-batch. `max_tokens` is the most that all stages of one tensor-parallel
-    rank may hold together. The longest go first: a drafter already gets short responses from the rollout itself.
+    `lengths` holds the sequence lengths of each micro-batch. `max_tokens` is the most that all
+    stages of one tensor-parallel rank may hold together. The longest go first: a drafter already
+    gets short responses from the rollout itself.
     """
     found = []
     for micro_batch, parts in enumerate(lengths):
@@ -87,13 +89,14 @@ def plan_tap(
 
 
 class HiddenStateTap:
-    """Passes the hidden states of the longest sequences of a pass to `on_sequence`, as many as fit into `max_bytes`.
+    """Passes hidden states of the longest sequences that fit into `max_bytes` to `on_sequence`.
 
-    With `aux_layer_ids` () it taps the states after the final norm, for EAGLE and HASS. With layer numbers it taps the residual
-    stream after those layers (EAGLE-3) and the final states. `max_bytes` bounds the states, in `dtype`, that a rank holds for
-    itself and its pipeline-parallel peers. They stay on the device until the pass ends; in `forward_backward` they add to the
-    activations.
-    Example: `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`; `model.infer_logprobs(batches, 1.0, tap=tap)`.
+    With `aux_layer_ids` () it taps the states after the final norm, for EAGLE and HASS. With layer
+    numbers it taps the residual stream after those layers (EAGLE-3) and the final states.
+    `max_bytes` bounds the states, in `dtype`, that a rank holds for itself and its
+    pipeline-parallel peers. They stay on the device until the pass ends; in `forward_backward` they
+    add to the activations. Example: `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`;
+    `model.infer_logprobs(batches, 1.0, tap=tap)`.
     """
 
     def __init__(
@@ -126,8 +129,9 @@ class HiddenStateTap:
     ) -> Iterator[None]:
         """Record while the body runs `micro_batches` forward, once and in order.
 
-        At the end, call `on_sequence` for this rank's part. Every tensor- and pipeline-parallel peer must enter. They must all
-        leave normally, or all with an exception. ValueError for a layer that the model does not have.
+        At the end, call `on_sequence` for this rank's part. Every tensor- and pipeline-parallel
+        peer must enter. They must all leave normally, or all with an exception. ValueError for a
+        layer that the model does not have.
         """
         holders = _find_holders(stage, self._sources, groups.pp)
         state_bytes = len(self._sources) * stage.config.hidden_size * self._dtype.itemsize
@@ -175,7 +179,7 @@ def _hook(
     tp: Group,
     is_sharded: bool,
 ) -> Callable[..., None]:
-    """Return a forward hook that appends the states [T-1, D] of this tensor-parallel rank's sequences to `held`."""
+    """Return a forward hook that appends the states [T-1, D] of this rank's sequences to `held`."""
     order = iter(by_micro_batch)  # a module sees the micro-batches once each, in order
 
     def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -198,10 +202,10 @@ def _hook(
 def _exchange(
     place: TapPlace, states: Sequence[Tensor], holders: Sequence[int], state: Tensor, pp: Group
 ) -> Tensor | None:
-    """Return the states [T-1, n, D], in layer order, on the stage that gets `place`; None on the others.
+    """Return the states [T-1, n, D], in layer order, on the stage that gets `place`; else None.
 
-    `states` are this stage's, `holders` the stage of each source, `state` [D] gives size, dtype and device. Every
-    pipeline-parallel peer must call this for the same places in the same order.
+    `states` are this stage's, `holders` the stage of each source, `state` [D] gives size, dtype and
+    device. Every pipeline-parallel peer must call this for the same places in the same order.
     """
     blocks = []
     for stage in sorted(set(holders)):
@@ -218,7 +222,7 @@ def _exchange(
 
 
 def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
-    """Return the modules of this stage, keyed by the number, over all stages, of the layer whose output they give."""
+    """Return the modules of this stage by the number of the layer whose output they give."""
     modules = {layer.layer_number - 1: layer for layer in stage.decoder.layers}
     if stage.decoder.final_layernorm is not None:
         modules[FINAL] = stage.decoder.final_layernorm
@@ -231,7 +235,7 @@ def _is_in_backward() -> bool:
 
 
 def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[int, int]:
-    """Return the pipeline stage that has each source. ValueError on all stages if no stage has a source."""
+    """Return the pipeline stage that has each source. ValueError on all stages if none has it."""
     by_stage = gather_objects(sorted(_tap_points(stage)), pp)
     holders = {
         source: rank

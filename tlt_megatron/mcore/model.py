@@ -1,8 +1,10 @@
-"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel, with its TransformerConfig.
+"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel, with its
+TransformerConfig.
 
-Called by `policy_model.py` once the groups exist. Weights are random until `weight_map.load_hf_weights` fills them. With CUDA,
-Transformer Engine and bfloat16, the layers are Transformer Engine's. Otherwise they are Megatron's local layers with our
-attention and norm. Both have the same parameters, under names that `weight_map` knows.
+Called by `policy_model.py` once the groups exist. Weights are random until
+`weight_map.load_hf_weights` fills them. With CUDA, Transformer Engine and bfloat16, the layers are
+Transformer Engine's. Otherwise they are Megatron's local layers with our attention and norm. Both
+have the same parameters, under names that `weight_map` knows.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 def has_transformer_engine(dtype: torch.dtype) -> bool:
     """Return whether the layers will be Transformer Engine's.
 
-    This needs the package, a GPU and bfloat16: Transformer Engine has no float32 attention for packed sequences.
-    ValueError if the package is there and cannot be used.
+    This needs the package, a GPU and bfloat16: Transformer Engine has no float32 attention for
+    packed sequences. ValueError if the package is there and cannot be used.
     """
     if not (torch.cuda.is_available() and dtype == torch.bfloat16):
         return False
@@ -60,10 +62,11 @@ def build_model(
     dtype: torch.dtype,
     device: Device,
 ) -> GPTModel:
-    """Build the layers of this rank's pipeline stage, with the embedding on the first and the output layer on the last.
+    """Build this rank's pipeline stage: the embedding on the first, the output layer on the last.
 
-    Needs `initialize_model_parallel`. Every rank must call it. The output [B, T, V / tp] is this rank's shard of the
-    vocabulary. ValueError for a setting or a model that Megatron cannot represent.
+    Needs `initialize_model_parallel`. Every rank must call it. The output [B, T, V / tp] is this
+    rank's shard of the vocabulary. ValueError for a setting or a model that Megatron cannot
+    represent.
     """
     transformer = transformer_config(
         config, parallel=parallel, section=section, dtype=dtype, device=device
@@ -95,7 +98,7 @@ def transformer_config(
     dtype: torch.dtype,
     device: Device,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of `config`. Fields of `section.transformer` replace ours, unchanged.
+    """Return Megatron's configuration of `config`. `section.transformer` replaces our fields.
 
     ValueError for a field that would change the model or that another setting controls.
     """
@@ -156,7 +159,7 @@ def _architecture_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
-    """Return GPTModel's rotary arguments for `rope`. ValueError for a llama3 scaling that Megatron cannot express."""
+    """Return GPTModel's rotary arguments. ValueError for a scaling that Megatron cannot express."""
     arguments: dict[str, Any] = {"rotary_base": rope.theta}
     if rope.kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope.factor

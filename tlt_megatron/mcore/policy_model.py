@@ -1,7 +1,8 @@
-"""The policy on Megatron-core: satisfies policy.interfaces.PolicyModel. Built by trainer/build.py, one per rank.
+"""The policy on Megatron-core, one per rank: satisfies policy.interfaces.PolicyModel.
 
-It owns this rank's pipeline stage (in float32, or in bfloat16 with float32 master weights) and its optimizer. If asked, it also
-keeps a host copy of the initial weights as the reference policy. Every method is a collective of all ranks.
+It owns this rank's pipeline stage (in float32, or in bfloat16 with float32 master weights) and its
+optimizer. If asked, it also keeps a host copy of the initial weights as the reference policy. Every
+method is a collective of all ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class McorePolicyModel:
-    """A trainable policy over this rank's shard, with the weights of the Hugging Face folder `model_path`.
+    """A trainable policy over this rank's shard of the Hugging Face folder `model_path`.
 
-    `groups` must come from `initialize_model_parallel` with the same `parallel`. `keep_reference` keeps the initial weights of
-    this rank's shard in host memory.
+    `groups` must come from `initialize_model_parallel` with the same `parallel`. `keep_reference`
+    keeps the initial weights of this rank's shard in host memory.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class McorePolicyModel:
     ) -> dict[str, float]:
         """See PolicyModel. Metrics that only other data-parallel ranks have are zero.
 
-        A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are already summed and divided by
-        the count.
+        A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are
+        already summed and divided by the count.
         """
         if self._has_gradients:
             raise RuntimeError("forward_backward was called twice without optimizer_step")
@@ -127,15 +128,15 @@ class McorePolicyModel:
         return self._optimizer.step()
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
+        """See PolicyModel."""
         return iter_hf_weights(self._stage, self._config, self._groups)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist, resharding on load)."""
+        """See PolicyModel."""
         save_checkpoint(path, self._stage, self._optimizer, self._groups)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote, at this or another TP x PP x DP. The reference keeps the initial weights."""
+        """See PolicyModel. The reference keeps the initial weights."""
         load_checkpoint(path, self._stage, self._optimizer, self._groups)
         self._has_gradients = False
 
@@ -148,7 +149,7 @@ class McorePolicyModel:
 
     @torch.no_grad()
     def _exchange_weights(self, host: dict[str, Tensor]) -> None:
-        """Swap the weights with those in `host`, in place. A second call restores them bit for bit."""
+        """Swap the weights with those in `host`, in place. A second call restores them."""
         for name, parameter in self._stage.named_parameters():
             current = parameter.clone()
             parameter.copy_(host[name])

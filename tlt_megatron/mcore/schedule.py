@@ -1,9 +1,9 @@
 """Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
 
-Called by policy_model.py. A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
-built with variable_seq_lengths. Under sequence parallelism, P is padded here to a multiple of tp with one more packed sequence.
-The padding is removed before the labels are read.
-Shapes: B sequences, P packed tokens, V vocabulary (shard of V if tp > 1).
+Called by policy_model.py. A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P
+varies, so the model must be built with variable_seq_lengths. Under sequence parallelism, P is
+padded here to a multiple of tp with one more packed sequence. The padding is removed before the
+labels are read. Shapes: B sequences, P packed tokens, V vocabulary (shard of V if tp > 1).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ ForwardStep = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable
 def run_forward(
     model: nn.Module, micro_batches: Sequence[MicroBatch], temperature: float, groups: ProcessGroups
 ) -> list[TokenLogprobs]:
-    """Run forward without gradients; return the results, on the CPU, on every tensor- and pipeline-parallel peer.
+    """Run forward without gradients; return the results on the CPU of every peer.
 
-    All peers must call this with the same micro-batches. Data-parallel ranks need not call it together.
+    All tensor- and pipeline-parallel peers must call this with the same micro-batches.
+    Data-parallel ranks need not call it together.
     """
     if not micro_batches:
         return []
@@ -62,11 +63,12 @@ def run_forward_backward(
     loss_fn: LossFunction,
     groups: ProcessGroups,
 ) -> dict[str, float]:
-    """Accumulate and reduce the gradients of all data-parallel ranks, divided by the sum of all counts.
+    """Accumulate and reduce the gradients of all ranks, divided by the sum of all counts.
 
-    `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric sums of this data-parallel
-    rank, on every pipeline stage, under the keys of all data-parallel ranks. A rank without micro-batches returns zeros. Every
-    rank of the model must call this, also with an empty list.
+    `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric
+    sums of this data-parallel rank, on every pipeline stage, under the keys of all data-parallel
+    ranks. A rank without micro-batches returns zeros. Every rank of the model must call this, also
+    with an empty list.
     """
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}
@@ -138,7 +140,7 @@ def _forward_step(
 def _model_inputs(
     micro_batch: MicroBatch, multiple: int, device: torch.device
 ) -> tuple[Tensor, Tensor, PackedSeqParams]:
-    """Return token ids [1, P], position ids [1, P] and sequence bounds, with P padded to a multiple of `multiple`."""
+    """Return token ids, position ids [1, P] and sequence bounds, P padded to a multiple."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     token_ids_P, position_ids_P = micro_batch.token_ids, micro_batch.position_ids

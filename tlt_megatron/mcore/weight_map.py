@@ -1,8 +1,9 @@
-"""Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2 and Qwen3, and loads weights through the map.
+"""Maps Hugging Face names and layouts to Megatron's, for Llama, Qwen2 and Qwen3.
 
-There is one row per Megatron parameter: its name, its Hugging Face tensors, and its split over tensor-parallel ranks. A second
-name is Transformer Engine's, which fuses a norm into the linear layer behind it. `split` and `merge` are inverses:
-`load_hf_weights` uses `split`, `export.iter_hf_weights` uses `merge`.
+There is one row per Megatron parameter: its name, its Hugging Face tensors, and its split over
+tensor-parallel ranks. A second name is Transformer Engine's, which fuses a norm into the linear
+layer behind it. `split` and `merge` are inverses: `load_hf_weights` uses `split`,
+`export.iter_hf_weights` uses `merge`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Layout(Enum):
-    """How a Megatron parameter is built from its Hugging Face tensors and split over the tensor-parallel ranks."""
+    """How a parameter is built from Hugging Face tensors and split over tensor-parallel ranks."""
 
     WHOLE = auto()  # the same on every rank
     ROWS = auto()  # cut along dim 0
@@ -71,7 +72,7 @@ FINAL_NORM_ROW = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",)
 
 
 def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
-    """Return the rows of `layer` (counted over the model), which has index `local_index` on its stage."""
+    """Return the rows of `layer` (of the model), which has index `local_index` on its stage."""
     rows = [
         Row(
             tuple(f"decoder.layers.{local_index}.{name}" for name in row.mcore_names),
@@ -84,7 +85,7 @@ def layer_rows(config: ModelConfig, local_index: int, layer: int) -> list[Row]:
 
 
 def lm_head_row(config: ModelConfig) -> Row:
-    """Return the row of the output layer. With tied embeddings, the last stage holds a copy of the embedding."""
+    """Return the row of the output layer; with tied embeddings, a copy of the embedding."""
     name = EMBEDDING_ROW.hf_names[0] if config.tie_word_embeddings else "lm_head.weight"
     return Row(("output_layer.weight",), (name,), Layout.ROWS)
 
@@ -125,7 +126,7 @@ def shard_shape(row: Row, config: ModelConfig, tp_size: int) -> torch.Size:
 def split(
     row: Row, tensors: Sequence[Tensor], config: ModelConfig, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """Return rank `tp_rank`'s shard of the Megatron parameter built from the full Hugging Face `tensors`."""
+    """Return rank `tp_rank`'s shard of the parameter built from the full `tensors`."""
     if row.layout is Layout.WHOLE:
         return tensors[0]
     if row.layout is Layout.COLUMNS:
@@ -139,7 +140,7 @@ def split(
 
 
 def merge(row: Row, shards: Sequence[Tensor], config: ModelConfig) -> list[Tensor]:
-    """Return the full Hugging Face tensors of `row`, contiguous, from the shards of all tensor-parallel ranks."""
+    """Return the full, contiguous Hugging Face tensors of `row` from the shards of all ranks."""
     if row.layout is Layout.WHOLE:
         full = [shards[0]]
     elif row.layout is Layout.COLUMNS:
@@ -167,10 +168,11 @@ def find_parameter(row: Row, parameters: dict[str, Tensor]) -> Tensor | None:
 def load_hf_weights(
     model: GPTModel, config: ModelConfig, source: HfReader, groups: ProcessGroups
 ) -> None:
-    """Fill this rank's shard of the unwrapped `model` from `source`. Reads only the tensors of its own stage.
+    """Fill this rank's shard of the unwrapped `model` from `source`, reading only its own stage.
 
-    Every rank must call it. ValueError, the same on every rank, lists all problems: missing tensors, wrong shapes, parameters
-    that the table does not know, and a separate output layer when embeddings are tied.
+    Every rank must call it. ValueError, the same on every rank, lists all problems: missing
+    tensors, wrong shapes, parameters that the table does not know, and a separate output layer when
+    embeddings are tied.
     """
     parameters = dict(model.named_parameters())
     rows = stage_rows(model, config)
@@ -210,7 +212,7 @@ def _wrong_tensors(row: Row, config: ModelConfig, tensors: Mapping[str, Tensor])
 
 
 def _has_other_head(config: ModelConfig, source: HfReader) -> bool:
-    """Return whether embeddings are tied but the files hold an output layer that differs from the embedding."""
+    """Return whether embeddings are tied but the files hold another output layer."""
     head, embedding = "lm_head.weight", EMBEDDING_ROW.hf_names[0]
     if not config.tie_word_embeddings or head not in source or embedding not in source:
         return False

@@ -1,1 +1,3 @@
-"""The policy update as an algorithm: batching, loss, trainer. Knows Megatron only as the Protocol PolicyModel."""
+"""The policy update as an algorithm: batching, loss, trainer. Knows Megatron only as the Protocol
+PolicyModel.
+"""

@@ -1,4 +1,6 @@
-"""Assigns rollouts to ranks and packs them into micro-batches. It uses only lengths, so all ranks get the same result."""
+"""Assigns rollouts to ranks and packs them into micro-batches, by lengths alone: the same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ def split_evenly(count: int, num_parts: int) -> list[range]:
 
 
 def balance_by_size(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Spread the indices of `sizes` over `num_parts` parts with nearly equal sums: longest first, each to the lightest part.
+    """Spread the indices of `sizes` over `num_parts` parts with nearly equal sums.
 
-    The largest sum is at most 4/3 of the optimum (Graham 1969). A part may be empty. Indices within a part ascend.
+    Longest first, each to the lightest part. The largest sum is at most 4/3 of the optimum (Graham
+    1969). A part may be empty. Indices within a part ascend.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
@@ -31,7 +34,7 @@ def balance_by_size(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the fewest balanced packs found, of at most `max_tokens` each. A longer sequence gets its own pack."""
+    """Return few balanced packs of at most `max_tokens`. A longer sequence gets its own."""
     num_packs = max(1, -(-sum(sizes) // max_tokens)) if sizes else 0
     while True:
         packs = balance_by_size(sizes, num_packs)
@@ -41,7 +44,7 @@ def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
-    """Pack whole sequences into one micro-batch, with everything known before a forward pass. See MicroBatch for alignment.
+    """Pack whole sequences into one micro-batch, aligned as MicroBatch says.
 
     Loss fields are zero until `attach_targets` fills them for the update.
     """
@@ -73,10 +76,12 @@ def attach_targets(
     aggregation: str,
     max_new_tokens: int,
 ) -> MicroBatch:
-    """Fill the loss fields of a micro-batch packed from `rollouts`. The values are [T] of each response, in the same order.
+    """Fill the loss fields of a micro-batch packed from `rollouts`, from values [T] of each
+    response.
 
-    Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean 1/T, counted in sequences
-    (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens, counted in sequences (Dr. GRPO).
+    Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean
+    1/T, counted in sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens,
+    counted in sequences (Dr. GRPO).
     """
     lengths = [rollout.token_ids.numel() for rollout in rollouts]
     weights = {
@@ -106,7 +111,7 @@ def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:
 
 
 def _on_labels(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> Tensor:
-    """Spread the values [T] of each response over its sequence: each at the index that predicts its token, zero elsewhere."""
+    """Put each value [T] of each response at the index that predicts its token; zero elsewhere."""
     packed_P = torch.zeros(sum(rollout.num_tokens for rollout in rollouts))
     for where, values_T in zip(response_slices(rollouts), values, strict=True):
         packed_P[where] = values_T

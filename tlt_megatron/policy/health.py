@@ -1,7 +1,8 @@
-"""Stops a run that trains wrongly without an error: engines that disagree, or updates and weights that are not finite.
+"""Stops a run that trains wrongly without an error: engines that differ, numbers that are not
+finite.
 
-Used by the policy trainer, the weight sync and the launcher. Every check gets the same numbers on all ranks, so all ranks stop
-at the same place.
+Used by the policy trainer, the weight sync and the launcher. Every check gets the same numbers on
+all ranks, so all ranks stop at the same place.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ MEAN_DIFF_ROUNDED = 0.1
 
 
 class UnhealthyTrainingError(RuntimeError):
-    """The run must stop on every rank. The message names the step, what is wrong and what to check."""
+    """The run must stop on every rank. Names the step, what is wrong and what to check."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDifference:
-    """Absolute difference (training - rollout) over the sampled tokens, of log-probs in nats and of probabilities. NaN stays
+    """Absolute difference of training and rollout log-probs (nats) and probabilities. NaN stays
     NaN.
     """
 
@@ -35,7 +36,7 @@ class EngineDifference:
 
     @classmethod
     def of(cls, training_N: Tensor, rollout_N: Tensor) -> EngineDifference:
-        """Compare N log-probs of the raw policy (temperature 1, no truncation) from each engine. N may be 0."""
+        """Compare N log-probs of the raw policy (temperature 1, no cut). N may be 0."""
         training_N, rollout_N = training_N.double(), rollout_N.double()
         differences_2N = torch.stack(
             [(training_N - rollout_N).abs(), (training_N.exp() - rollout_N.exp()).abs()]
@@ -79,7 +80,8 @@ class EngineDifference:
 
 
 class TrainingHealth:
-    """The checks of one run: engines at the first batch of a fresh or resumed run, and every update.
+    """The checks of one run: engines at the first batch of a fresh or resumed run, and every
+    update.
 
     `max_diff` replaces the default bound on the difference of the engines; None keeps the default.
     """
@@ -117,9 +119,10 @@ class TrainingHealth:
             )
 
     def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
-        """Raise UnhealthyTrainingError after `max_bad_updates` updates in a row without finite numbers, counted over RL steps.
+        """Raise UnhealthyTrainingError after `max_bad_updates` bad updates in a row, over RL steps.
 
-        `grad_norms` are those of the step's updates, in order. An update whose norm is not finite was skipped.
+        `grad_norms` are those of the step's updates, in order. An update whose norm is not finite
+        was skipped.
         """
         num_before = self.num_bad
         for grad_norm in grad_norms:

@@ -1,4 +1,4 @@
-"""The policy as the algorithm sees it. `mcore.policy_model.McorePolicyModel` and test fakes satisfy this protocol."""
+"""The policy as the algorithm sees it. `McorePolicyModel` and test fakes satisfy the protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class PolicyModel(Protocol):
     """A trainable policy over this rank's shard. Every method is a collective of the model's ranks.
 
-    Tensor- and pipeline-parallel peers pass the same micro-batches. Each data-parallel peer passes its own share.
+    Tensor- and pipeline-parallel peers pass the same micro-batches. Each data-parallel peer passes
+    its own share.
     """
 
     def infer_logprobs(
@@ -28,9 +29,10 @@ class PolicyModel(Protocol):
         reference: bool = False,
         tap: HiddenStateTap | None = None,
     ) -> list[TokenLogprobs]:
-        """Run forward only; the result is on every pipeline stage, on the CPU. `reference` uses the frozen initial weights.
+        """Run forward only; the result is on every pipeline stage, on the CPU.
 
-        `tap` gets the hidden states of the pass and does not change the result. It must be passed on all ranks or on none.
+        `reference` uses the frozen initial weights. `tap` gets the hidden states of the pass and
+        does not change the result. It must be passed on all ranks or on none.
         """
 
     def forward_backward(
@@ -41,20 +43,21 @@ class PolicyModel(Protocol):
         *,
         tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
-        """Accumulate the gradients of all micro-batches; return this rank's metric sums on every pipeline stage.
+        """Accumulate the gradients of all micro-batches; return metric sums on every stage.
 
-        Sums are over the micro-batches of this data-parallel rank, under the same keys on every rank. `loss_fn` is called for each micro-batch in order, only on
-        the last stage. `tap` as in `infer_logprobs`. Call `optimizer_step` next.
+        Sums are over the micro-batches of this data-parallel rank, under the same keys on every
+        rank. `loss_fn` is called for each micro-batch in order, only on the last stage. `tap` as in
+        `infer_logprobs`. Call `optimizer_step` next.
         """
 
     def optimizer_step(self) -> OptimizerStats:
-        """Reduce and clip the gradients, step the optimizer and the learning-rate schedule, zero the gradients."""
+        """Clip the gradients, step the optimizer and its schedule, zero the gradients."""
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full (unsharded) tensors under their Hugging Face names, on every rank, one at a time."""
+        """Yield full (unsharded) tensors under their Hugging Face names, on every rank."""
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist, resharding on load)."""
+        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote, at this or another TP x PP x DP."""

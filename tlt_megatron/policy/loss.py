@@ -1,7 +1,8 @@
-"""The policy loss of one micro-batch, with its shapes and sources. The schedule calls it on the last stage.
+"""The policy loss of one micro-batch. The schedule calls it on the last stage.
 
-`ppo`, `gspo` and `cispo` are the choices of `algorithm.loss`. Each returns the policy-gradient term of every token, and where a
-clip decided it. `policy_loss` adds what all have in common: importance sampling, KL, entropy, aggregation and metrics.
+`ppo`, `gspo` and `cispo` are the choices of `algorithm.loss`. Each returns the policy-gradient term
+of every token, and where a clip decided it. `policy_loss` adds what all have in common: importance
+sampling, KL, entropy, aggregation and metrics.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ MAX_LOG_RATIO = 20.0  # keeps exp finite; such a ratio is clipped anyway
 def policy_loss(
     predicted: TokenLogprobs, batch: MicroBatch, section: AlgorithmSection
 ) -> LossResult:
-    """Return the weighted sum over the tokens and its `count`. The caller divides the sum over all ranks by the summed count.
+    """Return the weighted sum over the tokens and its `count`.
+
+    The gradient is that of the sum over all ranks, divided by the summed count.
 
     Per token: the policy-gradient term of `section.loss`
 
-    - times min(exp(old_logprob - rollout_logprob), tis_cap), a constant: truncated importance sampling (Yao et al. 2025, "Your
-      efficient RL framework secretly brings you off-policy RL training");
+    - times min(exp(old_logprob - rollout_logprob), tis_cap), a constant: truncated importance
+      sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+      training");
     - plus kl_coef * KL(policy, reference), minus entropy_coef * entropy.
 
     ValueError if the function of `section.loss` does not return two tensors [P].
@@ -76,10 +80,12 @@ def ppo(
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate of the ratio of each response (Zheng et al. 2025, "Group sequence policy optimization", eq. 5-7).
+    """Clipped surrogate of the ratio of each response (Zheng et al. 2025, arXiv 2507.18071, eq.
+    5-7).
 
-    The ratio is the geometric mean over the T tokens of a response, s = exp(sum of log-ratios / T). The gradient goes through
-    the token's own log-prob (eq. 14, GSPO-token), which gives eq. 5's gradient where all tokens have one advantage.
+    The ratio is the geometric mean over the T tokens of a response, s = exp(sum of log-ratios / T).
+    The gradient goes through the token's own log-prob (eq. 14, GSPO-token), which gives eq. 5's
+    gradient where all tokens have one advantage.
     """
     lengths_B = batch.cu_seqlens.diff().long()
     mask_P = batch.loss_mask
@@ -98,7 +104,7 @@ def gspo(
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, batch: MicroBatch, section: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
-    """-clip(ratio) * A * logprob, with a constant ratio (MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, eq. 4-5).
+    """-clip(ratio) * A * logprob, with a constant ratio (MiniMax-M1, arXiv 2506.13585, eq. 4-5).
 
     A clipped token keeps its gradient. The paper sets no lower bound: clip_low=1.
     """
@@ -117,8 +123,8 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Return the surrogate loss of each token [P] and whether a clip decided it [P].
 
-    - -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (Schulman et al. 2017, eq. 7; two clip bounds: DAPO, Yu et
-      al. 2025, eq. 8);
+    - -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (Schulman et al. 2017, eq. 7;
+      two clip bounds: DAPO, Yu et al. 2025, eq. 8);
     - dual clip, where A < 0: at most -dual_clip * A (Ye et al. 2020, eq. 5).
     """
     ratio_P = log_ratio_P.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -141,10 +147,11 @@ def truncated_importance(old_logprobs_P: Tensor, rollout_logprobs_P: Tensor, cap
 
 
 def kl_estimate(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) per token, from tokens of the policy (Schulman 2020, "Approximating KL divergence").
+    """Estimate KL(policy || reference) per token, from tokens of the policy.
 
-    k1 = log p/q, k2 = (log p/q)^2 / 2, k3 = q/p - 1 - log q/p. As a loss, k2 and k3 pull towards the reference. The gradient of
-    k1 is zero on average, so k1 belongs in the reward.
+    Schulman 2020, "Approximating KL divergence": k1 = log p/q, k2 = (log p/q)^2 / 2, k3 = q/p - 1 -
+    log q/p. As a loss, k2 and k3 pull towards the reference. The gradient of k1 is zero on average,
+    so k1 belongs in the reward.
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":

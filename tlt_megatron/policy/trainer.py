@@ -1,4 +1,4 @@
-"""Turns one batch of scored rollouts into an updated policy. It splits the batch over data-parallel ranks.
+"""Turns one batch of scored rollouts into an updated policy.
 
 Every rank gets the whole batch and computes its share from lengths, so ranks only exchange sums.
 """
@@ -57,10 +57,10 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """Results of the passes before the update: this rank's packs of each mini-batch, and log-probs by key."""
+    """Results of the passes before the update."""
 
     scored: tuple[ScoredGroup, ...]
-    minibatches: tuple[tuple[Pack, ...], ...]
+    minibatches: tuple[tuple[Pack, ...], ...]  # this rank's packs of each
     old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: from the update's forward
     ref_logprobs: dict[RolloutKey, Tensor] | None
     tap: HiddenStateTap | None  # to pass to the update
@@ -98,10 +98,10 @@ class PolicyTrainer:
     def infer_logprobs(
         self, scored: Sequence[ScoredGroup], tap: HiddenStateTap | None = None
     ) -> Inference:
-        """Run forward-only passes over this rank's share: log-probs before the update and, if needed, of the reference.
+        """Run the forward-only passes of policy and reference that the update needs.
 
-        `tap` gets the policy's hidden states of that share, never the reference's. If the update is the policy's first pass,
-        the tap is passed to the update instead.
+        `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
+        update is the policy's first pass, the tap is passed to the update instead.
         """
         minibatches = tuple(
             self._plan(scored, indices)
@@ -130,10 +130,10 @@ class PolicyTrainer:
         )
 
     def update(self, inference: Inference) -> dict[str, float]:
-        """Run num_epochs passes of num_minibatches optimizer steps; return metrics averaged over the batch.
+        """Run num_epochs passes of num_minibatches optimizer steps; return metrics of the batch.
 
-        Raises UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are compared before the first
-        update.
+        Raises UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are
+        compared before the first update.
         """
         advantages = self._advantages(inference)
         totals: dict[str, float] = defaultdict(float)
@@ -229,7 +229,7 @@ class PolicyTrainer:
         }
 
     def _kl_penalties(self, inference: Inference) -> dict[RolloutKey, Tensor]:
-        """Return the KL penalty [T] of every rollout of the batch; empty unless KL is in the reward. Takes one gather."""
+        """Return the KL penalty [T] of every rollout; empty unless KL is in the reward."""
         if inference.ref_logprobs is None or self.section.kl_placement != "reward":
             return {}
         assert inference.old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
@@ -269,7 +269,7 @@ class PolicyTrainer:
 
 
 def _step_of(scored: Sequence[ScoredGroup]) -> int:
-    """Return the RL step, counted from 1. The policy version of the rollouts is the number of RL steps done before it."""
+    """Return the RL step, from 1. The policy version is the number of RL steps done before it."""
     return scored[0].group.rollouts[0].policy_version + 1
 
 
@@ -283,7 +283,7 @@ def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) ->
 def _engine_difference(
     packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
 ) -> EngineDifference:
-    """Compare with the log-probs of the raw policy that the rollouts came with. `policy_logprobs` are [P] of each pack."""
+    """Compare `policy_logprobs`, [P] of each pack, with those that the rollouts came with."""
     none = torch.empty(0)  # a rank may have no pack
     training = [
         values_P[where]

@@ -1,9 +1,10 @@
-"""Turns the rewards of sibling responses into advantages, one value per response token: the choices of `algorithm.advantage`.
+"""Turns rewards into advantages, one per response token: the choices of `algorithm.advantage`.
 
-Each function takes `rewards[i][g]`, [T] float64, of response g to prompt i, for the whole batch. It returns the advantages in
-the same layout, float32. The reward of a response is at its last token. A KL penalty in the reward is subtracted at each token.
-The policy trainer calls the function on every rank, so the statistics of groups and of the batch are the same everywhere.
-The first three functions treat a response as one action: the reward is summed over its tokens.
+Each function takes `rewards[i][g]`, [T] float64, of response g to prompt i, for the whole batch. It
+returns the advantages in the same layout, float32. The reward of a response is at its last token. A
+KL penalty in the reward is subtracted at each token. The policy trainer calls the function on every
+rank, so the statistics of groups and of the batch are the same everywhere. The first three
+functions treat a response as one action: the reward is summed over its tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STD_EPS = 1e-6
 
 
 def grpo(rewards: Rewards) -> list[list[Tensor]]:
-    """(r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al. 2024, DeepSeekMath, section 4.1.2)."""
+    """(r - mean) / (std + 1e-6) among siblings, std with G - 1 (Shao et al. 2024, section 4.1.2)."""
     return _by_group(rewards, lambda r_G: (r_G - r_G.mean()) / (r_G.std() + STD_EPS))
 
 

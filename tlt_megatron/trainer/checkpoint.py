@@ -1,8 +1,9 @@
-"""Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ and latest_checkpointed_iteration.txt.
+"""Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ and a pointer file.
 
-A checkpoint holds policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, and the drafter's folders. It is
-written to a .tmp folder, fsynced, given its manifest and renamed; then the pointer moves. So a crash at any time leaves the
-last good checkpoint loadable. A load verifies every file and takes the newest intact checkpoint, by the order of writing.
+A checkpoint holds policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, and
+the drafter's folders. It is written to a .tmp folder, fsynced, given its manifest and renamed; then
+the pointer moves. So a crash at any time leaves the last good checkpoint loadable. A load verifies
+every file and takes the newest intact checkpoint, by the order of writing.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ def find_saved_run(path: Path, world: Group) -> SavedRun | None:
 
 
 def find_intact(path: Path, world: Group) -> Path | None:
-    """Return the newest intact checkpoint under `path`, or `path` itself if it is one. A collective of all ranks.
+    """Return the newest intact checkpoint under `path`, or `path` itself if it is one.
 
-    Returns None if there is no checkpoint. Warns of newer broken checkpoints and of a wrong pointer. If none is intact,
-    ValueError names the broken file of each; the same for a pointer without a checkpoint.
+    A collective of all ranks. Returns None if there is no checkpoint. Warns of newer broken
+    checkpoints and of a wrong pointer. If none is intact, ValueError names the broken file of each;
+    the same for a pointer without a checkpoint.
     """
     found, problems = _on_first(
         lambda: (
@@ -93,7 +95,7 @@ def find_intact(path: Path, world: Group) -> Path | None:
 
 
 def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
-    """Return the first problem with the files, the same on all ranks, or None. Each rank reads its share."""
+    """Return the first problem with the files, or None, on all ranks. Each reads its share."""
     problem = None
     names = sorted(manifest.files)
     sizes = [manifest.files[name].num_bytes for name in names]
@@ -106,7 +108,7 @@ def _verify(folder: Path, manifest: Manifest, world: Group) -> str | None:
 
 
 def _on_first(function: Callable[[], T], world: Group) -> T:
-    """Call `function` on rank 0 and return its result on every rank. Its ValueError or OSError becomes ValueError on all."""
+    """Return the result of `function` on rank 0. Its ValueError or OSError is a ValueError on all."""
     value, error = None, None
     if world.is_first:
         try:
@@ -120,7 +122,7 @@ def _on_first(function: Callable[[], T], world: Group) -> T:
 
 
 class CheckpointManager:
-    """Saves and restores. Every method is a collective of all ranks; only rank 0 renames and deletes."""
+    """Saves and restores. Every method is a collective; only rank 0 renames and deletes."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class CheckpointManager:
         world: Group,
         about: Mapping[str, object] | None = None,
     ) -> None:
-        """`about` describes the run (`identity.py`) and is added to the state of every checkpoint. `keep=0` keeps all."""
+        """`about` (`identity.py`) is added to the state of every checkpoint. `keep=0` keeps all."""
         self.root = root
         self.model = model
         self.keep = keep
@@ -149,10 +151,11 @@ class CheckpointManager:
         state: Mapping[str, object],
         save_part: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`, unless this run has just saved or restored it. Returns its folder.
+        """Write the checkpoint of `step`, unless it was just saved or restored. Returns its folder.
 
-        `state` is JSON-able; rank 0's is written. Every rank calls `save_part` to write its own files into the given folder.
-        RuntimeError names the rank that could not write; earlier checkpoints stay intact.
+        `state` is JSON-able; rank 0's is written. Every rank calls `save_part` to write its own
+        files into the given folder. RuntimeError names the rank that could not write; earlier
+        checkpoints stay intact.
         """
         final = self.folder(step)
         if self._current == step:
@@ -176,8 +179,9 @@ class CheckpointManager:
     def restore(self, saved: SavedRun) -> Path:
         """Load the weights and the optimizer state of `saved` into the model. Returns its folder.
 
-        A crash may have come between the manifest and the rename. If the folder is this run's, the rename is done first, so that
-        a new save of the same step does not delete the checkpoint before it is written again.
+        A crash may have come between the manifest and the rename. If the folder is this run's, the
+        rename is done first, so that a new save of the same step does not delete the checkpoint
+        before it is written again.
         """
         folder, final = saved.folder, self.folder(saved.step)
         is_own = folder.parent.resolve() == self.root.resolve()
@@ -191,7 +195,7 @@ class CheckpointManager:
         return folder
 
     def _together(self, work: Callable[[], T], final: Path) -> list[T]:
-        """Return the results of `work` on all ranks. If it fails on any rank, all ranks raise the same RuntimeError."""
+        """Return the results of `work` on all ranks. If one fails, all raise its RuntimeError."""
         result, failure = None, None
         try:
             result = work()
@@ -257,7 +261,7 @@ class CheckpointManager:
             replace_text(self.root / POINTER, str(step))
 
     def _drop_old(self) -> None:
-        """Delete all but the newest checkpoints, by the order of writing. The pointer's target always stays."""
+        """Delete all but the newest, by the order of writing. The pointer's target stays."""
         orders = {folder: manifest.order for folder, manifest in list_checkpoints(self.root)[0]}
         folders = sorted(checkpoint_folders(self.root), key=lambda folder: orders.get(folder, 0))
         complete = [folder for folder in folders if folder.suffix != ".tmp"]

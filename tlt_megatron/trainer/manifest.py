@@ -1,7 +1,8 @@
-"""manifest.json of a checkpoint: size and SHA-256 of every file, and the checkpoint's number in the order of writing.
+"""manifest.json of a checkpoint: size and SHA-256 of every file, and its order of writing.
 
-`checkpoint.py` writes it last and verifies it before a load. The hashes detect files damaged by a disk or a copy. They do not
-protect against a person with write access to the folder, who can also write a new manifest.
+`checkpoint.py` writes it last and verifies it before a load. The hashes detect files damaged by a
+disk or a copy. They do not protect against a person with write access to the folder, who can also
+write a new manifest.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def writer_of(name: str, num_ranks: int) -> int:
-    """Return the rank that wrote the file, whose page cache still holds it. Rank 0 writes the files without a rank."""
+    """Return the rank that wrote the file; rank 0 writes those without a rank."""
     match = _FILE_OF_RANK.match(name)
     rank = int(match[1]) if match else 0
     return rank if rank < num_ranks else 0
@@ -108,7 +109,7 @@ def verify_file(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def list_checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """Return the checkpoints under `root` with a good manifest, the newest first, and the problems of others and of the pointer.
+    """Return the checkpoints with a good manifest, the newest first, and all problems found.
 
     An unfinished write (`.tmp` without manifest) does not count as a checkpoint.
     """
@@ -144,7 +145,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_pointer(root: Path) -> int | None:
-    """Return the step in the pointer file, or None without the file. ValueError if it holds something else."""
+    """Return the step in the pointer file, or None without it. ValueError for another content."""
     pointer = root / POINTER
     try:
         text = pointer.read_text(encoding="utf-8").strip()
