@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from tlt_megatron.mcore.checkpoint_reader import loading_strategies, read_common, read_metadata
 from tlt_megatron.mcore.optimizer import PolicyOptimizer
 from tlt_megatron.mcore.optimizer_state import load_optimizer_state, sharded_optimizer_state
-from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.collectives import barrier, broadcast_object, gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.process_groups import ProcessGroups
 
@@ -43,12 +43,12 @@ def save_checkpoint(
     from megatron.core import dist_checkpointing
 
     _require_finite(model, groups)
+    is_used = False
     if groups.world.is_first:
         path.mkdir(parents=True, exist_ok=True)
-    barrier(groups.world)
-    if any(path.iterdir()):
+        is_used = any(path.iterdir())
+    if broadcast_object(is_used, groups.world):
         raise ValueError(f"checkpoint path={str(path)!r}: must be an empty folder")
-    barrier(groups.world)  # no rank writes before all ranks have checked the folder
     state = _sharded_state(model, optimizer, groups, is_loading=False)
     state["rng"] = _sharded_rng_states(groups)
     try:

@@ -6,7 +6,6 @@ outside `mcore` reads.
 
 from __future__ import annotations
 
-import datetime
 import warnings
 
 import torch
@@ -30,17 +29,19 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
             f"does not divide the {world.size} ranks"
         )
     cpu.install()
-    _ignore_import_warnings()
+    # repeated per module and rank; nothing here needs Apex
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     from megatron.core import parallel_state, tensor_parallel
 
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError(
             "Megatron's groups exist already; call destroy_model_parallel() before forming others"
         )
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        distributed_timeout_minutes=_world_timeout().total_seconds() / 60,
+        distributed_timeout_minutes=backend.options._timeout.total_seconds() / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroups(
@@ -57,13 +58,3 @@ def destroy_model_parallel() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-
-
-def _ignore_import_warnings() -> None:
-    """Hide the warning, repeated per module and rank, that Apex is absent. Nothing here needs Apex."""
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
-
-
-def _world_timeout() -> datetime.timedelta:
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    return backend.options._timeout

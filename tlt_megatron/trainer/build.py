@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +45,7 @@ from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_sa
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.identity import (
     Resumed,
-    check_identity,
-    compare_settings,
+    compare_run,
     describe_run,
 )
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
@@ -121,7 +120,9 @@ def _build(
         tokenizer = load_tokenizer(config.model.path)
         model_config = load_model_config(config.model.path)
         about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
-        resumed = _compare(saved, about, world)
+        resumed = Resumed(has_selector=False, has_drafter=False)
+        if saved is not None:
+            resumed = compare_run(saved, about, is_warning=world.is_first)
         prompts = load_prompts(config.data.train, tokenizer, config.data, world)
         rewards.wait_ready()
 
@@ -325,11 +326,3 @@ def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun 
     if path is not None and saved is None and world.is_first:
         log.warning("%s holds no checkpoint yet: the run starts at step 0", path)
     return saved
-
-
-def _compare(saved: SavedRun | None, about: Mapping[str, object], world: Group) -> Resumed:
-    """Raise ValueError for a checkpoint of another model or seed. Returns which learned parts resume."""
-    if saved is None:
-        return Resumed(has_selector=False, has_drafter=False)
-    check_identity(saved, about)
-    return compare_settings(saved, about, is_warning=world.is_first)

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
@@ -58,7 +59,7 @@ class Resumed:
 
 def describe_run(
     config: RunConfig, model: ModelConfig, stop_token_ids: Sequence[int], num_ranks: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the identity and settings for the state of every checkpoint, as JSON types."""
     function = dataclasses.asdict(model)
     del function["max_position_embeddings"]  # only a bound: it does not affect results
@@ -77,25 +78,22 @@ def describe_run(
     return json.loads(json.dumps(about))
 
 
-def check_identity(saved: SavedRun, about: Mapping[str, object]) -> None:
-    """Raise ValueError if model or seeds differ. It names every differing value, saved and current."""
-    before, now = (_part(values, _IDENTITY) for values in (saved.state, about))
-    changes = _changes(before, now)
-    if changes:
+def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) -> Resumed:
+    """Return which learned parts resume. ValueError, naming every change, if model or seeds differ.
+
+    With `is_warning` (set it on one rank), one warning names the changed settings and the parts
+    that start anew.
+    """
+    strangers = _changes(_IDENTITY, saved.state, about)
+    if strangers:
         raise ValueError(
-            f"checkpoint {saved.folder} belongs to another run: {_describe(changes)} (saved -> now): "
+            f"checkpoint {saved.folder} belongs to another run: {_describe(strangers)} (saved -> now): "
             "model and seeds must be those that the run was started with"
         )
-
-
-def compare_settings(saved: SavedRun, about: Mapping[str, object], *, is_warning: bool) -> Resumed:
-    """Return which learned parts resume.
-
-    With `is_warning` (set it on one rank), one warning names the changed settings and the parts that start anew.
-    """
-    before, now = (_part(values, _SETTINGS) for values in (saved.state, about))
     changes = {
-        name: change for name, change in _changes(before, now).items() if not name.startswith(_FREE)
+        name: change
+        for name, change in _changes(_SETTINGS, saved.state, about).items()
+        if not name.startswith(_FREE)
     }
     num_ranks = (saved.state.get(_NUM_RANKS), about[_NUM_RANKS])
     is_same_world = num_ranks[0] == num_ranks[1]
@@ -104,24 +102,15 @@ def compare_settings(saved: SavedRun, about: Mapping[str, object], *, is_warning
     if not is_same_world:
         changes["ranks"] = num_ranks
     if changes and is_warning:
-        anew = [
-            part
-            for part, goes_on in (("strategy selector", has_selector), ("drafter", has_drafter))
-            if not goes_on and now["speculation.enabled"]
-        ]
+        parts = {"strategy selector": has_selector, "drafter": has_drafter}
+        anew = [part for part, goes_on in parts.items() if not goes_on]
+        is_told = anew and about[_SETTINGS]["speculation.enabled"]
         log.warning(
             "the checkpoint was written with other settings: %s%s",
             _describe(changes),
-            f"; {' and '.join(anew)} start anew" if anew else "",
+            f"; {' and '.join(anew)} start anew" if is_told else "",
         )
     return Resumed(has_selector=has_selector, has_drafter=has_drafter)
-
-
-def _part(values: Mapping[str, object], name: str) -> dict[str, object]:
-    part = values.get(name)
-    if not isinstance(part, dict):
-        raise ValueError(f"the checkpoint's state lacks {name}")
-    return part
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -133,9 +122,12 @@ def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object
 
 
 def _changes(
-    before: Mapping[str, object], now: Mapping[str, object]
+    part: str, saved: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, tuple[object, object]]:
-    """Return the differing values by name. A name that only one side has counts as None in the other."""
+    """Return the differing values by name. A name that one side lacks counts as None."""
+    if not isinstance(saved.get(part), dict):
+        raise ValueError(f"the checkpoint's state lacks {part}")
+    before, now = saved[part], about[part]
     names = sorted(before.keys() | now.keys())
     return {n: (before.get(n), now.get(n)) for n in names if before.get(n) != now.get(n)}
 

@@ -11,7 +11,7 @@ import pytest
 from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.trainer.checkpoint import SavedRun
-from tlt_megatron.trainer.identity import check_identity, compare_settings, describe_run
+from tlt_megatron.trainer.identity import compare_run, describe_run
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -58,7 +58,7 @@ def saved(state: dict[str, object]) -> SavedRun:
 )
 def test_another_model_or_seed_is_refused_by_name(now: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=rf"iter_0000001 belongs to another run: .*{named}"):
-        check_identity(saved(describe()), now)
+        compare_run(saved(describe()), now, is_warning=False)
 
 
 def test_what_changes_no_number_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,8 +69,7 @@ def test_what_changes_no_number_is_not_compared(caplog: pytest.LogCaptureFixture
         "logging.trace=false",
         max_position_embeddings=128,
     )
-    check_identity(saved(describe()), now)
-    resumed = compare_settings(saved(describe()), now, is_warning=True)
+    resumed = compare_run(saved(describe()), now, is_warning=True)
     assert resumed.has_selector
     assert resumed.has_drafter
     assert not caplog.text
@@ -91,8 +90,7 @@ def test_one_warning_names_changed_settings_and_the_parts_that_start_anew(
     change: str, has_selector: bool, has_drafter: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = describe(change)
-    check_identity(saved(describe()), now)
-    resumed = compare_settings(saved(describe()), now, is_warning=True)
+    resumed = compare_run(saved(describe()), now, is_warning=True)
     assert (resumed.has_selector, resumed.has_drafter) == (has_selector, has_drafter)
     (record,) = caplog.records
     assert change.partition("=")[0] in record.getMessage()
@@ -101,11 +99,11 @@ def test_one_warning_names_changed_settings_and_the_parts_that_start_anew(
 
 
 def test_another_number_of_ranks_starts_the_selector_anew(caplog: pytest.LogCaptureFixture) -> None:
-    resumed = compare_settings(saved(describe()), describe(ranks=4), is_warning=True)
+    resumed = compare_run(saved(describe()), describe(ranks=4), is_warning=True)
     assert (resumed.has_selector, resumed.has_drafter) == (False, True)
     assert "ranks 2 -> 4" in caplog.text
 
 
 def test_a_state_without_identity_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks identity"):
-        check_identity(saved({}), describe())
+        compare_run(saved({}), describe(), is_warning=False)
