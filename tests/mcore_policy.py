@@ -67,7 +67,6 @@ def build_policy(
     )
     groups = initialize_model_parallel(layout.parallel, world, seed=1)
     policy = McorePolicyModel(
-        model_path=model_path,
         model=ModelSection(path=str(model_path), dtype=dtype),
         parallel=layout.parallel,
         mcore=McoreSection(**mcore),

@@ -135,7 +135,6 @@ def _build(
 ) -> McorePolicyModel:
     parallel = ParallelSection()
     return McorePolicyModel(
-        model_path=model,
         model=ModelSection(path=str(model), dtype=dtype),
         parallel=parallel,
         mcore=McoreSection(use_distributed_optimizer=use_distributed_optimizer),

@@ -40,7 +40,6 @@ def log_probs_on_the_gpu(path: Path, dtype: str, recompute: str) -> dict[str, ob
     world = init_world(device.backend, 60.0)
     parallel = ParallelSection()
     policy = McorePolicyModel(
-        model_path=path,
         model=ModelSection(path=str(path), dtype=dtype),
         parallel=parallel,
         mcore=McoreSection(recompute=recompute),

@@ -37,7 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class McorePolicyModel:
-    """A trainable policy over this rank's shard of the Hugging Face folder `model_path`.
+    """A trainable policy over this rank's shard of the Hugging Face folder `model.path`.
 
     `groups` must come from `initialize_model_parallel` with the same `parallel`. `keep_reference`
     keeps the initial weights of this rank's shard in host memory.
@@ -46,7 +46,6 @@ class McorePolicyModel:
     def __init__(
         self,
         *,
-        model_path: Path,
         model: ModelSection,
         parallel: ParallelSection,
         mcore: McoreSection,
@@ -59,11 +58,11 @@ class McorePolicyModel:
 
         dtype = _DTYPES[model.dtype]
         self._groups = groups
-        self._config = load_model_config(model_path)
+        self._config = load_model_config(model.path)
         self._stage = build_model(
             self._config, parallel=parallel, section=mcore, dtype=dtype, device=device
         )
-        load_hf_weights(self._stage, self._config, HfReader(model_path), groups)
+        load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
         wrapped = self._stage
         if dtype != torch.float32:
             wrapped = Float16Module(self._stage.config, self._stage)

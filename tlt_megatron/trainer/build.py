@@ -232,7 +232,6 @@ def _open_metrics(config: RunConfig, run_dir: Path, first_step: int | None) -> M
 
 def _build_policy(config: RunConfig, groups: ProcessGroups, device: Device) -> McorePolicyModel:
     return McorePolicyModel(
-        model_path=Path(config.model.path),
         model=config.model,
         parallel=config.parallel,
         mcore=config.mcore,
