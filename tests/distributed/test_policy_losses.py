@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,27 @@ def test_updates_equal_those_of_one_rank(
         for name, weight in weights.items():
             assert (exported[name] - weight).norm() <= 1e-5 * weight.norm(), name
     assert steps[0]["actor/pg_clipfrac"] > 0, "the test must reach the clipped part"
+
+
+@pytest.mark.parametrize("loss", SECTIONS)
+def test_twenty_steps_make_the_better_sibling_likelier(model_path: Path, loss: str) -> None:
+    section = dataclasses.replace(SECTIONS[loss], num_epochs=1, recompute_log_probs="always")
+    batch = scored_batch(0)
+
+    def train() -> list[list[float]]:
+        """Mean log-prob of the better sibling less that of the other, before and after, for two prompts."""
+        policy, groups = build_policy(model_path, Layout(world=1))
+        settings = {"micro_batch_tokens": 40, "temperature": 1.0, "max_new_tokens": 32}
+        trainer = PolicyTrainer(policy, section, groups=groups, **settings)
+        gaps = []
+        for step in range(21):
+            inference = trainer.infer_logprobs(batch)
+            means = {key: float(value.mean()) for key, value in inference.old_logprobs.items()}
+            if step in (0, 20):
+                gaps.append([means[0, 0] - means[0, 1], means[2, 1] - means[2, 0]])
+            trainer.update(inference)
+        return gaps
+
+    assert [s.rewards for s in batch] == [(1.0, 0.0), (1.0, 1.0), (1.0, 2.0)]
+    (before, after), *_ = run_ranks(1, train)
+    assert all(new > old + 0.1 for old, new in zip(before, after, strict=True)), (before, after)

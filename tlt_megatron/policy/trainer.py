@@ -5,6 +5,7 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -215,8 +216,8 @@ class PolicyTrainer:
             for i, s in enumerate(scored)
         ]
         computed = load_extension("algorithm.advantage", section.advantage)(rewards=rewards)
-        for i, (group, found) in enumerate(zip(rewards, computed, strict=True)):
-            shapes, expected = ([list(each.shape) for each in part] for part in (found, group))
+        for i, pair in enumerate(itertools.zip_longest(computed, rewards, fillvalue=())):
+            shapes, expected = ([list(each.shape) for each in group] for group in pair)
             if shapes != expected:
                 raise ValueError(
                     f"algorithm.advantage={section.advantage!r}: returned the shapes {shapes} for prompt {i} of the batch, "

@@ -248,8 +248,13 @@ def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() 
     assert updated["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.15)
 
 
-def test_a_users_advantage_of_the_wrong_shape_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def flat(rewards):\n    return [g[:1] for g in rewards]\n")
-    section = AlgorithmSection(advantage=f"{tmp_path}/mine.py:flat")
-    with pytest.raises(ValueError, match=r"algorithm\.advantage='.*mine\.py:flat': returned the"):
+@pytest.mark.parametrize(
+    "result", ["[g[:1] for g in rewards]", "rewards[:2]", "[[g[0]] * 3 for g in rewards]"]
+)
+def test_a_users_advantage_of_the_wrong_shape_is_refused_by_name(
+    tmp_path: Path, result: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def wrong(rewards):\n    return {result}\n")
+    section = AlgorithmSection(advantage=f"{tmp_path}/mine.py:wrong")
+    with pytest.raises(ValueError, match=r"algorithm\.advantage='.*mine\.py:wrong': returned the"):
         run(section, ProcessGroups(world=SINGLE))
