@@ -180,6 +180,8 @@ def _hook(
     is_sharded: bool,
 ) -> Callable[..., None]:
     """Return a forward hook that appends the states [T-1, D] of this rank's sequences to `held`."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
     order = iter(by_micro_batch)  # a module sees the micro-batches once each, in order
 
     def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -191,7 +193,7 @@ def _hook(
         hidden_T1D = output[0] if isinstance(output, tuple) else output
         hidden_TD = hidden_T1D.detach()[:, 0]
         if is_sharded:  # every peer takes part, also if another one gets the sequences
-            hidden_TD = _gather_rows(hidden_TD, tp)
+            hidden_TD = gather_from_sequence_parallel_region(hidden_TD)
         for place in places:
             if place.tp_rank == tp.rank:
                 held[place].append(hidden_TD[place.start : place.end - 1].to(dtype, copy=True))
@@ -248,13 +250,6 @@ def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[in
         num_layers = stage.config.num_layers
         raise ValueError(f"aux_layer_ids: layers {missing} are not in 0..{num_layers - 1}")
     return {source: holders[source] for source in sources}
-
-
-def _gather_rows(shard_TD: Tensor, tp: Group) -> Tensor:
-    """Gather all rows of a sequence that is split over the tensor-parallel ranks."""
-    rows = shard_TD.new_empty(tp.size * shard_TD.shape[0], shard_TD.shape[1])
-    dist.all_gather_into_tensor(rows, shard_TD.contiguous(), group=tp.handle)
-    return rows
 
 
 def _tapped(place: TapPlace, batch: MicroBatch, states_TND: Tensor) -> TappedSequence:

@@ -270,9 +270,8 @@ class CheckpointManager:
         if step is not None:
             kept.add(self.folder(step))
         dropped = [folder for folder in folders if folder not in kept]
-        dropped.sort(
-            key=lambda folder: folder.suffix != ".tmp"
-        )  # they leave room for the renamed ones
+        # Unfinished saves first: they have the names that the others are renamed to.
+        dropped.sort(key=lambda folder: folder.suffix != ".tmp")
         for folder in dropped:
             # Rename first: a partly deleted folder must not count as a broken checkpoint.
             hidden = folder.with_suffix(".tmp")
