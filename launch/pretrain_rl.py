@@ -146,7 +146,7 @@ class _Launch:
         configure_logging(world.rank, self._run_dir)
         built = build_run(config, self._run_dir, world, device, self._stop)
         self._run = stack.enter_context(built)
-        self._run.trainer.history.add_memory_plan(ledger.peak_bytes)
+        self._run.trainer.report.history.add_memory_plan(ledger.peak_bytes)
         with self._run.explaining():
             self._run.trainer.train()
             finish_run(self._run, config, self._run_dir)

@@ -243,14 +243,12 @@ PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
     check_constructors: {
         "tlt_megatron/models/kv_cache.py": "group the sizes",
         "tlt_megatron/speculation/cost_model.py": "fewer settings",
-        "tlt_megatron/trainer/loop.py": "group",
     },
     check_assignments: {
         "tlt_megatron/engines/embedded/engine.py": "methods that suspend speculation and stop a clock",
         "tlt_megatron/rewards/workers.py": "a method that replaces a worker",
         "tlt_megatron/speculation/ngram.py": "a dataclass",
         "tlt_megatron/speculation/step_cost.py": "a method that forgets",
-        "tlt_megatron/trainer/loop.py": "a method",
     },
     check_language: {
         "tlt_megatron/speculation/acceptance_model.py": "rewrite",

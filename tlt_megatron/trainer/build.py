@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,7 @@ from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import (
     attach_drafter,
     drafter_tap_layers,
@@ -50,11 +52,12 @@ from tlt_megatron.trainer.identity import (
 )
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run_folder import CHECKPOINTS, resume_path
 from tlt_megatron.trainer.speculation_log import SpeculationLog
-from tlt_megatron.trainer.weight_sync import WeightSync
+from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -68,7 +71,6 @@ class Run:
 
     trainer: RLTrainer
     model: McorePolicyModel
-    dtype: torch.dtype
     # Context for work of all ranks: a failed collective raises RanksLost, which names the lost ranks.
     explaining: Callable[[], AbstractContextManager[None]]
 
@@ -94,139 +96,185 @@ def build_run(
         def explaining() -> AbstractContextManager[None]:
             return heartbeat.explaining(settings.group_timeout_s) if heartbeat else nullcontext()
 
-        with explaining(), _build(config, run_dir, world, device, store, heartbeat, stop) as parts:
-            trainer, model, dtype = parts
-            yield Run(trainer=trainer, model=model, dtype=dtype, explaining=explaining)
+        with explaining(), ExitStack() as stack:
+            site = _Site(config, run_dir, world, device, store, heartbeat, stop, stack)
+            trainer, model = _build(site)
+            stop.begin_training()
+            barrier(world)  # no rank trains while a signal would still end another without a save
+            yield Run(trainer=trainer, model=model, explaining=explaining)
 
 
-@contextmanager
-def _build(
-    config: RunConfig,
-    run_dir: Path,
-    world: Group,
-    device: Device,
-    store: JobStore,
-    heartbeat: Heartbeat | None,
-    stop: StopRequest,
-) -> Iterator[tuple[RLTrainer, McorePolicyModel, torch.dtype]]:
+class _Site(NamedTuple):
+    """What building needs everywhere. `stack` closes what is built."""
+
+    config: RunConfig
+    run_dir: Path
+    world: Group
+    device: Device
+    store: JobStore
+    heartbeat: Heartbeat | None
+    stop: StopRequest
+    stack: ExitStack
+
+
+def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
+    config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
     saved = _find_saved_run(config, run_dir, world)
-    load_extension("algorithm.advantage", config.algorithm.advantage)  # refused before models exist
-    load_extension("algorithm.loss", config.algorithm.loss)
+    _check_extensions(config)
     if world.is_first:
         for line in risky_settings(config):
             log.warning("%s", line)
-    with ExitStack() as stack:
-        rewards = stack.enter_context(_start_rewards(config))
-        tokenizer = load_tokenizer(config.model.path)
-        model_config = load_model_config(config.model.path)
-        about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
-        resumed = Resumed(has_selector=False, has_drafter=False)
-        if saved is not None:
-            resumed = compare_run(saved, about, is_warning=world.is_first)
-        prompts = load_prompts(config.data.train, tokenizer, config.data, world)
-        rewards.wait_ready()
+    reward = config.reward
+    rewards = stack.enter_context(
+        RewardPool(
+            reward.function,
+            num_workers=reward.num_workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        )
+    )
+    tokenizer = load_tokenizer(config.model.path)
+    model_config = load_model_config(config.model.path)
+    about = describe_run(config, model_config, tokenizer.stop_token_ids, world.size)
+    resumed = Resumed(has_selector=False, has_drafter=False)
+    if saved is not None:
+        resumed = compare_run(saved, about, is_warning=world.is_first)
+    prompts = load_prompts(config.data.train, tokenizer, config.data, world)
+    held_out = []
+    if config.data.eval:
+        held_out = load_prompts(config.data.eval, tokenizer, config.data, world).prompts(
+            config.eval.num_prompts
+        )
+    rewards.wait_ready()
 
-        seed_everything(config.run.seed)
-        groups = initialize_model_parallel(config.parallel, world, config.run.seed)
-        stack.callback(destroy_model_parallel)
-        engine = stack.enter_context(
-            closing(build_engine(config, device, run_dir=run_dir, world=world))
-        )
-        model = _build_policy(config, groups, device)
-        phases = Phases(
-            stack.enter_context(closing(_open_timeline(config, run_dir, world))),
-            stack.enter_context(closing(_open_progress(config, world))),
-            device,
-            *([heartbeat.enter] if heartbeat else []),
-        )
-        worker = RolloutWorker(
-            engine,
-            rewards,
-            tokenizer.decode,
-            replicas=world,
-            phases=phases,
-            ranks_per_engine=config.ranks_per_engine,
-            should_stop=lambda: stop.is_requested,
-        )
-        trainer = RLTrainer(
-            LoopSettings(
-                num_steps=config.run.num_steps,
-                num_prompts=config.rollout.num_prompts,
-                eval_interval=config.eval.interval,
-                checkpoint_interval=config.checkpoint.interval,
-            ),
-            sampler=PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed),
-            sampling=_train_sampling(config, tokenizer),
-            engine=engine,
-            rollout_worker=worker,
-            policy_trainer=_build_policy_trainer(config, model, groups),
-            weight_sync=WeightSync(
-                model, engine, dtype=getattr(torch, config.rollout.dtype), world=world
-            ),
-            evaluator=_build_evaluator(config, worker, tokenizer, world),
-            checkpoints=CheckpointManager(
-                run_dir / CHECKPOINTS, model, keep=config.checkpoint.keep, world=world, about=about
-            ),
-            phases=phases,
-            stop=stop,
-            world=world,
-        )
-        attach = partial(
-            attach_drafter,
-            config,
-            engine,
-            run_dir=run_dir,
-            timeline=phases.timeline,
-            world=world,
-            store=store,
-            check_ranks=heartbeat.check if heartbeat else lambda: None,
-        )
-        trainer.start(saved, resumed, attach)
-        if trainer.drafter is not None:
-            stack.callback(trainer.drafter.close)
-        if world.is_first:
-            (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-            first_step = trainer.step + 1 if saved is not None else None
-            trainer.metrics = stack.enter_context(
-                closing(_open_metrics(config, run_dir, first_step))
-            )
-            worker.speculation_log = SpeculationLog(run_dir, resume_step=first_step)
-            if config.logging.rollouts:
-                trainer.rollout_log = RolloutLog(
-                    run_dir / "rollouts", tokenizer.decode, resume_step=first_step
-                )
-        stop.begin_training()
-        barrier(world)  # no rank trains while a signal would still end another without a save
-        yield trainer, model, getattr(torch, config.model.dtype)
+    seed_everything(config.run.seed)
+    groups = initialize_model_parallel(config.parallel, world, config.run.seed)
+    stack.callback(destroy_model_parallel)
+    worker = _build_worker(site, rewards, tokenizer)
+    model = _build_policy(config, groups, site.device)
+    checkpoints = CheckpointManager(
+        run_dir / CHECKPOINTS, model, keep=config.checkpoint.keep, world=world, about=about
+    )
+    folder = checkpoints.restore(saved) if saved else None
+    step = saved.step if saved else 0
+    settings = _loop_settings(config, tokenizer)
+    with worker.phases("SYNC", "update_weights", version=step):
+        push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
+    trainer = RLTrainer(
+        settings,
+        sampler=PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed),
+        worker=worker,
+        policy_trainer=_build_policy_trainer(config, model, groups),
+        evaluator=Evaluator(worker, held_out, _eval_sampling(config, tokenizer)),
+        checkpoints=checkpoints,
+        drafter=_build_drafter(site, worker),
+        report=_open_report(site, worker.phases, tokenizer, saved),
+    )
+    if saved and folder:
+        trainer.resume(saved, folder, resumed)
+    return trainer, model
 
 
-def _start_rewards(config: RunConfig) -> RewardPool:
-    return RewardPool(
-        config.reward.function,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        on_error=config.reward.on_error,
+def _check_extensions(config: RunConfig) -> None:
+    """Raise ValueError for a function or class of the user that cannot be used, before models are built."""
+    load_extension("algorithm.advantage", config.algorithm.advantage)
+    load_extension("algorithm.loss", config.algorithm.loss)
+    load_extension("speculation.selector", config.speculation.selector)
+
+
+def _build_worker(site: _Site, rewards: RewardPool, tokenizer: Tokenizer) -> RolloutWorker:
+    config, world, stack = site.config, site.world, site.stack
+    engine = build_engine(config, site.device, run_dir=site.run_dir, world=world)
+    stack.callback(engine.close)
+    path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
+    timeline = stack.enter_context(
+        closing(Timeline(path if config.logging.trace else None, world.rank))
+    )
+    timeline.align_clocks(world)
+    progress = Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
+    stack.callback(progress.close)
+    on_phase = site.heartbeat.enter if site.heartbeat else lambda name: None
+    return RolloutWorker(
+        engine,
+        rewards,
+        tokenizer.decode,
+        replicas=world,
+        phases=Phases(timeline, progress, site.device, on_phase),
+        ranks_per_engine=config.ranks_per_engine,
+        should_stop=lambda: site.stop.is_requested,
     )
 
 
-def _open_timeline(config: RunConfig, run_dir: Path, world: Group) -> Timeline:
-    path = run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
-    timeline = Timeline(path if config.logging.trace else None, world.rank)
-    timeline.align_clocks(world)
-    return timeline
+def _build_drafter(site: _Site, worker: RolloutWorker) -> DrafterLifecycle | None:
+    drafter = attach_drafter(
+        site.config,
+        worker.engine,
+        run_dir=site.run_dir,
+        timeline=worker.phases.timeline,
+        world=site.world,
+        store=site.store,
+        check_ranks=site.heartbeat.check if site.heartbeat else lambda: None,
+    )
+    if drafter is not None:
+        site.stack.callback(drafter.close)
+    return drafter
 
 
-def _open_progress(config: RunConfig, world: Group) -> Progress:
-    return Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
-
-
-def _open_metrics(config: RunConfig, run_dir: Path, first_step: int | None) -> MetricsWriter:
-    """`first_step` is the next step of a resumed run, else None. Rows from that step on, left by a crash, are cut."""
-    return MetricsWriter(
+def _open_report(
+    site: _Site, phases: Phases, tokenizer: Tokenizer, saved: SavedRun | None
+) -> RunReport:
+    """Open the files of rank 0. Rows and files of steps that a resumed run does again are cut."""
+    if not site.world.is_first:
+        return RunReport(phases, site.world)
+    run_dir, logging_section = site.run_dir, site.config.logging
+    (run_dir / "config.yaml").write_text(dump_config(site.config), encoding="utf-8")
+    first_step = saved.step + 1 if saved else None
+    metrics = MetricsWriter(
         run_dir,
-        tensorboard=config.logging.tensorboard,
-        wandb_project=config.logging.wandb_project,
+        tensorboard=logging_section.tensorboard,
+        wandb_project=logging_section.wandb_project,
         resume_step=first_step,
+    )
+    site.stack.callback(metrics.close)
+    rollouts = None
+    if logging_section.rollouts:
+        rollouts = RolloutLog(run_dir / "rollouts", tokenizer.decode, resume_step=first_step)
+    return RunReport(
+        phases,
+        site.world,
+        metrics=metrics,
+        passes=SpeculationLog(run_dir, resume_step=first_step),
+        rollouts=rollouts,
+    )
+
+
+def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
+    rollout = config.rollout
+    return LoopSettings(
+        num_steps=config.run.num_steps,
+        num_prompts=rollout.num_prompts,
+        eval_interval=config.eval.interval,
+        checkpoint_interval=config.checkpoint.interval,
+        engine_dtype=getattr(torch, rollout.dtype),
+        sampling=SamplingParams(
+            num_samples=rollout.num_samples,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=tokenizer.stop_token_ids,
+            seed=config.run.seed,
+        ),
+    )
+
+
+def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
+    return SamplingParams(
+        num_samples=config.eval.num_samples,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=config.run.seed + EVAL_SEED_OFFSET,
     )
 
 
@@ -287,35 +335,6 @@ def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
     if engine.has_graphs:
         log.info("graphs of the rollout engine: %s", "\n  ".join(graphs.lines()))
     return engine
-
-
-def _train_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
-    return SamplingParams(
-        num_samples=config.rollout.num_samples,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        stop_token_ids=tokenizer.stop_token_ids,
-        seed=config.run.seed,
-    )
-
-
-def _build_evaluator(
-    config: RunConfig, worker: RolloutWorker, tokenizer: Tokenizer, world: Group
-) -> Evaluator:
-    prompts = []
-    if config.data.eval:
-        held_out = load_prompts(config.data.eval, tokenizer, config.data, world)
-        prompts = held_out.prompts(config.eval.num_prompts)
-    params = SamplingParams(
-        num_samples=config.eval.num_samples,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.eval.temperature,
-        stop_token_ids=tokenizer.stop_token_ids,
-        seed=config.run.seed + EVAL_SEED_OFFSET,
-    )
-    return Evaluator(worker, prompts, params)
 
 
 def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:

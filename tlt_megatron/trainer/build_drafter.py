@@ -62,9 +62,7 @@ def attach_drafter(
     target = load_model_config(config.model.path)
     embedding_VD, lm_head_VD = engine.target_tensors()
     # A second copy for training: the engine gets only weights that the publisher accepts.
-    trainer = DrafterTrainer(
-        _make_drafter(config, target, embedding_VD, lm_head_VD), config.drafter
-    )
+    trainer = DrafterTrainer(make_drafter(config, target, embedding_VD, lm_head_VD), config.drafter)
     if config.speculation.drafter:
         state = load_trainer_state(config.speculation.drafter)
         if state is not None:
@@ -88,7 +86,7 @@ def attach_drafter(
     )
 
 
-def _make_drafter(
+def make_drafter(
     config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
 ) -> DraftModel:
     """Load the drafter at `speculation.drafter`, or make the same random one on every rank."""
@@ -113,7 +111,7 @@ def speculation_over(
     ValueError for a drafter of another policy, or for unknown strategies."""
     draft = None
     if config.speculation.is_learned:
-        drafter = _make_drafter(config, target, embedding_VD, lm_head_VD)
+        drafter = make_drafter(config, target, embedding_VD, lm_head_VD)
         draft = DraftInference(drafter, lm_head_VD.dtype)
     return make_speculation(config, draft)
 

@@ -18,12 +18,12 @@ from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.engines.sglang.follower import FollowerEngine
 from tlt_megatron.engines.sglang.replica import Replica
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.environment import communication_settings
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
+from tlt_megatron.trainer.build_drafter import make_drafter
 
 _START_FOLDER = "drafter_start"
 _Made = TypeVar("_Made")
@@ -42,7 +42,11 @@ def build_sglang_engine(
     speculation = _with_drafter(config, run_dir, world)
     replica = Replica(_replica_group(config, world))
     if not replica.is_leader:
-        return _together(lambda: _follow(config, speculation, device, replica), world)
+        dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+        has_drafter = speculation.enabled and speculation.is_learned
+        return _together(
+            lambda: FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica), world
+        )
     return _together(
         lambda: SglangEngine(
             config.model.path,
@@ -90,14 +94,6 @@ def _replica_group(config: RunConfig, world: Group) -> Group:
     return own
 
 
-def _follow(
-    config: RunConfig, speculation: SpeculationSection, device: Device, replica: Replica
-) -> FollowerEngine:
-    dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-    has_drafter = speculation.enabled and speculation.is_learned
-    return FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica)
-
-
 def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> SpeculationSection:
     """Return the settings with a drafter folder, which SGLang needs. By default, rank 0 writes one with random weights."""
     speculation = config.speculation
@@ -105,28 +101,15 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
         return speculation
     folder = run_dir / _START_FOLDER
     if world.is_first:
-        _save_random_drafter(config, folder)
+        reader = HfReader(config.model.path)
+        embedding = reader["model.embed_tokens.weight"]
+        is_tied = "lm_head.weight" not in reader
+        head = embedding if is_tied else reader["lm_head.weight"]
+        save_drafter(
+            folder, make_drafter(config, load_model_config(config.model.path), embedding, head)
+        )
     barrier(world)
     return dataclasses.replace(speculation, drafter=str(folder))
-
-
-def _save_random_drafter(config: RunConfig, folder: Path) -> None:
-    """Save the same random drafter that `drafter.seed` gives every rank."""
-    reader = HfReader(config.model.path)
-    embedding = reader["model.embed_tokens.weight"]
-    is_tied = "lm_head.weight" not in reader
-    head = embedding if is_tied else reader["lm_head.weight"]
-    architecture = "eagle3" if config.drafter.algorithm == "eagle3" else "eagle"
-    draft_config = make_draft_config(
-        load_model_config(config.model.path),
-        architecture,
-        embedding,
-        tuple(config.drafter.aux_layer_ids),
-    )
-    model = DraftModel(
-        draft_config, embedding_VD=embedding, lm_head_VD=head, seed=config.drafter.seed
-    )
-    save_drafter(folder, model)
 
 
 def _together(make: Callable[[], _Made], world: Group) -> _Made:

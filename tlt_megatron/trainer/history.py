@@ -1,12 +1,12 @@
-"""Statistics of a run for summary.json, kept across resumes. The loop fills them, and finish.py writes them at the end."""
+"""Statistics of a run for summary.json, kept across resumes. `report.py` fills them, and `finish.py` writes
+them at the end."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 from tlt_megatron.trainer.gain import SpeculationGain
 
@@ -16,6 +16,15 @@ _SERIES = (
     "bubble/idle_s",
     "bubble/used_s",
     "bubble/stall_s",
+)
+# Attributes that a checkpoint keeps.
+_STATE = (
+    "step_seconds",
+    "generated_tokens",
+    "generation_seconds",
+    "evals",
+    "series",
+    "peak_bytes",
 )
 
 
@@ -30,7 +39,7 @@ class RunHistory:
         self.series: dict[str, list[float]] = {name: [] for name in _SERIES}
         self.gain: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}  # of each phase of the memory ledger
-        self.planned_bytes: int | None = None
+        self.planned_bytes: int | None = None  # peak of a rank that the memory ledger predicts
         self.seconds_before = 0.0
         self._started = time.perf_counter()
 
@@ -100,30 +109,15 @@ class RunHistory:
             "responses_differing": float(gain.num_differing),
         }
 
-    def write_summary(self, path: Path) -> None:
-        """Write `summary` as JSON."""
-        path.write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
-
     def state_dict(self) -> dict[str, object]:
         """Return the state for the checkpoint."""
-        return {
-            "step_seconds": self.step_seconds,
-            "generated_tokens": self.generated_tokens,
-            "generation_seconds": self.generation_seconds,
-            "evals": self.evals,
-            "series": self.series,
-            "peak_bytes": self.peak_bytes,
-            "seconds": self._seconds(),
-        }
+        return {name: getattr(self, name) for name in _STATE} | {"seconds": self._seconds()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Load the state from the checkpoint."""
-        self.step_seconds = list(state["step_seconds"])
-        self.generated_tokens = state["generated_tokens"]
-        self.generation_seconds = state["generation_seconds"]
-        self.evals = [(step, accuracy) for step, accuracy in state["evals"]]
-        self.series |= state["series"]
-        self.peak_bytes = dict(state.get("peak_bytes", {}))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state from the checkpoint. Older ones lack some of it."""
+        for name in _STATE:
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self.series = {name: self.series.get(name, []) for name in _SERIES}
         self.seconds_before = state["seconds"]
 
     def _seconds(self) -> float:

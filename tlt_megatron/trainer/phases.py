@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory import Phase
 from tlt_megatron.runtime.progress import Progress
@@ -55,6 +56,9 @@ class Phases:
         try:
             with self.timeline.span(name, **args):
                 yield
+        except GenerationStopped:  # not a failure of the phase
+            self.current = outer
+            raise
         finally:  # an interrupted phase also has a peak
             if ledger_phase:
                 peak = max(self._device.peak_bytes(), self._peak_bytes.get(ledger_phase, 0))

@@ -15,12 +15,7 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
 from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.speculation_log import (
-    PassTotals,
-    SpeculationLog,
-    add_pass_spans,
-    sum_passes,
-)
+from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
 from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
 
 
@@ -30,6 +25,7 @@ class Collected:
 
     groups: tuple[ScoredGroup, ...]
     metrics: dict[str, float]
+    passes: list[PassTotals]
 
 
 class RolloutWorker:
@@ -43,11 +39,10 @@ class RolloutWorker:
         *,
         replicas: Group,
         phases: Phases,
-        speculation_log: SpeculationLog | None = None,
         ranks_per_engine: int = 1,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Only rank 0 gets a `speculation_log`. If an engine spans several ranks, the first of them gets all its prompts.
+        """If an engine spans several ranks, the first of them gets all its prompts.
 
         Each rank calls `should_stop` on its own, about once per pass.
         """
@@ -56,7 +51,6 @@ class RolloutWorker:
         self.decode = decode
         self.replicas = replicas
         self.phases = phases
-        self.speculation_log = speculation_log
         self.ranks_per_engine = ranks_per_engine
         self.should_stop = should_stop
 
@@ -71,8 +65,8 @@ class RolloutWorker:
     ) -> Collected:
         """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
 
-        With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; with
-        0, for an evaluation, the passes are not logged.
+        With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; 0 for
+        an evaluation.
         All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """
@@ -100,8 +94,6 @@ class RolloutWorker:
         engines = [share.engine for share in shares]
         totals = [total for share in shares for total in share.passes]
         metrics |= speculation_metrics(totals)
-        if self.speculation_log is not None and step > 0:
-            self.speculation_log.write(totals)
         metrics["perf/rollout_tokens_per_s"] = sum(s.num_generated_tokens for s in engines) / max(
             s.seconds for s in engines
         )
@@ -113,7 +105,7 @@ class RolloutWorker:
         metrics["rollout/eager_passes"] = float(sum(s.num_eager_passes for s in engines))
         for name in ("num_errors", "num_timeouts"):
             metrics[f"reward/{name}"] = float(sum(getattr(share.rewards, name) for share in shares))
-        return Collected(groups=tuple(everyone), metrics=metrics)
+        return Collected(groups=tuple(everyone), metrics=metrics, passes=totals)
 
     def _generate_share(
         self,

@@ -1,4 +1,5 @@
-"""Copies weights from the trainer to the engine of the same rank, with a version and a checksum. Called by the loop."""
+"""Copies weights from the trainer to the engine of the same rank, with a version and a checksum. Called when a run starts and
+after every update."""
 
 from __future__ import annotations
 
@@ -44,31 +45,23 @@ class ChecksummedTensors:
         return self._nonfinite
 
 
-class WeightSync:
-    """Pushes the policy to the engines. Gathers, loads and frees one layer at a time, so extra memory is at most one layer."""
+def push_policy(
+    model: PolicyModel, engine: RolloutEngine, version: int, *, dtype: torch.dtype, world: Group
+) -> int:
+    """Load the policy into every engine as `version`, and return its checksum. A collective of all ranks.
 
-    def __init__(
-        self, model: PolicyModel, engine: RolloutEngine, *, dtype: torch.dtype, world: Group
-    ) -> None:
-        self.model = model
-        self.engine = engine
-        self.dtype = dtype
-        self.world = world
-
-    def push_policy(self, version: int) -> int:
-        """Load the current policy into every engine as `version`, and return its checksum. A collective of all ranks.
-
-        RuntimeError names the ranks whose engine received other weights; UnhealthyTrainingError names the weights that are
-        not finite. Every rank raises them, so the policy of a finished step is checked before it is saved.
-        """
-        stream = ChecksummedTensors(self.model.export_hf_weights(), self.dtype)
-        self.engine.load_weights(stream, version=version, checksum=stream.checksum)
-        sent = gather_objects((stream.checksum(), stream.nonfinite()), self.world)
-        check_weights(version, [nonfinite for _, nonfinite in sent])
-        checksums = [checksum for checksum, _ in sent]
-        strays = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
-        if strays:
-            raise RuntimeError(
-                f"policy version {version}: ranks {strays} were sent other weights than rank 0"
-            )
-        return checksums[0]
+    Gathers, loads and frees one layer at a time, so extra memory is at most one layer. RuntimeError names the ranks that were
+    sent other weights; UnhealthyTrainingError names the weights that are not finite. Every rank raises them, so the policy of
+    a finished step is checked before it is saved.
+    """
+    stream = ChecksummedTensors(model.export_hf_weights(), dtype)
+    engine.load_weights(stream, version=version, checksum=stream.checksum)
+    sent = gather_objects((stream.checksum(), stream.nonfinite()), world)
+    check_weights(version, [nonfinite for _, nonfinite in sent])
+    checksums = [checksum for checksum, _ in sent]
+    strays = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+    if strays:
+        raise RuntimeError(
+            f"policy version {version}: ranks {strays} were sent other weights than rank 0"
+        )
+    return checksums[0]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.rollout_worker import rollout_metrics
-from tlt_megatron.trainer.weight_sync import WeightSync
+from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_are_sent_other_weights_are_named() -> None:
     def push() -> str:
         world = group_of(dist.group.WORLD)
         with pytest.raises(RuntimeError) as raised:
-            WeightSync(Model(), Engine(), dtype=torch.float32, world=world).push_policy(7)
+            push_policy(Model(), Engine(), 7, dtype=torch.float32, world=world)
         return str(raised.value)
 
     for message in run_ranks(3, push):

@@ -1,0 +1,85 @@
+"""What a run reports while it runs: metrics, logs, the terminal, and the statistics of its summary. Called by the loop."""
+
+from __future__ import annotations
+
+import time
+
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.durable import sync_path
+from tlt_megatron.runtime.metrics import MetricsWriter
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.trainer.history import RunHistory
+from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_log import RolloutLog
+from tlt_megatron.trainer.rollout_worker import Collected
+from tlt_megatron.trainer.speculation_log import SpeculationLog
+
+
+class RunReport:
+    """Every rank has one; files are given only to rank 0. Methods that gather from ranks are collectives of all ranks."""
+
+    def __init__(
+        self,
+        phases: Phases,
+        world: Group,
+        *,
+        metrics: MetricsWriter | None = None,
+        passes: SpeculationLog | None = None,
+        rollouts: RolloutLog | None = None,
+    ) -> None:
+        self.phases = phases
+        self.world = world
+        self.history = RunHistory()
+        self._metrics = metrics
+        self._passes = passes
+        self._rollouts = rollouts
+        self._step_started = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Start the clock of an RL step."""
+        self._step_started = time.perf_counter()
+
+    def end_step(self, step: int, collected: Collected, update: dict[str, float]) -> None:
+        """Report the RL step. `update` are the metrics of its log-probs and its update. A collective."""
+        if self._passes is not None:
+            self._passes.write(collected.passes)
+        if self._rollouts is not None:
+            self._rollouts.write(step, collected.groups)
+        metrics = collected.metrics | update
+        timings = gather_objects(self.phases.take_timings(), self.world)
+        metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
+        metrics["timing_s/step"] = time.perf_counter() - self._step_started
+        metrics["perf/throughput"] = metrics["rollout/num_tokens"] / metrics["timing_s/step"]
+        metrics["training/policy_version"] = float(step)
+        metrics |= self.add_memory()
+        self.history.add_step(metrics)
+        self._write(step, metrics)
+        self.phases.progress.step(step, metrics)
+        self.phases.timeline.flush()
+
+    def end_evaluation(self, step: int, result: dict[str, float]) -> None:
+        """Report an evaluation; its time is not that of an RL step. `result` is empty without prompts."""
+        self.phases.take_timings()
+        if result:
+            self.history.add_eval(step, result["eval/accuracy"])
+            self._write(step, result)
+            self.phases.progress.message(
+                f"step {step}: held-out accuracy {result['eval/accuracy']:.3f}"
+            )
+
+    def add_memory(self) -> dict[str, float]:
+        """Record the peak memory of each phase since the last call, the maximum over ranks. Returns it as metrics. A collective."""
+        ranks = gather_objects(self.phases.take_peaks(), self.world)
+        peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
+        peaks = {phase: peak for phase, peak in peaks.items() if peak}  # 0: no rank can tell
+        self.history.add_memory(peaks)
+        return {f"memory/peak_gb/{phase}": peak / 1e9 for phase, peak in peaks.items()}
+
+    def sync(self) -> None:
+        """Write the metrics so far to the disk."""
+        if self._metrics is not None:
+            sync_path(self._metrics.path)
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(step, metrics)
