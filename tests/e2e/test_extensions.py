@@ -10,9 +10,11 @@ from tests.tiny_task import metric_rows, rollouts, run, run_forked
 
 pytestmark = pytest.mark.e2e
 
-MINE = '''"""An advantage and a loss whose values in the metrics are known."""
+MINE = '''"""An advantage and a loss whose values in the metrics are known, and an engine that leaves a file."""
 
 import torch
+
+from tlt_megatron.trainer.build_embedded import build_embedded_engine
 
 
 def constant(rewards):
@@ -22,6 +24,11 @@ def constant(rewards):
 def plain(logprobs, old_logprobs, batch, section):
     ratio = (logprobs - old_logprobs).exp()
     return -ratio * batch.advantages, torch.ones_like(logprobs)
+
+
+def engine(config, device, run_dir, world):
+    (run_dir / f"engine_of_{world.rank}").touch()
+    return build_embedded_engine(config, device, run_dir, world)
 '''
 
 
@@ -32,8 +39,9 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_users_advantage_and_loss_train(config: Path, mine: Path, tmp_path: Path) -> None:
+def test_a_users_advantage_loss_and_engine_train(config: Path, mine: Path, tmp_path: Path) -> None:
     functions = (f"algorithm.advantage={mine}:constant", f"algorithm.loss={mine}:plain")
+    functions += (f"rollout.engine={mine}:engine",)
     run(2, config, tmp_path / "run", *functions, "run.num_steps=2", "data.eval=")
     rows = [row for row in metric_rows(tmp_path / "run") if "actor/pg_loss" in row]
     assert [row["step"] for row in rows] == [1, 2]
@@ -41,6 +49,7 @@ def test_a_users_advantage_and_loss_train(config: Path, mine: Path, tmp_path: Pa
         assert row["actor/pg_loss"] == pytest.approx(-3.0, rel=1e-5)
         assert row["actor/pg_clipfrac"] == 1
     assert len(rollouts(tmp_path / "run")) == 2 * 4 * 4
+    assert len(list((tmp_path / "run").glob("engine_of_*"))) == 2
 
 
 @pytest.mark.parametrize(

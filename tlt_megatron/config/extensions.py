@@ -58,6 +58,13 @@ REGISTRY = {
             "fixed": "tlt_megatron.speculation.selector:FixedSelector",
         },
     ),
+    "rollout.engine": ExtensionPoint(
+        ("config", "device", "run_dir", "world"),
+        {
+            "embedded": "tlt_megatron.trainer.build_embedded:build_embedded_engine",
+            "sglang": "tlt_megatron.trainer.build_sglang:build_sglang_engine",
+        },
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.draft_folder import read_draft_settings
-from tlt_megatron.config.extensions import check_extension_file
+from tlt_megatron.config.extensions import REGISTRY, check_extension_file
 from tlt_megatron.config.model_shape import (
     ModelConfig,
     check_megatron_rope,
@@ -41,10 +41,9 @@ def check_files(config: RunConfig) -> None:
     policy = _check_policy(config.model.path)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
         _check_drafter(Path(config.speculation.drafter), policy)
-    check_extension_file("reward.function", config.reward.function)
-    check_extension_file("algorithm.advantage", config.algorithm.advantage)
-    check_extension_file("algorithm.loss", config.algorithm.loss)
-    check_extension_file("speculation.selector", config.speculation.selector)
+    for key in REGISTRY:
+        section, _, name = key.partition(".")
+        check_extension_file(key, getattr(getattr(config, section), name))
     _check_prompts("data.train", config.data.train)
     if config.data.eval:
         _check_prompts("data.eval", config.data.eval)

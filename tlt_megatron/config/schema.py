@@ -85,7 +85,7 @@ class RewardSection(Section):
 class RolloutSection(Section):
     """Generation. One RL step draws `num_prompts` prompts and generates `num_samples` responses for each."""
 
-    engine: Annotated[str, one_of("embedded", "sglang")] = "embedded"
+    engine: str = "embedded"  # embedded | sglang | import path of a function that builds one
     # float64 gives the same tokens in any batch shape
     dtype: Annotated[str, one_of("float32", "bfloat16", "float64")] = "float32"
     num_prompts: PositiveInt = 16  # prompts per RL step over all ranks
@@ -101,7 +101,8 @@ class RolloutSection(Section):
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
 
     def check(self) -> None:
-        """Check the temperature."""
+        """Check the engine's name and the temperature."""
+        check_extension("rollout.engine", self.engine)
         self.require(0 < self.temperature <= 10, "temperature", "in (0, 10] for training")
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
@@ -36,12 +34,9 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import (
     attach_drafter,
-    drafter_tap_layers,
-    speculation_over,
 )
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.evaluate import Evaluator
@@ -184,7 +179,8 @@ def _check_extensions(config: RunConfig) -> None:
 
 def _build_worker(site: _Site, rewards: RewardPool, tokenizer: Tokenizer) -> RolloutWorker:
     config, world, stack = site.config, site.world, site.stack
-    engine = build_engine(config, site.device, run_dir=site.run_dir, world=world)
+    build_engine = load_extension("rollout.engine", config.rollout.engine)
+    engine: RolloutEngine = build_engine(config, site.device, site.run_dir, world)
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
     timeline = stack.enter_context(
@@ -306,35 +302,6 @@ def _build_policy_trainer(
             dtypes=(config.model.dtype, config.rollout.dtype),
         ),
     )
-
-
-def build_engine(
-    config: RunConfig, device: Device, *, run_dir: Path, world: Group
-) -> RolloutEngine:
-    """Build the rollout engine of this rank. A collective of all ranks."""
-    if config.rollout.engine == "sglang":
-        from tlt_megatron.trainer.build_sglang import build_sglang_engine
-
-        return build_sglang_engine(config, device, run_dir=run_dir, world=world)
-    return _build_embedded_engine(config, device)
-
-
-def _build_embedded_engine(config: RunConfig, device: Device) -> EmbeddedEngine:
-    model = load_model_config(config.model.path)
-    is_on = config.speculation.enabled
-    engine = EmbeddedEngine(
-        model,
-        config.rollout,
-        device,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        tap_layers=drafter_tap_layers(config, model),
-        make_speculation=partial(speculation_over, config, model) if is_on else None,
-    )
-    strategies = [SpeculationStrategy.parse(text) for text in config.speculation.strategies]
-    graphs = engine.memory_plan(strategies if is_on else ()).graphs
-    if engine.has_graphs:
-        log.info("graphs of the rollout engine: %s", "\n  ".join(graphs.lines()))
-    return engine
 
 
 def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:

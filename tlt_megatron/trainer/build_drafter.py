@@ -13,9 +13,7 @@ from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, loa
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig, load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import (
     DraftModel,
     default_aux_layer_ids,
@@ -24,9 +22,6 @@ from tlt_megatron.models.draft_model import (
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.speculation.make_selector import make_selector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 
@@ -101,29 +96,3 @@ def make_drafter(
     return DraftModel(
         draft_config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD, seed=config.drafter.seed
     )
-
-
-def speculation_over(
-    config: RunConfig, target: ModelConfig, embedding_VD: Tensor, lm_head_VD: Tensor
-) -> Speculation:
-    """Build the speculation of an embedded engine over its policy's embedding and LM head.
-
-    ValueError for a drafter of another policy, or for unknown strategies."""
-    draft = None
-    if config.speculation.is_learned:
-        drafter = make_drafter(config, target, embedding_VD, lm_head_VD)
-        draft = DraftInference(drafter, lm_head_VD.dtype)
-    return make_speculation(config, draft)
-
-
-def make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
-    """Build the speculation of `config.speculation`. `draft` is the learned drafter, or None."""
-    section = config.speculation
-    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
-    selector = make_selector(
-        section.selector,
-        strategies,
-        max_batch_size=config.rollout.max_batch_size,
-        beg_thresholds=section.beg_thresholds,
-    )
-    return Speculation(draft, selector, strategies, ranking=Ranking(section.ranking))

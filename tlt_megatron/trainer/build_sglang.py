@@ -1,4 +1,4 @@
-"""Builds the SGLang engine of a run. build.py imports it only if `rollout.engine` is sglang."""
+"""Builds the SGLang engine of a run. build.py loads it if `rollout.engine` is sglang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Made = TypeVar("_Made")
 
 
 def build_sglang_engine(
-    config: RunConfig, device: Device, *, run_dir: Path, world: Group
+    config: RunConfig, device: Device, run_dir: Path, world: Group
 ) -> SglangEngine | FollowerEngine:
     """Start one engine for every `tp_size` neighbouring ranks, on the first of them; the others get a FollowerEngine.
 

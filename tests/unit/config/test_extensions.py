@@ -10,7 +10,7 @@ import pytest
 from tlt_megatron.config.extensions import REGISTRY, load_extension
 from tlt_megatron.config.load import load_config
 from tlt_megatron.rewards.workers import RewardPool
-from tlt_megatron.trainer.build_drafter import make_speculation
+from tlt_megatron.trainer.build_embedded import make_speculation
 from tlt_megatron.types import Prompt
 
 SELECTOR = '''

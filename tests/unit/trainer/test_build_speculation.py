@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.trainer.build_drafter import make_speculation
+from tlt_megatron.trainer.build_embedded import make_speculation
 
 OVERRIDES = (
     "speculation.enabled=true",
