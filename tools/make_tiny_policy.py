@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,15 +44,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from tlt_megatron.types import Prompt, SamplingParams
+    from tools.load_engine import LoadedPolicy
+
 MADE_WITH = "made_with.json"
 SIZES = {  # hidden, ffn, layers, heads, kv heads: each can be cut by TP2 and PP2
     "small": (128, 384, 4, 4, 2),  # 0.8M parameters
     "medium": (256, 512, 4, 8, 4),  # 2.4M
 }
 MAX_POSITIONS = 1024
-MAX_NEW_TOKENS = (
-    600  # when sampling; a right response has at most reasoning_task.MAX_RESPONSE_TOKENS
-)
+MAX_NEW_TOKENS = 600  # a right response has at most reasoning_task.MAX_RESPONSE_TOKENS
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _NUM_TRAIN, _NUM_EVAL = 512, 64
 _WARMUP_STEPS, _DECAY_SHARE = 30, 0.4  # of the learning rate: linear up, flat, linear down to 5 %
@@ -90,6 +91,7 @@ class Settings:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Make the folder, unless it is there."""
     out, settings, eval_samples = _parse(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if is_made(out, settings):
@@ -256,83 +258,31 @@ def _lr_factor(step: int, num_steps: int) -> float:
 
 
 def evaluate(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: list[Problem],
-    *,
-    num_samples: int,
-    temperature: float,
-    seed: int,
+    policy: LoadedPolicy, prompts: Sequence[Prompt], params: SamplingParams
 ) -> dict[str, float]:
-    """Answer every problem `num_samples` times. Returns accuracy, how often any sample is right, entropy in nats, lengths."""
-    import torch
+    """Return accuracy, how often any sample of a prompt is right, and lengths.
 
+    `entropy` is estimated: minus the mean log-probability of the drawn tokens at temperature 1, in nats.
+    """
     from tlt_megatron.rewards.builtin import score_exact
 
-    torch.manual_seed(seed)
-    model.eval()
-    # similar lengths share a batch, so that few rows wait for the longest
-    problems = sorted(problems, key=lambda p: len(reasoning_task.derive(p)))
-    rewards: list[list[float]] = []
-    lengths: list[int] = []
-    entropy_sum = 0.0
-    for start in range(0, len(problems), 16):
-        chunk = problems[start : start + 16]
-        rows = [p for p in chunk for _ in range(num_samples)]
-        response_BT, entropy_BT = _generate(model, tokenizer, rows, temperature)
-        is_stop_BT = response_BT == tokenizer.eos_token_id
-        # tokens up to and including the first stop
-        is_kept_BT = (is_stop_BT.cumsum(1) - is_stop_BT.long()) == 0
-        lengths += is_kept_BT.sum(1).tolist()
-        entropy_sum += float((entropy_BT * is_kept_BT).sum())
-        texts = tokenizer.batch_decode(response_BT, skip_special_tokens=True)
-        scores = [
-            score_exact("", text, reasoning_task.label(p))
-            for p, text in zip(rows, texts, strict=True)
-        ]
-        rewards += [scores[i : i + num_samples] for i in range(0, len(scores), num_samples)]
-    lengths.sort()
+    groups = policy.generate(prompts, params)
+    rewards = [
+        [score_exact("", policy.tokenizer.decode(r.token_ids.tolist()), prompt.ground_truth) for r in group.rollouts]
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]  # fmt: skip
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = sorted(rollout.token_ids.numel() for rollout in rollouts)
+    median = statistics.median(lengths)
     return {
         "accuracy": statistics.mean(statistics.mean(group) for group in rewards),
         "any_right": statistics.mean(max(group) for group in rewards),
-        "entropy": entropy_sum / sum(lengths),
-        "length_median": statistics.median(lengths),
+        "entropy": -sum(float(r.policy_logprobs.sum()) for r in rollouts) / sum(lengths),
+        "length_median": median,
         "length_p95": lengths[int(0.95 * (len(lengths) - 1))],
         "length_max": lengths[-1],
-        "tail_ratio": lengths[-1] / statistics.median(lengths),
+        "tail_ratio": lengths[-1] / median,
     }
-
-
-def _generate(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: list[Problem],
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Return responses [B, T], padded after the stop token, and the entropy of each token at temperature 1."""
-    import torch
-
-    inputs = tokenizer(
-        [p.prompt for p in rows],
-        return_tensors="pt",
-        padding=True,
-        padding_side="left",
-        return_token_type_ids=False,
-    )
-    sampling = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with torch.inference_mode():
-        output = model.generate(
-            **inputs,
-            **sampling,
-            max_new_tokens=MAX_NEW_TOKENS,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    logits_BTV = torch.stack(output.logits, dim=1).float()
-    entropy_BT = torch.distributions.Categorical(logits=logits_BTV, validate_args=False).entropy()
-    return output.sequences[:, inputs["input_ids"].shape[1] :], entropy_BT
 
 
 def _make(
@@ -356,36 +306,39 @@ def _make(
     )
     batches = corpus_batches(settings, eval_problems, tokenizer)
     for step in train(model, batches, settings, console):
-        if step in settings.checkpoint_steps:
-            _save(model, tokenizer, folder / f"step_{step:06d}")
-    _save(model, tokenizer, folder)
-    trained_s = time.perf_counter() - started
-    results: dict[str, object] = {"train_s": round(trained_s, 1)}
-    plans = (("greedy", 1, 0.0), ("sampled", eval_samples, 1.0)) if eval_samples else ()
-    for name, samples, temperature in plans:
-        result = evaluate(
-            model,
-            tokenizer,
-            eval_problems,
-            num_samples=samples,
-            temperature=temperature,
-            seed=settings.seed,
-        )
-        results[name] = {key: round(value, 4) for key, value in result.items()}
-        console.print(
-            f"held out, {name}: accuracy {result['accuracy']:.3f}"
-            f" (any of {samples}: {result['any_right']:.3f}), entropy {result['entropy']:.3f} nats/token, length median"
-            f" {result['length_median']:.0f} p95 {result['length_p95']} max {result['length_max']}"
-            f" (max/median {result['tail_ratio']:.1f})"
-        )
+        folders = [folder / f"step_{step:06d}"] if step in settings.checkpoint_steps else []
+        for target in [*folders, folder] if step == settings.steps else folders:
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+    results: dict[str, object] = {"train_s": round(time.perf_counter() - started, 1)}
+    if eval_samples:
+        results |= _evaluate_folder(folder, eval_samples, settings.seed, console)
     results["total_s"] = round(time.perf_counter() - started, 1)
-    console.print(f"{trained_s:.0f} s of training, {results['total_s']:.0f} s in all")
+    console.print(f"{results['train_s']:.0f} s of training, {results['total_s']:.0f} s in all")
     return results
 
 
-def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def _evaluate_folder(
+    folder: Path, num_samples: int, seed: int, console: Console
+) -> dict[str, dict[str, float]]:
+    """Measure greedy and sampled decoding on eval.jsonl, and print a line for each."""
+    from tools.load_engine import LoadedPolicy
+
+    policy = LoadedPolicy(folder, num_samples=num_samples, max_new_tokens=MAX_NEW_TOKENS)
+    prompts = policy.prompts(folder / "eval.jsonl")
+    results = {}
+    for name, samples, temperature in (("greedy", 1, 0.0), ("sampled", num_samples, 1.0)):
+        params = policy.params(
+            MAX_NEW_TOKENS, num_samples=samples, temperature=temperature, seed=seed
+        )
+        result = evaluate(policy, prompts, params)
+        results[name] = {key: round(value, 4) for key, value in result.items()}
+        console.print(
+            f"held out, {name}: accuracy {result['accuracy']:.3f} (any of {samples}: {result['any_right']:.3f}),"
+            f" entropy {result['entropy']:.3f} nats/token, length median {result['length_median']:.0f}"
+            f" p95 {result['length_p95']} max {result['length_max']} (max/median {result['tail_ratio']:.1f})"
+        )
+    return results
 
 
 @contextmanager
@@ -406,29 +359,20 @@ def _replacing(out: Path) -> Iterator[Path]:
 def _parse(arguments: list[str] | None) -> tuple[Path, Settings, int]:
     defaults = Settings()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/tiny_policy"))
-    parser.add_argument("--size", choices=tuple(SIZES), default=defaults.size)
-    parser.add_argument("--steps", type=int, default=defaults.steps, help="of pre-training")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument(
-        "--slip-share",
-        type=float,
-        default=defaults.slip_share,
-        help="of derivations in the corpus, in [0, 1)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("build/tiny_policy"))
+    add("--size", choices=tuple(SIZES), default=defaults.size)
+    add("--steps", type=int, default=defaults.steps, help="of pre-training")
+    add("--seed", type=int, default=defaults.seed)
+    add("--slip-share", type=float, default=defaults.slip_share, help="of the corpus, in [0, 1)")
+    add(
         "--checkpoint-steps",
         type=lambda text: tuple(sorted({int(part) for part in text.split(",")})),
         default=defaults.checkpoint_steps,
         metavar="N,N",
         help="also save the policy after these steps, to OUT/step_00NNNN",
     )
-    parser.add_argument(
-        "--eval-samples",
-        type=int,
-        default=4,
-        help="of each held-out problem at the end; 0: no evaluation",
-    )
+    add("--eval-samples", type=int, default=4, help="of each held-out problem; 0: no evaluation")
     options = vars(parser.parse_args(arguments))
     out, eval_samples = options.pop("out"), options.pop("eval_samples")
     if eval_samples < 0:
