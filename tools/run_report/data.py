@@ -19,7 +19,7 @@ _PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A span of trace.json. A moment has two equal times."""
+    """A span of trace.json."""
 
     rank: int
     lane: str
@@ -44,7 +44,6 @@ class RunData:
     summary: dict[str, object]
     rows: list[dict[str, float | None]]  # metrics by step, ascending; an evaluation is merged in
     spans: list[Span] | None  # None: the run kept no trace
-    moments: list[Span]
     passes: list[dict[str, object]] | None  # rows of speculation.jsonl; None: there is none
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
@@ -64,17 +63,14 @@ def read_run(run_dir: Path) -> RunData:
     config_text = _read_text(run_dir / "config.yaml")
     config = _parse_config(run_dir / "config.yaml", config_text)
     summary = run_dir / "summary.json"
-    spans, moments = None, []
-    if config.get("logging", {}).get("trace", True):
-        spans, moments = _read_trace(run_dir / "trace.json")
+    has_trace = config.get("logging", {}).get("trace", True)
     return RunData(
         name=run_dir.resolve().name,
         config=config,
         config_text=config_text,
         summary=_parse_object(f"{summary}", _read_text(summary)),
         rows=_read_metrics(run_dir / "metrics.jsonl"),
-        spans=spans,
-        moments=moments,
+        spans=_read_trace(run_dir / "trace.json") if has_trace else None,
         passes=_read_passes(run_dir / "speculation.jsonl"),
     )
 
@@ -142,32 +138,31 @@ def _read_passes(path: Path) -> list[dict[str, object]] | None:
     return rows
 
 
-def _read_trace(path: Path) -> tuple[list[Span], list[Span]]:
-    """Return spans and moments, in the order of the trace."""
+def _read_trace(path: Path) -> list[Span]:
+    """Return the spans, in the order of the trace."""
     events = _parse_object(f"{path}", _read_text(path)).get("traceEvents")
     if not isinstance(events, list):
         raise ValueError(f"{path}: traceEvents must be a list of events")
-    spans: list[Span] = []
-    moments: list[Span] = []
     try:
         lanes = {
             (event["pid"], event["tid"]): event["args"]["name"]
             for event in events
             if event["ph"] == "M" and event["name"] == "thread_name"
         }
+        spans = []
         for event in events:
-            if event["ph"] not in ("X", "i") or event.get("s") == "g":  # g: a marker of all ranks
-                continue
-            lane = lanes[event["pid"], event["tid"]]
-            span = Span(
-                rank=event["pid"],
-                lane=MAIN_LANE if lane == f"rank {event['pid']}" else lane,
-                name=event["name"],
-                start_s=event["ts"] / 1e6,
-                end_s=(event["ts"] + event.get("dur", 0)) / 1e6,
-                args=event.get("args", {}),
-            )
-            (spans if event["ph"] == "X" else moments).append(span)
+            if event["ph"] == "X":
+                lane = lanes[event["pid"], event["tid"]]
+                spans.append(
+                    Span(
+                        rank=event["pid"],
+                        lane=MAIN_LANE if lane == f"rank {event['pid']}" else lane,
+                        name=event["name"],
+                        start_s=event["ts"] / 1e6,
+                        end_s=(event["ts"] + event["dur"]) / 1e6,
+                        args=event.get("args", {}),
+                    )
+                )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: an event lacks {error}; not a trace of a run") from None
-    return spans, moments
+    return spans

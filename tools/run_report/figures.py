@@ -62,7 +62,6 @@ class Lanes:
     """A timeline."""
 
     segments: tuple[Segment, ...]
-    moments: tuple[Segment, ...]
     window: Window
 
     @property

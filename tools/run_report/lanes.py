@@ -6,6 +6,7 @@ is the step that it ends). So an evaluation or a checkpoint after step n is draw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -118,15 +119,6 @@ def segments_of(spans: Iterable[Span], window: Window) -> list[Segment]:
     return segments
 
 
-def moments_in(moments: Iterable[Span], window: Window) -> list[Segment]:
-    """Return instants within the window, as segments without length."""
-    return [
-        _segment(m, m.start_s - window.start_s, m.start_s - window.start_s)
-        for m in moments
-        if window.start_s <= m.start_s <= window.end_s
-    ]
-
-
 def visible_parts(spans: Sequence[Span]) -> list[tuple[Span, float, float]]:
     """Return (span, start, end) of the innermost span at any time of one lane."""
     parts: list[tuple[Span, float, float]] = []
@@ -157,29 +149,24 @@ def running_requests(
 ) -> dict[int, tuple[list[float], list[int]]]:
     """Return, by rank, the times at which the batch of running requests changed, and its new sizes."""
     by_rank: dict[int, list[Span]] = {}
-    for span in spans:
-        if (
-            "batch_size" in span.args
-            and span.start_s >= window.start_s
-            and span.end_s <= window.end_s
-        ):
+    for span in sorted(spans, key=lambda span: span.start_s):
+        is_inside = span.start_s >= window.start_s and span.end_s <= window.end_s
+        if "batch_size" in span.args and is_inside:
             by_rank.setdefault(span.rank, []).append(span)
+    width_s = window.end_s - window.start_s
+    starts = [start for start in window.step_starts.values() if start > 0]
     curves = {}
     for rank, of_rank in sorted(by_rank.items()):
-        of_rank.sort(key=lambda span: span.start_s)
         times, sizes = [0.0], [0]
-        starts = [s for s in window.step_starts.values() if s > 0]
-        for span, following in zip(of_rank, [*of_rank[1:], None], strict=True):
+        following = [span.start_s - window.start_s for span in of_rank[1:]]
+        for span, next_s in zip(of_rank, [*following, math.inf], strict=True):
+            end_s = span.end_s - window.start_s
             times.append(span.start_s - window.start_s)
             sizes.append(int(str(span.args["batch_size"])))
-            end_s = span.end_s - window.start_s
-            next_s = following.start_s - window.start_s if following else float("inf")
-            if following is None or any(end_s <= start < next_s for start in starts):
+            if any(end_s <= start < next_s for start in [*starts, width_s]):
                 times.append(end_s)
                 sizes.append(0)
-        times.append(window.end_s - window.start_s)
-        sizes.append(0)
-        curves[rank] = (times, sizes)
+        curves[rank] = ([*times, width_s], [*sizes, 0])
     return curves
 
 

@@ -195,8 +195,6 @@ def _lanes(content: Lanes, layout: Json) -> list[Json]:
                 "constraintext": "none",
             }
         )
-    if content.moments:
-        data.append(_moments(content))
     line: Json = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
     line["line"] = {"color": BLACK, "width": 1, "dash": "dot"}
     starts = [start for start in content.window.step_starts.values() if start > 0]
@@ -211,24 +209,6 @@ def _lanes(content: Lanes, layout: Json) -> list[Json]:
     layout["xaxis"] |= {"range": [0, content.width_s]} | _OWN_HEIGHT
     layout["yaxis"] |= {"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False}
     return data
-
-
-def _moments(content: Lanes) -> Json:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": " / ".join(sorted({m.phase for m in content.moments})) + " (moment)",
-        "x": [m.start_s for m in content.moments],
-        "y": [m.lane for m in content.moments],
-        "customdata": [m.detail for m in content.moments],
-        "hovertemplate": "%{customdata}<br>%{x:.4f} s<extra>%{y}</extra>",
-        "marker": {
-            "symbol": "triangle-down",
-            "size": 11,
-            "color": [phase_of(m.phase)[1] for m in content.moments],
-            "line": {"color": BLACK, "width": 1},
-        },
-    }
 
 
 def _script_json(value: Json) -> str:

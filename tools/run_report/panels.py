@@ -21,7 +21,6 @@ from tools.run_report.figures import (
 )
 from tools.run_report.lanes import (
     choose_window,
-    moments_in,
     outside_evaluations,
     running_requests,
     segments_of,
@@ -120,7 +119,6 @@ def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absen
             y_label="",
             content=Lanes(
                 segments=tuple(segments_of(spans, window)),
-                moments=tuple(moments_in(run.moments, window)),
                 window=window,
             ),
             is_wide=True,

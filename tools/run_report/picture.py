@@ -11,7 +11,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -158,10 +157,10 @@ def _draw_heat_map(content: HeatMap, axes: Axes) -> None:
                       color="white" if (share or 0) > 0.55 else "black")  # fmt: skip
 
 
-def _draw_lanes(content: Lanes, axes: Axes) -> tuple[list[Patch | Line2D], list[str]]:
+def _draw_lanes(content: Lanes, axes: Axes) -> tuple[list[Patch], list[str]]:
     """Return the handles and the names of the legend."""
     names = content.names
-    handles: list[Patch | Line2D] = []
+    handles: list[Patch] = []
     for label, segments in by_legend_entry(content.segments).items():
         color = phase_of(segments[0].phase)[1]
         handles.append(Patch(facecolor=color, label=label))
@@ -172,14 +171,6 @@ def _draw_lanes(content: Lanes, axes: Axes) -> tuple[list[Patch | Line2D], list[
             middle = (segment.start_s + segment.end_s) / 2
             axes.text(middle, names.index(segment.lane), content.label_of(segment), ha="center",
                       va="center", fontsize=7.5, color=text_on(color), clip_on=True)  # fmt: skip
-    marker = {"marker": "v", "linestyle": "none", "markeredgecolor": BLACK}
-    for phase in {moment.phase for moment in content.moments}:
-        color = phase_of(phase)[1]
-        handles.append(Line2D([], [], color=color, label=f"{phase} (moment)", **marker))
-        for moment in (m for m in content.moments if m.phase == phase):
-            axes.plot(
-                moment.start_s, names.index(moment.lane) - 0.38, color=color, zorder=4, **marker
-            )
     for step, start in content.window.step_starts.items():
         axes.axvline(start, color=BLACK, linewidth=0.8, linestyle="dotted")
         axes.annotate(f" step {step}", (start, 1), xycoords=("data", "axes fraction"), fontsize=8)
