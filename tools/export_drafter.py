@@ -146,8 +146,7 @@ def export_drafter(
     if folder.exists():
         raise ValueError(f"--to {folder}: must not exist")
     original = read_layout(source)
-    layout = _cast(original, dtype or next(iter(original.tensors.values())).dtype)
-    layout = _with_old_rope_keys(to_vllm(layout, target) if format == "vllm" else layout)
+    layout = _convert(original, format, target, dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as beside:
         written = Path(beside) / "drafter"
@@ -171,19 +170,25 @@ def write_layout(folder: Path, layout: Layout) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def _convert(
+    layout: Layout, format: str, target: Target | None, dtype: torch.dtype | None
+) -> Layout:
+    """Return our (SGLang's) layout in `format`. `dtype` None keeps the stored one."""
+    layout = _cast(layout, dtype or next(iter(layout.tensors.values())).dtype)
+    layout = to_vllm(layout, target) if format == "vllm" else layout
+    rope = layout.config[
+        "rope_parameters"
+    ]  # of transformers 5; engines on transformers 4 read the keys below
+    old_keys = {"rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        old_keys["rope_scaling"] = rope
+    return Layout(config=layout.config | old_keys, tensors=layout.tensors)
+
+
 def _cast(layout: Layout, dtype: torch.dtype) -> Layout:
     name = str(dtype).removeprefix("torch.")
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
     return Layout(config=layout.config | {"dtype": name}, tensors=tensors)
-
-
-def _with_old_rope_keys(layout: Layout) -> Layout:
-    """Add `rope_theta` and `rope_scaling` to transformers 5's `rope_parameters`, for engines on transformers 4."""
-    rope = layout.config["rope_parameters"]
-    old: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
-    if rope["rope_type"] != "default":
-        old["rope_scaling"] = rope
-    return Layout(config=layout.config | old, tensors=layout.tensors)
 
 
 def to_vllm(layout: Layout, target: Target | None) -> Layout:
@@ -234,48 +239,23 @@ def from_vllm(layout: Layout) -> tuple[Layout, Tensor | None]:
     return Layout(config=config, tensors=tensors), embedding_VD
 
 
-def expected_shapes(config: Mapping[str, Any], format: str) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes that the engine's loader derives from this config.json, without the drafter's own embedding."""
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"] * config["head_dim"]
-    kv_heads = config["num_key_value_heads"] * config["head_dim"]
-    is_eagle3 = "Eagle3" in config["architectures"][0]
-    layer = "midlayer" if is_eagle3 else "layers.0"
-    width = 2 * hidden if is_eagle3 else hidden  # of the attention's input
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{layer}.self_attn.q_proj.weight": (heads, width),
-        f"{layer}.self_attn.k_proj.weight": (kv_heads, width),
-        f"{layer}.self_attn.v_proj.weight": (kv_heads, width),
-        f"{layer}.self_attn.o_proj.weight": (hidden, heads),
-        f"{layer}.mlp.gate_proj.weight": (ffn, hidden),
-        f"{layer}.mlp.up_proj.weight": (ffn, hidden),
-        f"{layer}.mlp.down_proj.weight": (hidden, ffn),
-        f"{layer}.post_attention_layernorm.weight": (hidden,),
-    }
-    if is_eagle3:
-        norms = (f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm")
-        shapes |= {f"{name}.weight": (hidden,) for name in norms}
-        return shapes | {"fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden))}
-    shapes["fc.weight"] = (hidden, 2 * hidden)
-    return shapes | ({"fc.bias": (hidden,)} if format == "sglang" else {})
-
-
 def check_export(folder: Path, format: str, original: Layout, target: Target | None) -> float:
     """Check that `folder` holds exactly what the engine needs; return the largest difference of outputs from `original`.
 
     `original` is rounded to the dtype of the export. ValueError if a check fails.
     """
     layout = read_layout(folder)
-    _check_tensors(layout, format)
+    dtype = getattr(torch, layout.config["dtype"])
+    _check_tensors(layout.tensors, _convert(original, format, target, dtype).tensors, format)
     ours, own_embedding = from_vllm(layout) if format == "vllm" else (layout, None)
-    dtype = layout.tensors["fc.weight"].dtype
     given = target or _make_target(layout.config)
-    expected = _outputs(_load(_cast(original, dtype), given, has_fingerprint=target is not None))
-    if own_embedding is None:
-        actual = _outputs(_load(ours, given, has_fingerprint=target is not None))
-    else:
-        own = Target(embedding_VD=own_embedding.float(), lm_head_VD=given.lm_head_VD)
-        actual = _outputs(_load(ours, own, has_fingerprint=False))
+    own = Target(
+        embedding_VD=given.embedding_VD if own_embedding is None else own_embedding.float(),
+        lm_head_VD=given.lm_head_VD,
+    )
+    is_known = target is not None
+    expected = _outputs(_load(_cast(original, dtype), given, has_fingerprint=is_known))
+    actual = _outputs(_load(ours, own, has_fingerprint=is_known and own_embedding is None))
     difference = (actual - expected).abs().max().item()
     limit = 0.0 if own_embedding is None else _TOLERANCE[dtype] * expected.abs().max().item()
     if not difference <= limit:
@@ -286,20 +266,18 @@ def check_export(folder: Path, format: str, original: Layout, target: Target | N
     return difference
 
 
-def _check_tensors(layout: Layout, format: str) -> None:
-    shapes = expected_shapes(layout.config, format)
-    if format == "vllm" and not layout.is_eagle3 and _EMBEDDING in layout.tensors:
-        shapes[_EMBEDDING] = (layout.config["vocab_size"], layout.config["hidden_size"])
-    problems = [f"{name} is missing" for name in sorted(shapes.keys() - layout.tensors.keys())]
-    # SGLang silently skips such names.
-    problems += [f"{name} is unknown" for name in sorted(layout.tensors.keys() - shapes.keys())]
-    dtype = getattr(torch, layout.config["dtype"])
-    for name in shapes.keys() & layout.tensors.keys():
-        tensor = layout.tensors[name]
-        if tuple(tensor.shape) != shapes[name]:
-            problems.append(f"{name} has shape {tuple(tensor.shape)}, must be {shapes[name]}")
-        if tensor.dtype != dtype:
-            problems.append(f"{name} is {tensor.dtype}, config.json says {dtype}")
+def _check_tensors(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], format: str
+) -> None:
+    """Compare names, shapes and dtypes. SGLang silently skips a name that it does not know."""
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
+    for name in expected.keys() & tensors.keys():
+        found, must = tensors[name], expected[name]
+        if found.shape != must.shape:
+            problems.append(f"{name} has shape {tuple(found.shape)}, must be {tuple(must.shape)}")
+        if found.dtype != must.dtype:
+            problems.append(f"{name} is {found.dtype}, config.json says {must.dtype}")
     if problems:
         raise ValueError(f"{format}: {'; '.join(problems)}")
 

@@ -94,9 +94,7 @@ def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
     """Return mean seconds of a step by phase, largest over ranks. Phases that a run does not have are left out."""
     names = {name for step in steps for name in run[step].metrics if name.startswith("timing_s/")}
     return {
-        name.removeprefix("timing_s/"): statistics.fmean(
-            run[step].metrics.get(name, 0.0) for step in steps
-        )
+        name.removeprefix("timing_s/"): _sum(run, steps, name) / len(steps)
         for name in sorted(names)
     }
 
@@ -111,13 +109,13 @@ def rollout_share(run: Run, steps: Sequence[int]) -> float:
 
 def idle_figures(run: Run, steps: Sequence[int]) -> dict[str, object]:
     """Return idle rank-seconds, the part that the drafter used, and what the RL step paid for it."""
-    idle_s = _sum(run, steps, "bubble/idle_s")
+    idle_s, used_s = _sum(run, steps, "bubble/idle_s"), _sum(run, steps, "bubble/used_s")
     preempt_ms = [run[step].metrics.get("spot/preempt_ms", 0.0) for step in steps]
     preempted = [value for value in preempt_ms if value > 0]  # steps that ended in a session
     return {
         "idle_s": idle_s,
-        "used_s": _sum(run, steps, "bubble/used_s"),
-        "idle_used_fraction": _sum(run, steps, "bubble/used_s") / idle_s if idle_s else math.nan,
+        "used_s": used_s,
+        "idle_used_fraction": used_s / idle_s if idle_s else math.nan,
         "stall_fraction": _sum(run, steps, "bubble/stall_s") / _sum(run, steps, STEP_SECONDS),
         "preempt_ms": spread(preempted) if preempted else None,
         "updates_per_step": _sum(run, steps, "spot/updates") / len(steps),
@@ -134,9 +132,7 @@ def first_step_at(
 ) -> int | None:
     """Return the first step, from 1, whose value is at least `share` of the median of `levels`; None if there is none."""
     known = [level for level in levels if level is not None]
-    if not known:
-        return None
-    bar = share * statistics.median(known)
+    bar = share * statistics.median(known) if known else math.inf
     reached = (step for step, v in enumerate(values, start=1) if v is not None and v >= bar)
     return next(reached, None)
 
