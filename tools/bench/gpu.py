@@ -27,7 +27,7 @@ from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.interleaved import Comparison, Variant
 from tools.bench.measure import make_table, write_json
-from tools.bench.pool_bytes import Sizes, bench_pool_bytes
+from tools.bench.pool_bytes import Captures, bench_pool_bytes
 from tools.bench.setting import (
     GOOD,
     Setting,
@@ -62,14 +62,16 @@ def main(arguments: Sequence[str]) -> None:
     device = select_device("cuda")
     name = torch.cuda.get_device_name(device.torch_device)
     console.print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    sizes = Sizes(
-        config=dataclasses.replace(QWEN_2_5_7B, num_layers=options.bytes_layers),
+    captures = Captures(
+        dataclasses.replace(QWEN_2_5_7B, num_layers=options.bytes_layers),
+        device,
+        dtype=torch.bfloat16,
         max_batch_size=options.bytes_max_batch_size,
         max_length=options.bytes_max_length,
-        dtype=torch.bfloat16,
     )
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
-    pool = bench_pool_bytes(sizes, strategies, device, console)
+    pool = bench_pool_bytes(captures, strategies, device, console)
+    del captures  # its weights and KV memory
     setting = make_setting(options, options.dtype, device="cuda")
     variants = _variants(setting, options)
     by_batch = bench_batch_sizes(setting, variants, options, console)

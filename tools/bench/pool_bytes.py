@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import (
@@ -32,33 +30,9 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.graph_bytes import bytes_naive
+from tools.bench.measure import make_table
 
 _WEIGHT_SCALE = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The sizes that graphs are captured for."""
-
-    config: ModelConfig
-    max_batch_size: int
-    max_length: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """Memory taken by the captures of one kind."""
-
-    bytes: int  # as the driver reports
-    allocator_bytes: int  # of these, torch's allocator: activations and static tensors
-    num_captures: int
-    is_all: bool = True  # False: memory ran out before all were captured
-
-    @property
-    def driver_bytes(self) -> int:
-        """Return what the driver keeps for the graphs themselves."""
-        return self.bytes - self.allocator_bytes
 
 
 class SeparateMemories:
@@ -77,23 +51,33 @@ class SeparateMemories:
 class Captures:
     """A target and a drafter whose passes are captured as in the embedded engine, over lanes (one KV range per sequence)."""
 
-    def __init__(self, sizes: Sizes, device: Device) -> None:
-        self._sizes = sizes
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        *,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        max_length: int,
+    ) -> None:
+        self._config = config
         self._device = device
-        where, config = device.torch_device, sizes.config
-        self._model = Transformer(config, sizes.dtype, where)
+        self._dtype = dtype
+        self._max_batch_size = max_batch_size
+        where = device.torch_device
+        self._model = Transformer(config, dtype, where)
         for _, weight in self._model.named_hf_tensors():
             weight.normal_(std=_WEIGHT_SCALE)
         embedding, head = self._model.embedding, self._model.lm_head
         draft_config = make_draft_config(config, "eagle", embedding)
         drafter = DraftModel(draft_config, embedding_VD=embedding, lm_head_VD=head)
-        self._draft = DraftInference(drafter, sizes.dtype)
-        self._lane = -(-sizes.max_length // PAGE_TOKENS) * PAGE_TOKENS
+        self._draft = DraftInference(drafter, dtype)
+        self._lane = -(-max_length // PAGE_TOKENS) * PAGE_TOKENS
         self._cache = KvCache(
             config,
-            num_pages=sizes.max_batch_size * self._lane // PAGE_TOKENS,
+            num_pages=max_batch_size * self._lane // PAGE_TOKENS,
             page_size=PAGE_TOKENS,
-            dtype=sizes.dtype,
+            dtype=dtype,
             device=where,
             num_draft_layers=1,
             has_scratch=True,
@@ -101,14 +85,21 @@ class Captures:
         for rotary in (self._model.rotary, self._draft.rotary):
             rotary.reserve(self._lane)
 
+    def __str__(self) -> str:
+        c = self._config
+        return (
+            f"{c.num_layers} layers of width {c.hidden_size}, batches of 1-{self._max_batch_size},"
+            f" up to {self._lane} positions"
+        )
+
     def plan(self, strategies: Sequence[SpeculationStrategy]) -> GraphPlan:
         """Return the plan of captures for these strategies."""
         return GraphPlan(
-            self._sizes.config,
+            self._config,
             strategies,
-            max_batch_size=self._sizes.max_batch_size,
+            max_batch_size=self._max_batch_size,
             max_length=self._lane,
-            item_bytes=self._sizes.dtype.itemsize,
+            item_bytes=self._dtype.itemsize,
         )
 
     def capture(self, plan: GraphPlan, new_memory: Callable[[], GraphMemory | None]) -> GraphPool:
@@ -118,7 +109,7 @@ class Captures:
             lane_steps(self._model, self._cache, self._lane, self._draft),
             addresses_read(self._model, self._cache, self._draft),
             lane=self._lane,
-            num_lanes=self._sizes.max_batch_size,
+            num_lanes=self._max_batch_size,
             scratch_slot=self._cache.scratch_slot,
         )
         pool.capture_ahead({role: self._example(role) for role in Role})
@@ -127,7 +118,7 @@ class Captures:
     def _example(self, role: Role) -> PassInputs:
         where = self._device.torch_device
         zero = torch.zeros(1, dtype=torch.int64, device=where)
-        size, dtype = self._sizes.config.hidden_size, self._sizes.dtype
+        size, dtype = self._config.hidden_size, self._dtype
         is_draft = role is Role.DRAFT
         return PassInputs(
             token_ids_P=zero,
@@ -139,27 +130,33 @@ class Captures:
 
     def measure(
         self, plans: Sequence[GraphPlan], new_memory: Callable[[], GraphMemory | None]
-    ) -> Taken:
-        """Return what all captures of all plans take together. They are freed afterwards."""
+    ) -> dict[str, int]:
+        """Return what all captures of all plans take together, in bytes. They are freed afterwards.
+
+        `bytes` as the driver reports; of these `tensor_bytes` of torch's allocator and `driver_bytes` for the graphs
+        themselves. `is_all` is false if memory ran out before all were captured.
+        """
         before = self._in_use()
-        pools, num_captures, is_all = [], 0, True
+        pools: list[GraphPool] = []
+        is_all = True
         try:
             for plan in plans:
                 pools.append(self.capture(plan, new_memory))
         except torch.OutOfMemoryError:
             is_all = False
-        after = self._in_use()
+        total, tensors = (a - b for a, b in zip(self._in_use(), before, strict=True))
         num_captures = sum(pool.take_counts().num_captures for pool in pools)
         for pool in pools:
             pool.drop()
         pools.clear()
         self._in_use()
-        return Taken(
-            bytes=after[0] - before[0],
-            allocator_bytes=after[1] - before[1],
-            num_captures=num_captures,
-            is_all=is_all,
-        )
+        return {
+            "bytes": total,
+            "tensor_bytes": tensors,
+            "driver_bytes": total - tensors,
+            "num_captures": num_captures,
+            "is_all": is_all,
+        }
 
     def _in_use(self) -> tuple[int, int]:
         """Return the GPU bytes in use, and the part of torch's allocator."""
@@ -171,48 +168,32 @@ class Captures:
 
 
 def bench_pool_bytes(
-    sizes: Sizes, strategies: Sequence[SpeculationStrategy], device: Device, console: Console
+    captures: Captures, strategies: Sequence[SpeculationStrategy], device: Device, console: Console
 ) -> dict[str, object]:
     """Return measured and planned bytes of both ways to capture."""
-    captures = Captures(sizes, device)
     plan = captures.plan(strategies)
     captures.measure([captures.plan(())], device.graph_memory)  # initializes libraries
-    ours = captures.measure([plan], device.graph_memory)
     separate = [captures.plan([strategy]) for strategy in strategies]
-    naive = captures.measure(separate, lambda: SeparateMemories(device))
-    num_kernels = sum(plan.cost(key).num_kernels for key in plan.keys)
-    c = sizes.config
-    table = Table(
-        title=f"(b) bytes of captured graphs, {c.num_layers} layers of width {c.hidden_size}, batches of 1-"
-        f"{sizes.max_batch_size}, up to {sizes.max_length} positions"
+    result = {
+        "pool": captures.measure([plan], device.graph_memory),
+        "naive": captures.measure(separate, lambda: SeparateMemories(device)),
+    }
+    result["pool"]["planned_bytes"] = plan.bytes_pool()
+    result["naive"]["planned_bytes"] = bytes_naive(plan)
+    table = make_table(
+        f"(b) bytes of captured graphs, {captures}",
+        *("captured", "graphs", "MB", "tensors MB", "driver MB", "planned MB"),
     )
-    for column in ("captured", "graphs", "MB", "tensors MB", "driver MB", "planned MB"):
-        table.add_column(column, justify="left" if column == "captured" else "right")
-    planned = {"pool": plan.bytes_pool(), "naive": bytes_naive(plan)}
-    for name, taken in (("pool", ours), ("naive", naive)):
-        sizes_mb = (taken.bytes, taken.allocator_bytes, taken.driver_bytes, planned[name])
-        cells = [f"{value / 1e6:,.0f}" for value in sizes_mb]
-        cells[0] = cells[0] if taken.is_all else f"> {cells[0]} (ran out)"
-        table.add_row(name, str(taken.num_captures), *cells)
+    columns = ("bytes", "tensor_bytes", "driver_bytes", "planned_bytes")
+    for name, taken in result.items():
+        cells = [f"{taken[column] / 1e6:,.0f}" for column in columns]
+        cells[0] = cells[0] if taken["is_all"] else f"> {cells[0]} (ran out)"
+        table.add_row(name, str(taken["num_captures"]), *cells)
     console.print(table)
-    ratio = naive.bytes / max(ours.bytes, 1)
-    per_kernel = ours.driver_bytes / num_kernels
+    ratio = result["naive"]["bytes"] / max(result["pool"]["bytes"], 1)
+    num_kernels = sum(plan.cost(key).num_kernels for key in plan.keys)
+    per_kernel = result["pool"]["driver_bytes"] / num_kernels
     console.print(
         f"naive / pool {ratio:.2f}x; the driver keeps {per_kernel / 1024:.1f} KiB a kernel"
     )
-    return {
-        "pool": _figures(ours) | {"planned_bytes": planned["pool"]},
-        "naive": _figures(naive) | {"planned_bytes": planned["naive"]},
-        "naive_over_pool": ratio,
-        "driver_bytes_per_kernel": per_kernel,
-    }
-
-
-def _figures(taken: Taken) -> dict[str, object]:
-    return {
-        "bytes": taken.bytes,
-        "tensor_bytes": taken.allocator_bytes,
-        "driver_bytes": taken.driver_bytes,
-        "num_captures": taken.num_captures,
-        "is_all": taken.is_all,
-    }
+    return {**result, "naive_over_pool": ratio, "driver_bytes_per_kernel": per_kernel}
