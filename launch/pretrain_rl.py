@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank, None)
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    stop = StopRequest(rank, world_size=world_size, is_first_of_node=is_first_of_node)
+    stop = StopRequest(rank, is_first_of_node=is_first_of_node)
     stop.listen()
     with folder or nullcontext():  # this run's until the process ends
         return _Launch(config, stop, rank).run(folder)
@@ -120,11 +120,9 @@ class _Launch:
         return 0
 
     def _leave(self) -> None:
-        """Leave the group on all ranks together: rank 0 hosts the store that the others read until they stop listening."""
         import torch.distributed as dist
 
         self._stop.close()
-        dist.barrier()
         dist.destroy_process_group()
 
     def _train(self, stack: ExitStack, folder: RunFolder | None) -> None:
@@ -144,8 +142,7 @@ class _Launch:
         check_memory(ledger, device.free_bytes() + device.process_bytes(), world)
         self._run_dir = Path(broadcast_object(str(folder.path) if folder else "", world))
         configure_logging(world.rank, self._run_dir)
-        built = build_run(config, self._run_dir, world, device, self._stop)
-        self._run = stack.enter_context(built)
+        self._run = build_run(config, self._run_dir, world, device, stack, self._stop)
         self._run.trainer.report.history.add_memory_plan(ledger.peak_bytes)
         with self._run.explaining():
             self._run.trainer.train()
@@ -163,11 +160,10 @@ class _Launch:
             # Rank 0 may be ended before it comes here, if it is slow: the first to end says it.
             is_first = self._stop.end(1, str(error))
             log.error("%s", error, extra={} if is_first else FILE_ONLY)
-            self._stop.linger()
             return 1
         code, line = 1, describe_failure(error, self._phase(), self._rank)
         if isinstance(error, RanksLost):
-            line = str(error)
+            code, line = error.code, str(error)
         if isinstance(error, ValueError) and self._run is None:
             code, line = 2, str(error)  # bad prompts, reward, sizes, memory or checkpoint
         where = ""
@@ -176,7 +172,6 @@ class _Launch:
             where = f" (traceback: {log_file(self._run_dir, self._rank)})" if code == 1 else ""
         if self._stop.end(code, line):
             print(f"pretrain_rl: {line}{where}", file=sys.stderr, flush=True)
-        self._stop.linger()
         return code
 
     def _phase(self) -> str:

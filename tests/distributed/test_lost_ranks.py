@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.spot_phases import Markers, world_group
+from tlt_megatron.runtime import rank_process
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
+from tlt_megatron.runtime.stop import StopRequest
 
 TIMEOUT_S = 3.0
 GROUP_TIMEOUT_S = 60.0
@@ -37,6 +40,16 @@ def await_phase_of_rank_0(heartbeat: Heartbeat, phase: str) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def failing(stop: StopRequest) -> Iterator[None]:
+    """Tell the other ranks of a failure in the body, as the launcher does."""
+    try:
+        yield
+    except Exception as error:
+        stop.end(1, f"rank {stop._rank} failed: {type(error).__name__}: {error}")
+        raise
+
+
 def what_they_say(
     victim: int, end: Callable[[], None], folder: Path, *, waits_in: str, killed: tuple[int, ...]
 ) -> list[str | None]:
@@ -47,9 +60,12 @@ def what_they_say(
         world = world_group()
         store = open_job_store(world, TIMEOUT_S)
         pids = gather_objects(os.getpid(), world)
+        stop = StopRequest(world.rank)
+        limits_s = TIMEOUT_S, GROUP_TIMEOUT_S
         try:
             with (
-                running_heartbeat(store, world, TIMEOUT_S) as heartbeat,
+                running_heartbeat(store, world, *limits_s, stop) as heartbeat,
+                failing(stop),
                 heartbeat.explaining(GROUP_TIMEOUT_S),
             ):
                 heartbeat.enter("ROLLOUT")
@@ -107,11 +123,13 @@ def test_ranks_in_a_collective_with_a_frozen_one_end_too(tmp_path: Path) -> None
         store = open_job_store(world, TIMEOUT_S)
         pids = gather_objects(os.getpid(), world)
         with (
-            running_heartbeat(store, world, TIMEOUT_S) as heartbeat,
+            running_heartbeat(
+                store, world, TIMEOUT_S, GROUP_TIMEOUT_S, StopRequest(world.rank)
+            ) as heartbeat,
             heartbeat.explaining(GROUP_TIMEOUT_S),
         ):
             heartbeat.enter("UPDATE")
-            heartbeat._end_process = lambda code: end_with(code)
+            heartbeat._end_process = lambda code, text, is_shown: end_with(code)
             await_phase_of_rank_0(heartbeat, "UPDATE")
             barrier(world)
 
@@ -141,8 +159,7 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
     said = what_they_say(1, fail, tmp_path, waits_in="store", killed=())
     assert said[1] == "disk full"
     for message in (said[0], said[2]):
-        assert message.startswith("rank 1 (host ")
-        assert message.endswith("has failed in phase ROLLOUT: OSError: disk full")
+        assert message == "rank 1 failed: OSError: disk full"
 
 
 def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
@@ -152,7 +169,7 @@ def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
         world = world_group()
         store = open_job_store(world, 1.0)
         pids = gather_objects(os.getpid(), world)
-        with running_heartbeat(store, world, 1.0) as heartbeat:
+        with running_heartbeat(store, world, 1.0, 60.0, StopRequest(world.rank)) as heartbeat:
             heartbeat.enter("ROLLOUT")
             if world.is_first and os.fork() == 0:
                 for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -176,8 +193,13 @@ def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not
         world = world_group()
         store = open_job_store(world, 60.0)
         short = dist.new_group(timeout=datetime.timedelta(seconds=limit_s))
+        stop = StopRequest(world.rank)
         try:
-            with running_heartbeat(store, world, 60.0) as heartbeat, heartbeat.explaining(limit_s):
+            with (
+                running_heartbeat(store, world, 60.0, limit_s, stop) as heartbeat,
+                failing(stop),
+                heartbeat.explaining(limit_s),
+            ):
                 heartbeat.enter("ROLLOUT")
                 barrier(world)
                 while world.rank == 1:
@@ -195,7 +217,8 @@ def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not
         assert "not there yet: rank 1 (host " in message
         assert "in phase ROLLOUT" in message
         assert message.endswith("(phase UPDATE)")
-    assert "has failed in phase UPDATE: RanksLost" in said[1]
+    assert "failed: RanksLost: " in said[1]
+    assert "no answer within run.group_timeout_s=2.5 s" in said[1]
 
 
 def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
@@ -204,7 +227,7 @@ def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
     def body() -> str:
         world = world_group()
         store = open_job_store(world, 1.0)
-        with running_heartbeat(store, world, 1.0) as heartbeat:
+        with running_heartbeat(store, world, 1.0, 60.0, StopRequest(world.rank)) as heartbeat:
             heartbeat.enter("CHECKPOINT")
             if world.rank == 1:
                 started = time.monotonic()
@@ -217,11 +240,83 @@ def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
     assert run_ranks(2, body, timeout_s=60) == ["goes on"] * 2
 
 
+def test_a_rank_that_dies_while_the_others_have_ended_is_named(tmp_path: Path) -> None:
+    """They wait for it in the last barrier of the run."""
+
+    def body() -> str:
+        world = world_group()
+        store = open_job_store(world, TIMEOUT_S)
+        limits_s = TIMEOUT_S, GROUP_TIMEOUT_S
+        try:
+            with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
+                heartbeat.enter("CHECKPOINT")
+                if world.rank == 1:
+                    kill()
+        except RanksLost as error:
+            return str(error)
+        return "nothing"
+
+    said = run_ranks(3, body, timeout_s=40, killed=(1,))
+    for message in (said[0], said[2]):
+        assert message.startswith("rank 1 (host ")
+        assert "is gone: its process ended in phase" in message
+
+
+def test_a_rank_that_dies_alone_on_its_machine_is_named_before_it_is_silent_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank believes that it is on a machine of its own, so no other one sees its process."""
+
+    def body() -> str:
+        world = world_group()
+        monkeypatch.setattr(rank_process, "machine_id", lambda: f"machine {world.rank}")
+        store = open_job_store(world, TIMEOUT_S)
+        limits_s = 10 * GROUP_TIMEOUT_S, GROUP_TIMEOUT_S
+        try:
+            with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
+                heartbeat.enter("ROLLOUT")
+                barrier(world)
+                if world.rank == 2:
+                    kill()
+                while True:
+                    heartbeat.check()
+                    time.sleep(0.01)
+        except RanksLost as error:
+            return str(error)
+
+    said = run_ranks(3, body, timeout_s=40, killed=(2,))
+    for message in said[:2]:
+        assert message.startswith("rank 2 (host ")
+        assert message.endswith("is gone: its connection was closed in phase ROLLOUT")
+
+
+def test_a_request_to_stop_reaches_all_ranks() -> None:
+    def body() -> bool:
+        world = world_group()
+        store = open_job_store(world, TIMEOUT_S)
+        stop = StopRequest(world.rank)
+        with running_heartbeat(store, world, TIMEOUT_S, GROUP_TIMEOUT_S, stop) as heartbeat:
+            stop.begin_training()
+            stop.listen()
+            barrier(world)
+            if world.rank == 1:
+                # Threads of gloo, older than this one, do not block the signal.
+                signal.pthread_kill(stop._thread.ident, signal.SIGTERM)
+            while not stop.is_requested:
+                heartbeat.check()
+                time.sleep(0.01)
+        stop.close()
+        return stop.is_requested
+
+    assert run_ranks(3, body, timeout_s=40) == [True] * 3
+
+
 def test_threads_end_with_the_run() -> None:
     def body() -> list[str]:
         world = world_group()
         store = open_job_store(world, TIMEOUT_S)
-        with running_heartbeat(store, world, TIMEOUT_S) as heartbeat:
+        limits_s = TIMEOUT_S, GROUP_TIMEOUT_S
+        with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
             heartbeat.enter("ROLLOUT")
             assert "heartbeat" in [thread.name for thread in threading.enumerate()]
         return [thread.name for thread in threading.enumerate()]

@@ -13,6 +13,7 @@ from tests.spot_phases import Markers, make_spot, run_spot_ranks, world_group
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
+from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.spot.session import SessionEnd, StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport
 
@@ -133,7 +134,9 @@ def idle_ranks_say(victim: int, folder: Path) -> list[str | None]:
                 spot.run_until_preempted(0)
 
         try:
-            with running_heartbeat(job_store, world, TIMEOUT_S) as heartbeat:
+            with running_heartbeat(
+                job_store, world, TIMEOUT_S, 60.0, StopRequest(world.rank)
+            ) as heartbeat:
                 idle(heartbeat)
         except RanksLost as error:
             markers.set(f"rank {world.rank} has ended")

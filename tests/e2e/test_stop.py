@@ -234,7 +234,7 @@ def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) 
     job.line("rror")
     logs = [path.read_text() for path in sorted((job.run_dir / "logs").iterdir())]
     assert sum("Traceback" in text for text in logs) >= 1
-    assert sum("has ended the run" in text or "Traceback" in text for text in logs) == 2
+    assert sum("the run ends: " in text or "Traceback" in text for text in logs) == 2
 
 
 def test_bad_input_that_all_ranks_find_is_said_once(start: Callable[..., Job]) -> None:
@@ -242,3 +242,27 @@ def test_bad_input_that_all_ranks_find_is_said_once(start: Callable[..., Job]) -
     job.end(2)
     line = job.line("pretrain_rl:")
     assert "all 24 prompts are longer than data.max_prompt_tokens=2" in line
+
+
+def test_bad_input_that_one_rank_finds_ends_all_before_it_has_closed(
+    task: Path, start: Callable[..., Job]
+) -> None:
+    """Rank 0 learns the reason and the exit code while rank 1 still ends its reward workers."""
+    (task.parent / "reward.py").write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "first = Path(__file__).with_name('rank 1 loads')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    try:\n"
+        "        first.touch(exist_ok=False)\n"
+        "    except FileExistsError:\n"
+        "        time.sleep(60)\n"
+        "    raise ValueError('no judge on this host')\n" + REWARD
+    )
+    job = start("refused", FAST, "reward.num_workers=2")
+    job.end(2)
+    line = job.line("pretrain_rl:")
+    assert "fails to load: ValueError('no judge on this host')" in line
+    log = (job.run_dir / "logs" / "rank_00000.log").read_text()
+    assert "the run ends: " in log
+    assert "no judge on this host" in log

@@ -92,6 +92,8 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
     config: Path, tmp_path: Path, passes: str, layout: str
 ) -> None:
     """The engine is given weights of its own after the run's: it rolls out another policy than the one in training."""
+    from contextlib import ExitStack
+
     from tlt_megatron.config.load import load_config
     from tlt_megatron.runtime.device import select_device
     from tlt_megatron.runtime.process_groups import init_world
@@ -104,7 +106,8 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
     def rank() -> tuple[str, bool]:
         device = select_device("cpu")
         world = init_world(device.backend, 60.0)
-        with build_run(settings, tmp_path, world, device) as built:
+        with ExitStack() as stack:
+            built = build_run(settings, tmp_path, world, device, stack)
             before = {name: tensor.clone() for name, tensor in built.model.export_hf_weights()}
             other = ChecksummedTensors(
                 ((name, tensor * 1.01) for name, tensor in before.items()), torch.float64

@@ -11,9 +11,9 @@ import os
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.rows import Row, read_rows
@@ -25,67 +25,60 @@ _CHUNK_ROWS = 1000  # rows that a rank encodes with one call
 _MAX_THREADS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """What a rank sends to the others."""
-
-    error: str  # empty if the rank succeeded
-    digest: str  # of the file's bytes
-    chunks: dict[int, tuple[array[int], array[int]]]  # chunk number -> lengths, token ids
+# Chunk number -> length of each row's tokens, and all tokens.
+_Chunks: TypeAlias = "dict[int, tuple[array[int], array[int]]]"
 
 
 def encode_file(
-    path: Path, tokenizer: Tokenizer, section: DataSection, world: Group | None
+    path: Path, tokenizer: Tokenizer, section: DataSection, world: Group
 ) -> tuple[list[Row], list[tuple[int, ...]]]:
     """Return all rows in file order and the token ids of each; the result is the same on every rank.
 
-    With `world`, every rank must call it. If a rank fails, every rank raises the ValueError of the first one that did.
-    Raises ValueError too if ranks read different files.
+    Every rank of `world` must call it. If a rank fails, every rank raises the ValueError of the first one that did. Raises
+    ValueError too if ranks read different files.
     """
-    rank, size = (0, 1) if world is None else (world.rank, world.size)
-    cause: OSError | ValueError | None = None
     rows: list[Row] = []
-    share = _Share(error="", digest="", chunks={})
+    digest, own, cause = "", {}, None
     try:
-        rows, share = _encode_share(path, tokenizer, section, rank, size)
+        rows, own = _encode_share(path, tokenizer, section, world)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        cause, share = error, _Share(error=str(error), digest="", chunks={})
-    shares = [share] if world is None else gather_objects(share, world)
-    errors = [other.error for other in shares if other.error]
+        cause = error
+    shares = gather_objects((str(cause or ""), digest, own), world)
+    errors = [error for error, _, _ in shares if error]
     if errors:
         raise ValueError(errors[0]) from cause
-    for other_rank, other in enumerate(shares):
-        if other.digest != shares[0].digest:
+    chunks: _Chunks = {}
+    for rank, (_, other_digest, other) in enumerate(shares):
+        if other_digest != shares[0][1]:
             raise ValueError(
-                f"{path}: rank {other_rank} reads another file than rank 0; it must be the same on every host"
+                f"{path}: rank {rank} reads another file than rank 0; it must be the same on every host"
             )
-    chunks = {number: chunk for other in shares for number, chunk in other.chunks.items()}
+        chunks |= other
     token_ids = [ids for number in sorted(chunks) for ids in _unpack(*chunks[number])]
     assert len(token_ids) == len(rows)
     return rows, token_ids
 
 
 def _encode_share(
-    path: Path, tokenizer: Tokenizer, section: DataSection, rank: int, size: int
-) -> tuple[list[Row], _Share]:
+    path: Path, tokenizer: Tokenizer, section: DataSection, world: Group
+) -> tuple[list[Row], _Chunks]:
     """Return every row, and the token ids of this rank's chunks: `rank`, `rank + size`, and so on."""
     rows: list[Row] = []
     pending: dict[int, Future[tuple[array[int], array[int]]]] = {}
-    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // size))
+    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // world.size))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for number, chunk in enumerate(_chunks(read_rows(path, section))):
                 rows += chunk
-                if number % size == rank:
+                if number % world.size == world.rank:
                     texts = [_render(path, row, tokenizer, section) for row in chunk]
                     pending[number] = pool.submit(_encode, tokenizer, texts)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    chunks = {number: future.result() for number, future in pending.items()}
-    return rows, _Share(error="", digest=digest, chunks=chunks)
+    return rows, {number: future.result() for number, future in pending.items()}
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:

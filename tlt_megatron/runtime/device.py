@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -34,23 +36,23 @@ class Device:
 
     def process_bytes(self) -> int:
         """Return the host memory this process already holds on a CPU; 0 on a GPU."""
-        return 0 if self.is_cuda else _status_bytes("VmRSS")
+        return 0 if self.is_cuda else psutil.Process().memory_info().rss
 
     def reset_peak(self) -> None:
         """Restart the measurement of `peak_bytes`."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
         else:
-            with suppress(
-                OSError
-            ):  # no /proc, or a sandbox that does not let a process write there
+            with suppress(OSError):  # no /proc, or a sandbox that keeps it read-only
                 _CLEAR_PEAK.write_text("5")  # proc(5): resets the peak of the resident set
 
     def peak_bytes(self) -> int:
         """Return the most memory this process held since `reset_peak`; 0 if the system does not report it."""
         if self.is_cuda:
             return torch.cuda.max_memory_reserved(self.torch_device)
-        return _status_bytes("VmHWM")
+        status = _STATUS.read_text() if _STATUS.exists() else ""
+        peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)  # gVisor leaves it out
+        return int(peak[1]) * 1024 if peak else 0
 
     def synchronize(self) -> None:
         """Wait for the device. For timing only, never on a hot path."""
@@ -78,24 +80,11 @@ def gpu_names() -> list[str]:
 
 def host_available_bytes() -> int:
     """Return what the host can give without swapping, page cache included, or less if a control group limits it."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = _kibibytes(meminfo.read_text(), "MemAvailable") * 1024
+    available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return available
-
-
-def _status_bytes(name: str) -> int:
-    """0 where the system does not tell: sandboxes such as gVisor's leave VmHWM out."""
-    return _kibibytes(_STATUS.read_text(), name) * 1024 if _STATUS.exists() else 0
-
-
-def _kibibytes(text: str, name: str) -> int:
-    lines = (line for line in text.splitlines() if line.startswith(f"{name}:"))
-    return next((int(line.split()[1]) for line in lines), 0)
 
 
 class GraphMemory:

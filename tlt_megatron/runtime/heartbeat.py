@@ -1,24 +1,25 @@
 """Detects lost ranks: every rank writes heartbeats to the job's store, its neighbours watch them, and a lost rank ends the run.
 
-Opened by trainer/build.py for the whole run. A daemon thread of each rank writes a count and the rank's phase a few times per
-`timeout_s`. It watches at most two ranks: the next rank of its machine and, on a machine's first rank, the first rank of the
-next machine. So the store gets four short calls per rank and interval: 2,000 per second with 1,000 ranks.
+Opened by trainer/build.py for the whole run. A daemon thread of each rank writes a count and the rank's phase several times per
+`timeout_s`, and reads the events of the run (events.py). It watches at most two ranks: the next rank of its machine and, on a
+machine's first rank, the first rank of the next machine. So the store gets six short calls per rank and interval: 2,000 per
+second with 1,000 ranks.
 
 A rank is lost if
-- its process has ended without a farewell. Its neighbour on the machine sees this within two intervals;
+- its process has ended without a farewell. Its neighbour on the machine sees this within two intervals, and rank 0 sees a
+  process of another machine by its closed connection (lifelines.py);
 - its count has not changed for `timeout_s`, measured in the watcher's own beats. Clocks are never compared, so ranks that were
   all suspended together continue. On the watcher's machine, a process that uses CPU time is alive: a long call that holds
   Python's lock must not end a run;
 - it is rank 0 and its store is closed, or does not answer for `timeout_s`.
 
-All ranks use the first report in the store. Each rank then raises RanksLost when its main thread calls `enter`, `check` or
-`explaining`. If that thread is in a collective or in a long rollout, the process ends with exit code 1 soon after.
+The first event of a rank that is lost or ends counts on all ranks. Each then raises RanksLost when its main thread calls
+`enter`, `check` or `explaining`. If that thread is in a collective or in a long rollout, the process ends soon after.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,29 +30,35 @@ import torch.distributed as dist
 
 from tlt_megatron.runtime.collective_errors import describe_collective_error, is_collective_error
 from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.job_store import JobStore
+from tlt_megatron.runtime.lifelines import Lifelines, connect_lifelines
+from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
+from tlt_megatron.runtime.stop import StopRequest, end_process
 
 log = logging.getLogger(__name__)
-# For lines that go only to the log files: the console shows only the packages of this project.
-_file_log = logging.getLogger("heartbeat")
 
 _BEATS_PER_TIMEOUT = 8
-_INTERVAL_RANGE_S = (0.1, 2.0)
-_INTERVAL_S_PER_RANK = 0.001  # rank 0's store answers some ten thousand times per second
+_INTERVAL_RANGE_S = (0.1, 0.5)  # a request to stop reaches all ranks within one interval
+_INTERVAL_S_PER_RANK = 0.003  # rank 0's store answers some ten thousand times per second
 _GRACE_S = 5.0  # for the main thread to end by itself after a rank is lost
 _UNWINDING_S = 60.0  # added once the main thread is ending, to close the engines
-_BEATS_TO_READ = 3  # own beats after which every rank has read a report
+_BEATS_TO_READ = 4  # own beats after which every rank has read an event
+_BEATS_TO_REPORT = 16  # until a process that has ended is reported and read
 _FAREWELL = "bye"
-_REPORTS = "reports"
 
 
 class RanksLost(RuntimeError):
-    """A rank is gone, silent, too late or has failed, so the run cannot continue.
+    """A rank is gone, silent, too late or has failed, so the run cannot continue. `code` is the exit code.
 
     Each rank has already written this to its log file.
     """
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,34 +80,40 @@ class Heartbeat:
         store: JobStore,
         ranks: Sequence[RankProcess],
         rank: int,
+        stop: StopRequest,
         *,
         timeout_s: float,
-        end_process: Callable[[int], None] = os._exit,
+        lifelines: Lifelines | None = None,
+        end_process: Callable[..., None] = end_process,
     ) -> None:
-        """`ranks` are all processes, by rank. `end_process` is called with exit code 1 if the main thread does not end."""
+        """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does not end by itself."""
         self.ranks = ranks
         self.rank = rank
         self.timeout_s = timeout_s
         shortest_s, longest_s = _INTERVAL_RANGE_S
+        per_timeout_s = timeout_s / _BEATS_PER_TIMEOUT if timeout_s else longest_s
         self.interval_s = max(
-            min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest_s), longest_s),
-            _INTERVAL_S_PER_RANK * len(ranks),
+            min(max(per_timeout_s, shortest_s), longest_s), _INTERVAL_S_PER_RANK * len(ranks)
         )
         self.loss: RanksLost | None = None
         self._is_reporter = False  # this rank was the first to report it
         self.phase = "SETUP"
         self._num_phases = 0
         self._num_beats = 0
+        self._stop_request = stop
         self._end_process = end_process
         self._store = store.connect("heartbeat")  # the thread's own connection
+        self._events = EventLog(self._store)
         self._main_store = store.part("heartbeat")
+        machines = [process.machine for process in ranks]
+        self._lifelines = lifelines or Lifelines({})
         self._watched = [
-            _Watched(process=ranks[other], is_local=ranks[other].machine == ranks[rank].machine)
-            for other in watched_by(rank, [process.machine for process in ranks])
+            _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
+            for other in (watched_by(rank, machines) if timeout_s else ())
         ]
         self._last_phases: dict[int, str] = {}
         self._is_unwinding = False
-        self._stop = threading.Event()
+        self._is_closed = threading.Event()
         self._has_loss = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._beat(self._store)
@@ -108,8 +121,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start watching. Call it after all ranks have been created."""
         self._read_beat(0)
-        if self.timeout_s:
-            self._thread.start()
+        self._thread.start()
 
     def enter(self, phase: str) -> None:
         """Record a new phase of this rank. Raises RanksLost if a rank is lost."""
@@ -131,67 +143,60 @@ class Heartbeat:
         """
         try:
             yield
-        except RanksLost:
+        except BaseException as error:
             self._is_unwinding = True
-            raise
-        except RuntimeError as error:
-            self._is_unwinding = True
-            if not is_collective_error(error):
+            is_explained = isinstance(error, RanksLost) or not isinstance(error, RuntimeError)
+            if is_explained or not is_collective_error(error):
                 raise
             raise self._explain(error, group_timeout_s) from error
-        except BaseException:
-            self._is_unwinding = True
-            raise
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Stop watching and being watched. `error` is why this rank cannot continue; all other ranks are told."""
-        self._stop.set()
+    def close(self) -> None:
+        """Stop watching and being watched. Rank 0 keeps its store open until the others have read why a run ends."""
+        self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join(self.timeout_s)
         try:
-            if error is not None and self.loss is None:
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                process = self.ranks[self.rank]
-                self._report(f"{process} has failed in phase {self.phase}: {reason}")
             self._store.set(f"beat/{self.rank}", _FAREWELL)
-            if self.loss is not None and self.rank == 0:
-                self._await_readers()
+            if self.rank == 0 and EventKind.END in self._events.firsts():
+                deadline = time.monotonic() + _BEATS_TO_READ * self.interval_s
+                others = [process.rank for process in self.ranks if process.rank != self.rank]
+                while time.monotonic() < deadline and any(map(self._read_beat, others)):
+                    time.sleep(0.05)
         except dist.DistError as lost:
-            _file_log.info("no farewell: the store of rank 0 is gone (%s)", _first_line(lost))
-
-    def _await_readers(self) -> None:
-        """Keep rank 0's store open until the others have read why the run ends. Otherwise they would blame rank 0."""
-        deadline = time.monotonic() + _BEATS_TO_READ * self.interval_s
-        others = [process.rank for process in self.ranks if process.rank != self.rank]
-        while time.monotonic() < deadline and any(self._read_beat(rank) for rank in others):
-            time.sleep(0.05)
+            why = str(lost).partition("\n")[0] or repr(lost)
+            log.info("no farewell: the store of rank 0 is gone (%s)", why, extra=FILE_ONLY)
+        self._lifelines.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(self.interval_s):
+        while not self._is_closed.wait(self.interval_s):
             try:
                 self._beat(self._store)
-                self._read_reports()
+                self._read_events()
                 if self.rank != 0:
                     self._read_beat(0)  # its phase, to report if its store stops answering
                 for watched in self._watched:
                     self._watch(watched)
+                if self.rank == 0:
+                    self._read_lifelines()
             except dist.DistError as error:
-                if self._stop.is_set():
+                if self._is_closed.is_set():
                     return
-                self._lose(self._describe_lost_store(error), is_first=self._speaks_for_machine())
+                self._stop_request.lose_store(error)
+                loss = RanksLost(self._describe_lost_store(error))
+                self._lose(loss, is_first=self._stop_request.speaks_alone)
             if self.loss is not None:
                 self._see_the_end()
                 return
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
-        text = f"{self._num_beats} {self._num_phases} {self.phase}"
-        store.set(f"beat/{self.rank}", text)
+        store.set(f"beat/{self.rank}", f"{self._num_beats} {self._num_phases} {self.phase}")
 
-    def _read_reports(self) -> None:
-        if self._store.check([_REPORTS]):
-            reporter, _, text = self._store.get(_REPORTS).decode().splitlines()[0].partition(" ")
-            self._lose(text, is_first=int(reporter) == self.rank)
+    def _read_events(self) -> None:
+        for event in self._events.firsts().values():
+            self._stop_request.hear(event)
+            if event.kind == EventKind.END:
+                self._lose(RanksLost(event.text, event.code), is_first=event.rank == self.rank)
 
     def _watch(self, watched: _Watched) -> None:
         """Report a rank that has ended or is silent."""
@@ -214,6 +219,13 @@ class Heartbeat:
             how = "its process is stopped" if state and state.is_stopped else "it does not answer"
             self._report(f"{process} has been {self._silence()} in phase {phase}: {how}")
 
+    def _read_lifelines(self) -> None:
+        for rank in self._lifelines.take_closed():
+            beat = self._read_beat(rank)
+            if beat is not None:
+                process = self.ranks[rank]
+                self._report(f"{process} is gone: its connection was closed in phase {beat[2]}")
+
     def _silence(self) -> str:
         return f"silent for run.heartbeat_timeout_s={self.timeout_s:g} s"
 
@@ -227,8 +239,8 @@ class Heartbeat:
         return int(count), int(num_phases), phase
 
     def _report(self, text: str) -> None:
-        self._store.append(_REPORTS, f"{self.rank} {text}\n")
-        self._read_reports()
+        self._events.append(Event(kind=EventKind.END, rank=self.rank, code=1, text=text))
+        self._read_events()
 
     def _describe_lost_store(self, error: dist.DistError) -> str:
         """Return why rank 0's store does not answer, as far as this rank can tell."""
@@ -247,48 +259,38 @@ class Heartbeat:
             what = f"is gone{where}: its store is closed"
         return f"{process} {what}"
 
-    def _speaks_for_machine(self) -> bool:
-        """Return whether this rank reports for its machine. Without a store, one rank of each machine reports."""
-        own = self.ranks[self.rank].machine
-        others = [p.rank for p in self.ranks if p.machine == own and p.rank != 0]
-        return others[:1] == [self.rank]
-
-    def _lose(self, text: str, *, is_first: bool) -> None:
+    def _lose(self, loss: RanksLost, *, is_first: bool) -> None:
         if self.loss is None:
             self._is_reporter = is_first
-            self.loss = RanksLost(text)
-            _file_log.info("the run ends: %s (this rank: phase %s)", text, self.phase)
+            self.loss = loss
+            self._log_end(str(loss))
             self._has_loss.set()
+
+    def _log_end(self, text: str) -> None:
+        log.info("the run ends: %s (this rank: phase %s)", text, self.phase, extra=FILE_ONLY)
 
     def _see_the_end(self) -> None:
         """Give the main thread a moment to end by itself, then end the process."""
-        deadline = time.monotonic() + _GRACE_S
-        is_extended = False
-        while not self._stop.wait(0.1):
-            if self._is_unwinding and not is_extended:
-                deadline, is_extended = deadline + _UNWINDING_S, True
-            if time.monotonic() >= deadline:
+        start = time.monotonic()
+        while not self._is_closed.wait(0.1):
+            limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
+            if time.monotonic() - start >= limit_s:
                 # The main threads of other ranks may hang too, so only the reporting rank writes to its console.
-                speaker, level = (
-                    (log, logging.ERROR) if self._is_reporter else (_file_log, logging.INFO)
-                )
-                speaker.log(
-                    level, "the run ends: %s (this rank: still in phase %s)", self.loss, self.phase
-                )
-                self._end_process(1)
+                text = f"the run ends: {self.loss} (this rank: still in phase {self.phase})"
+                self._end_process(self.loss.code, text, is_shown=self._is_reporter)
                 return
 
     def _explain(self, error: RuntimeError, group_timeout_s: float) -> RanksLost:
         text, is_timeout = describe_collective_error(error, group_timeout_s)
         # A broken connection shows at once. The reason takes a few beats to reach the store.
         if self._thread.is_alive() and not is_timeout:
-            self._has_loss.wait(2 * _BEATS_TO_READ * self.interval_s)
+            self._has_loss.wait(_BEATS_TO_REPORT * self.interval_s)
         if self.loss is not None:
-            return RanksLost(f"{self.loss}; seen in {text}")
+            return RanksLost(f"{self.loss}; seen in {text}", self.loss.code)
         behind = self._ranks_behind()
         if behind:
             text += f"; not there yet: {behind}"
-        _file_log.info("the run ends: %s (this rank: phase %s)", text, self.phase)
+        self._log_end(text)
         return RanksLost(f"{text} (phase {self.phase})")
 
     def _ranks_behind(self) -> str:
@@ -316,30 +318,27 @@ def watched_by(rank: int, machines: Sequence[str]) -> tuple[int, ...]:
     return tuple(circle[(circle.index(rank) + 1) % len(circle)] for circle in circles)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or repr(error)
-
-
 @contextmanager
 def running_heartbeat(
-    store: JobStore, world: Group, timeout_s: float
-) -> Iterator[Heartbeat | None]:
-    """Run the heartbeat of this rank while the body runs. Yields None in a world of one.
+    store: JobStore, world: Group, timeout_s: float, group_timeout_s: float, stop: StopRequest
+) -> Iterator[Heartbeat]:
+    """Run the heartbeat of this rank while the body runs. A collective of the world, also at a normal end.
 
-    A collective of the world, also at a normal end. If the body fails, the other ranks are told why.
+    `stop` hears of the requests of other ranks, and tells them of its own.
     """
-    if world.size == 1:
-        yield None
-        return
     ranks = gather_objects(RankProcess.own(world.rank), world)
-    heartbeat = Heartbeat(store, ranks, world.rank, timeout_s=timeout_s)
-    barrier(world)
-    heartbeat.start()
+    lifelines = connect_lifelines(store.host, ranks, world)
+    heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s=timeout_s, lifelines=lifelines)
+    if world.size > 1:
+        stop.share(EventLog(store.connect("heartbeat")))
+        barrier(world)
+        heartbeat.start()
     try:
         yield heartbeat
-    except BaseException as error:
-        heartbeat.close(error)
+        with heartbeat.explaining(group_timeout_s):
+            barrier(world)  # a rank that is lost until here is named
+            heartbeat.close()
+            barrier(world)  # rank 0 hosts the store of the others' last calls
+    except BaseException:
+        heartbeat.close()
         raise
-    heartbeat.close()
-    heartbeat.check()
-    barrier(world)

@@ -37,8 +37,9 @@ class JobStore:
     two: it waits until the key exists, then fetches its value.
     """
 
-    def __init__(self, store: dist.Store, answer_timeout_s: float) -> None:
-        """`store` is the connection of this rank's main thread."""
+    def __init__(self, store: dist.Store, answer_timeout_s: float, host: str = "") -> None:
+        """`store` is the connection of this rank's main thread. `host` is the address where rank 0 listens."""
+        self.host = host
         self._store = store
         self._answer_timeout_s = answer_timeout_s
 
@@ -62,9 +63,8 @@ def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
     """
     if world.size == 1:
         return JobStore(dist.HashStore(), answer_timeout_s)
-    listening = _listen(world) if world.is_first else _tell_address(world)
-    if listening:
-        _allow_connections()
+    addresses = gather_objects((machine_id(), _master_addresses()), world)
+    listening = _listen(addresses) if world.is_first else None
     token, host, port = broadcast_object(
         (
             secrets.token_hex(_TOKEN_BYTES),
@@ -82,25 +82,22 @@ def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
         timeout=datetime.timedelta(seconds=answer_timeout_s),
     )
     _bound_exchanges(store, answer_timeout_s)
-    return JobStore(dist.PrefixStore(token, store), answer_timeout_s)
+    return JobStore(dist.PrefixStore(token, store), answer_timeout_s, host)
 
 
-def _tell_address(world: Group) -> None:
-    gather_objects((machine_id(), _master_addresses()), world)
+def _listen(addresses: Sequence[tuple[str, list[str]]]) -> socket.socket:
+    """Return a listening socket of rank 0: on the loopback, or on an address that other machines resolve MASTER_ADDR to.
 
-
-def _listen(world: Group) -> socket.socket:
-    """Return a listening socket of rank 0: on the loopback, or on an address that other machines resolve MASTER_ADDR to."""
-    told = gather_objects((machine_id(), _master_addresses()), world)
-    remote = [address for machine, known in told if machine != machine_id() for address in known]
-    return bind_first(remote or [_LOOPBACK])
-
-
-def _allow_connections() -> None:
-    """Raise the limit of open files: in large jobs, two connections per rank exceed the usual 1,024."""
+    `addresses` holds the machine of each rank, and what MASTER_ADDR is there.
+    """
+    # In large jobs, two connections per rank exceed the usual limit of 1,024 open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    own = machine_id()
+    return bind_first(
+        [a for machine, known in addresses if machine != own for a in known] or [_LOOPBACK]
+    )
 
 
 def bind_first(addresses: Sequence[str]) -> socket.socket:

@@ -11,10 +11,11 @@ import json
 import logging
 import math
 import numbers
-import os
 import zlib
 from pathlib import Path
 from typing import Protocol
+
+from tlt_megatron.runtime.durable import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +102,7 @@ def _to_number(name: str, value: object) -> float | int:
 
 
 def cut_rows(path: Path, resume_step: int) -> None:
-    """Keep the rows of a jsonl file whose "step" is before `resume_step`.
-
-    The file is written under another name and renamed, so a crash leaves the old or the new file.
-    """
+    """Keep the rows of a jsonl file whose "step" is before `resume_step`. A crash leaves the old or the new file."""
     kept, num_torn = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
@@ -114,12 +112,7 @@ def cut_rows(path: Path, resume_step: int) -> None:
             num_torn += 1
     if num_torn:
         log.warning("%s: left out %d torn lines of a run that was killed", path, num_torn)
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write("".join(kept))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_text(path, "".join(kept))
 
 
 def set_aside(path: Path) -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlt_megatron.runtime.environment import environment
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -182,16 +184,8 @@ def _form_nccl(
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
     backend.eager_connect_single_device(device)
     return backend
 

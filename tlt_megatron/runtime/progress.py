@@ -26,14 +26,6 @@ from rich.text import Text
 log = logging.getLogger(__name__)
 
 MODES = ("auto", "live", "lines", "none")
-TABLE_COLUMNS = (
-    "step",
-    "critic/rewards/mean",
-    "eval/accuracy",
-    "response_length/mean",
-    "perf/throughput",
-    "timing_s/step",
-)
 _FACTS = {  # metric -> its text in the display
     "critic/rewards/mean": "reward {}",
     "eval/accuracy": "accuracy {}",
@@ -78,8 +70,8 @@ class Progress:
         self._step_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
-        self._is_shown = enabled and mode != "none"
-        if not self._is_shown:
+        if not enabled or mode == "none":
+            self._console = Console(quiet=True)
             return
         self._console = console or _stdout_console()
         if mode == "lines":
@@ -105,18 +97,19 @@ class Progress:
         self._done = step
         self._metrics |= metrics
         self._refresh()
-        if self._is_shown and self._live is None:
+        if self._live is None:
             facts = [f"step {step}/{self.num_steps}", *self._facts(), self._eta()]
-            self._print_line(" | ".join(facts))
+            self.message(" | ".join(facts))
 
     def message(self, text: str) -> None:
         """Print a line of text, above the live display if there is one."""
-        self._print_line(text)
+        is_wrapped = self._live is not None  # lines above a live display must not exceed the width
+        self._draw(lambda: self._console.print(Text(text), soft_wrap=not is_wrapped))
 
     def print_table(
         self,
         rows: Sequence[Mapping[str, float | None]],
-        columns: Sequence[str] = TABLE_COLUMNS,
+        columns: Sequence[str],
         *,
         max_rows: int = 20,
     ) -> None:
@@ -124,14 +117,10 @@ class Progress:
 
         Columns without a value in any row are left out.
         """
-        if not self._is_shown:
-            return
-        shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
         picked = [rows[index] for index in pick_evenly(len(rows), max_rows)]
-        title = (
-            "steps" if len(picked) == len(rows) else f"steps ({len(picked)} of {len(rows)} rows)"
-        )
+        cut = f" ({len(picked)} of {len(rows)} rows)" if len(picked) < len(rows) else ""
         table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
         for column in shown:
             header = _header(column)
             cells = [_format(row.get(column)) for row in picked]
@@ -140,7 +129,7 @@ class Progress:
             table.add_column(header, justify="right", min_width=width)
         for row in picked:
             table.add_row(*(_format(row.get(column)) for column in shown))
-        self._print_line(title)
+        self.message(f"steps{cut}")
         self._draw(lambda: self._console.print(table, crop=False))
 
     def close(self) -> None:
@@ -154,25 +143,17 @@ class Progress:
         if self._live is not None:
             self._draw(self._live.refresh)
 
-    def _print_line(self, text: str) -> None:
-        if not self._is_shown:
-            return
-        is_wrapped = self._live is not None  # lines above a live display must not exceed the width
-        self._draw(lambda: self._console.print(Text(text), soft_wrap=not is_wrapped))
-
     def _draw(self, draw: Callable[[], None]) -> None:
         """Run `draw`. If the terminal fails, only the display ends."""
-        if not self._is_shown:
-            return
         try:
             draw()
         except (OSError, UnicodeError, ValueError) as error:  # ValueError: the stream was closed
-            self._is_shown = False
             log.warning("the display ended, the run goes on: %s: %s", type(error).__name__, error)
             if self._live is not None:
                 live, self._live = self._live, None
                 with contextlib.suppress(OSError, UnicodeError, ValueError):
                     live.stop()
+            self._console.quiet = True
 
     def _render(self) -> RenderableType:
         """Return the live display. It is called again at every refresh, so its clocks advance."""

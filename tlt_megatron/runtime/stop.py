@@ -1,8 +1,9 @@
-"""Ends a run early: a signal requests a stop, or a rank fails. One thread of each rank listens for both.
+"""Ends a run early: a signal requests a stop, or this rank fails.
 
 The launcher creates it before torch is imported; the trainer reads `is_requested`. SIGTERM, SIGUSR1 and SIGINT are blocked in
-all threads and the listener takes them, so a rank inside a collective receives them too. Ranks inform each other through a
-store, which each rank reads twice per second. So a signal to one node stops all nodes, and a failed rank ends all ranks.
+all threads and one thread takes them, so a rank inside a collective receives them too. That thread makes no call to the store,
+so a second Ctrl-C acts at once. Ranks inform each other through the job's store (events.py), which heartbeat.py reads. So a
+signal to one node stops all nodes, and a failed rank ends all ranks.
 """
 
 from __future__ import annotations
@@ -14,38 +15,37 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
 
+from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.log import FILE_ONLY
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # USR1: Slurm's --signal
-_POLL_S = 0.5  # seconds between two reads of the store
-_OWN_END_S = 1.0  # for a rank that fails too: time to write its own traceback
-_KEY = "events"
-_STOP, _END = "stop", "end"
+_LINGER_S = 2.0  # rank 0 hosts the store: the others need this time to read why it ends
 
 
 class StopRequest:
     """Whether a stop of the run is requested. Ranks must agree on it before they act (collectives.agree_any)."""
 
-    def __init__(
-        self, rank: int = 0, *, world_size: int = 1, is_first_of_node: bool = True
-    ) -> None:
+    def __init__(self, rank: int = 0, *, is_first_of_node: bool = True) -> None:
         self.is_requested = False
-        self._is_training = self._has_ended = self._has_peer_ended = False
-        self._first: signal.Signals | None = None  # that this rank received
-        self._store: dist.Store | None = None
-        self._has_lost_store = False
         self._rank = rank
-        self._world_size = world_size
         self._is_first_of_node = is_first_of_node
+        self._is_training = self._has_ended = self._is_closed = False
+        self._first: signal.Signals | None = None  # that this rank received
+        self._events: EventLog | None = None
+        self._has_lost_store = False
+        self._ended_by: int | None = None  # the first rank that told why the run ends
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+
+    @property
+    def speaks_alone(self) -> bool:
+        """Return whether this rank writes to its console why the run ends, where ranks cannot agree on one that does.
+
+        That is the first rank of each node, and rank 1 if rank 0 is gone with its store.
+        """
+        return self._is_first_of_node or (self._has_lost_store and self._rank == 1)
 
     def listen(self) -> None:
         """Take the signals from now on. Call it in the main thread before any other thread starts.
@@ -56,136 +56,104 @@ class StopRequest:
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
         self._thread.start()
 
-    def share(self, store: dist.Store) -> None:
-        """Exchange requests and failures with all ranks through `store`, a connection used only here."""
-        self._store = store
+    def share(self, events: EventLog) -> None:
+        """Tell all ranks of requests and failures through `events`."""
+        self._events = events
+
+    def lose_store(self, error: RuntimeError) -> None:
+        """Drop the store: it does not answer, so rank 0 is gone, and no rank can be told anything."""
+        self._events, self._has_lost_store = None, True
+        log.warning("the store of the run's events is gone: %s", error, extra=FILE_ONLY)
 
     def begin_training(self) -> None:
         """Record that there is state to save. Before this call, a signal ends the run at once."""
         self._is_training = True
 
+    def hear(self, event: Event) -> None:
+        """Take note of the first event of its kind."""
+        if event.kind == EventKind.END:
+            self._ended_by = event.rank
+        elif not self.is_requested:
+            log.warning("rank %d: %s, the run stops", event.rank, event.text, extra=FILE_ONLY)
+            self.is_requested = True
+
     def end(self, code: int, line: str) -> bool:
-        """End this rank with `code`, for the reason in `line`. All other ranks end within a second.
+        """Tell all ranks that this one ends with `code`, for the reason in `line`. They end within seconds.
 
         Returns whether this rank is the first to end, so that its reason is the one to show.
         """
         self._has_ended = True
-        return not self._has_peer_ended and self._tell(_END, code, line)
-
-    def linger(self) -> None:
-        """Wait before this rank exits after `end` if it hosts the store, so that the others can read it and end."""
-        if self._store is not None and self._rank == 0 and self._world_size > 1:
-            time.sleep(2 * _POLL_S + _OWN_END_S)
+        return self._tell(EventKind.END, line, code)
 
     def close(self) -> None:
-        """Stop listening; later signals have no effect. Call it on every rank before rank 0, which hosts the store, ends."""
+        """Stop listening; later signals have no effect."""
         self._is_closed = True
         if self._thread is not None:
             signal.pthread_kill(self._thread.ident, signal.SIGUSR1)  # wakes the listener
             self._thread.join()
             self._thread = None
 
-    # ---- the listener
-
     def _listen(self) -> None:
-        while not self._is_closed:
-            taken = signal.sigtimedwait(SIGNALS, _POLL_S)
+        while True:
+            number = signal.Signals(signal.sigwait(SIGNALS))
             if self._is_closed:
                 return
             if self._has_ended:
                 continue  # torchrun sends SIGTERM when one rank has failed
-            self._read()
-            # If SIGCONT ends the wait after its time, CPython returns an uninitialized record.
-            if taken is not None and taken.si_signo in SIGNALS:
-                self._take(signal.Signals(taken.si_signo))
+            if self._first is None:
+                self._first = number
+                self.is_requested = self._is_training
+                # The store may be slow, and a second Ctrl-C must not wait for it.
+                tell = self._announce_stop if self._is_training else self._end_setup
+                threading.Thread(target=tell, args=(number,), daemon=True).start()
+            # torchrun passes a second Ctrl-C on as SIGTERM.
+            elif self._first == signal.SIGINT and number != signal.SIGUSR1:
+                line = "second Ctrl-C: the run ends at once, nothing more is saved"
+                end_process(128 + number, line, is_shown=self._is_first_of_node)
 
-    def _take(self, number: signal.Signals) -> None:
-        """Act on a signal that this rank received."""
-        name = number.name
-        if not self._is_training:
-            line = f"{name} during set-up: the run ends, there is nothing to save"
-            is_shown = self.end(128 + number, line)
-            self.linger()
-            self._exit(128 + number, line, is_shown=is_shown)
-        # torchrun passes a second Ctrl-C on as SIGTERM.
-        if self._first == signal.SIGINT and number != signal.SIGUSR1:
-            line = "second Ctrl-C: the run ends at once, nothing more is saved"
-            self._exit(128 + number, line, is_shown=self._is_first_of_node)
-        if self._first is None:
-            self._first = number
-            again = " (Ctrl-C again ends it at once)" if number == signal.SIGINT else ""
-            is_first = self._tell(_STOP, 0, name)
-            log.warning(
-                "%s: the run stops, and its state is saved first%s",
-                *(name, again),
-                extra={} if is_first else FILE_ONLY,
-            )
-        self.is_requested = True
+    def _announce_stop(self, number: signal.Signals) -> None:
+        again = " (Ctrl-C again ends it at once)" if number == signal.SIGINT else ""
+        is_first = self._tell(EventKind.STOP, number.name)
+        log.warning(
+            "%s: the run stops, and its state is saved first%s",
+            *(number.name, again),
+            extra={} if is_first else FILE_ONLY,
+        )
 
-    def _read(self) -> None:
-        """Read and act on the events of other ranks."""
-        for kind, rank, code, line in self._events():
-            if rank == self._rank:
-                continue
-            if kind == _END:
-                self._has_peer_ended = True
-                time.sleep(_OWN_END_S)
-                if not self._has_ended:
-                    self._exit(code, f"rank {rank} has ended the run: {line}", is_shown=False)
-                return
-            if not self.is_requested:
-                log.warning("rank %d: %s, the run stops", rank, line, extra=FILE_ONLY)
-                self.is_requested = True
+    def _end_setup(self, number: signal.Signals) -> None:
+        line = f"{number.name} during set-up: the run ends, there is nothing to save"
+        is_shown = self.end(128 + number, line)
+        if self._events is not None and self._rank == 0:
+            time.sleep(_LINGER_S)
+        end_process(128 + number, line, is_shown=is_shown)
 
-    # ---- the store: lines in one order for all ranks
-
-    def _tell(self, kind: str, code: int, line: str) -> bool:
-        """Write an event. Return whether this rank is the first to write one of this kind.
-
-        Without a store, return whether it is the first of its node. If the store is lost, so is rank 0, and rank 1 also returns
-        True.
-        """
-        if self._store is None:
-            return self._is_first_of_node or (self._has_lost_store and self._rank == 1)
+    def _tell(self, kind: EventKind, text: str, code: int = 0) -> bool:
+        """Write an event. Return whether this rank is the first to write one of this kind, so that it shows it."""
+        if self._ended_by is not None:
+            return self._ended_by == self._rank
+        if self._events is None:
+            return self.speaks_alone
         try:
-            text = " ".join(line.splitlines())
-            self._store.append(_KEY, f"{kind}\t{self._rank}\t{code}\t{text}\n")
+            # torchrun sends SIGTERM when one rank has failed: that is not a request to stop.
+            if kind == EventKind.STOP and EventKind.END in self._events.firsts():
+                return False
+            self._events.append(Event(kind=kind, rank=self._rank, code=code, text=text))
+            return self._events.firsts()[kind].rank == self._rank
         except RuntimeError as error:  # all that a store raises
-            self._lose_store(error)
-            return self._is_first_of_node or self._rank == 1
-        firsts = [rank for told, rank, _, _ in self._events() if told == kind]
-        return not firsts or firsts[0] == self._rank
+            self.lose_store(error)
+            return self.speaks_alone
 
-    def _events(self) -> list[tuple[str, int, int, str]]:
-        if self._store is None:
-            return []
-        try:
-            if not self._store.check([_KEY]):
-                return []
-            text = self._store.get(_KEY).decode()
-        except RuntimeError as error:
-            self._lose_store(error)
-            return []
-        rows = (line.split("\t", 3) for line in text.splitlines())
-        return [(kind, int(rank), int(code), line) for kind, rank, code, line in rows]
 
-    def _lose_store(self, error: RuntimeError) -> None:
-        """Drop the store. Rank 0, which hosts it, is gone, and the next collective will report that."""
-        self._store, self._has_lost_store = None, True
-        log.warning("the store of stop requests is gone: %s", error, extra=FILE_ONLY)
-
-    def _exit(self, code: int, line: str, *, is_shown: bool) -> None:
-        """End this process from the listener, whatever its main thread does. Children end when their pipes close or parents
-        end.
-        """
-        log.warning("%s", line, extra=FILE_ONLY)
-        if is_shown:
-            sys.stderr.write(f"pretrain_rl: {line}\n")
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # a live display hides the cursor
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def end_process(code: int, line: str, *, is_shown: bool) -> None:
+    """End this process at once, whatever its main thread does. Children end when their pipes close or parents end."""
+    log.warning("%s", line, extra=FILE_ONLY)
+    if is_shown:
+        sys.stderr.write(f"pretrain_rl: {line}\n")
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # a live display hides the cursor
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def describe_failure(error: Exception, phase: str, rank: int) -> str:

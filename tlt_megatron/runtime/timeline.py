@@ -34,7 +34,7 @@ _NOTHING = nullcontext()
 
 
 class Timeline:
-    """Records spans and instants of this rank, from any thread. With `path` None it does nothing.
+    """Records spans of this rank, from any thread. With `path` None it does nothing.
 
     Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, which is a row of the trace, by default
     its thread's own. Spans of one lane must nest, which `with` on one thread guarantees.
@@ -43,7 +43,7 @@ class Timeline:
     def __init__(self, path: Path | None, rank: int) -> None:
         self.path = path
         self.rank = rank
-        self._events: deque[tuple[str, str, str, int, int, dict[str, object]]] = deque()
+        self._events: deque[tuple[str, str, int, int, dict[str, object]]] = deque()
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._flush_lock = threading.Lock()
         self._is_closed = path is None
@@ -55,18 +55,13 @@ class Timeline:
         """Record the time that the body takes. An exception from the body is recorded and re-raised."""
         return _NOTHING if self._is_closed else _Span(self, name, lane, args)
 
-    def instant(self, name: str, /, *, lane: str = "", **args: object) -> None:
-        """Record a moment, such as a stop request."""
-        if not self._is_closed:
-            self._add("i", name, lane, time.perf_counter_ns(), 0, args)
-
     def add_span(
         self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
     ) -> None:
         """Record a finished span, with both times from `time.perf_counter`. It must nest in its lane like other spans."""
         if not self._is_closed:
             start_ns = round(start_s * 1e9)
-            self._add("X", name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
+            self._add(name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
 
     def now_s(self) -> float:
         """Return the time in seconds, on the clock that all ranks share after `align_clocks`."""
@@ -94,12 +89,9 @@ class Timeline:
         with self._flush_lock:
             lines = []
             while self._events:  # other threads may append: taken now or by the next flush
-                ph, name, lane, start_ns, dur_ns, args = self._events.popleft()
-                event: dict[str, object] = {"ph": ph, "name": name, "lane": lane}
+                name, lane, start_ns, dur_ns, args = self._events.popleft()
+                event = {"ph": "X", "name": name, "lane": lane, "dur_ns": dur_ns, "args": args}
                 event["start_ns"] = start_ns + self._offset_ns
-                event["dur_ns"] = dur_ns
-                if args:
-                    event["args"] = args
                 lines.append(json.dumps(event, default=str) + "\n")
             if lines:
                 with self.path.open("a", encoding="utf-8") as file:
@@ -111,10 +103,10 @@ class Timeline:
         self.flush()
 
     def _add(
-        self, ph: str, name: str, lane: str, start_ns: int, dur_ns: int, args: dict[str, object]
+        self, name: str, lane: str, start_ns: int, dur_ns: int, args: dict[str, object]
     ) -> None:
         lane = lane or threading.current_thread().name
-        self._events.append((ph, name, lane, start_ns, dur_ns, args))
+        self._events.append((name, lane, start_ns, dur_ns, args))
         if len(self._events) >= _MAX_BUFFERED:
             self.flush()
 
@@ -142,7 +134,7 @@ class _Span:
         dur_ns = time.perf_counter_ns() - self.start_ns
         if kind is not None:
             self.args["error"] = kind.__name__
-        self.timeline._add("X", self.name, self.lane, self.start_ns, dur_ns, self.args)
+        self.timeline._add(self.name, self.lane, self.start_ns, dur_ns, self.args)
 
 
 def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: int) -> int:
@@ -195,18 +187,15 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
         event = events[index]
         start_ns = event["start_ns"] - origin_ns
         row = {
-            "ph": event["ph"],
+            "ph": "X",
             "name": event["name"],
             "cat": event["name"].partition("(")[0],
             "pid": rank,
             "tid": lanes.setdefault(event["lane"], len(lanes)),
             "ts": start_ns // 1000,
+            "dur": (start_ns + event["dur_ns"]) // 1000 - start_ns // 1000,
             "args": event.get("args", {}),
         }
-        if event["ph"] == "X":
-            row["dur"] = (start_ns + event["dur_ns"]) // 1000 - start_ns // 1000
-        else:
-            row["s"] = "t"  # drawn on its own lane only
         rows.append(row)
     names = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
     names.append(_metadata("process_sort_index", rank, 0, sort_index=rank))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,33 +71,32 @@ class Run:
     explaining: Callable[[], AbstractContextManager[None]]
 
 
-@contextmanager
 def build_run(
     config: RunConfig,
     run_dir: Path,
     world: Group,
     device: Device,
+    stack: ExitStack,
     stop: StopRequest | None = None,
-) -> Iterator[Run]:
-    """Build the run, restore a checkpoint if the settings ask for it, and close everything on exit. A collective of all ranks.
+) -> Run:
+    """Build the run, and restore a checkpoint if the settings ask for it. A collective of all ranks.
 
-    Cheap checks come first: a bad function of the user or a bad prompt raises before any model is built.
+    `stack` closes everything, also what a failed build leaves. Cheap checks come first: a bad function of the user or a bad
+    prompt raises before any model is built.
     """
     settings = config.run
-    stop = stop or StopRequest()  # without a caller's: one that is never requested
+    stop = stop or StopRequest(world.rank)  # without a caller's: one that is never requested
     store = open_job_store(world, settings.heartbeat_timeout_s or settings.group_timeout_s)
-    stop.share(store.connect("stop"))
-    with running_heartbeat(store, world, settings.heartbeat_timeout_s) as heartbeat:
-
-        def explaining() -> AbstractContextManager[None]:
-            return heartbeat.explaining(settings.group_timeout_s) if heartbeat else nullcontext()
-
-        with explaining(), ExitStack() as stack:
-            site = _Site(config, run_dir, world, device, store, heartbeat, stop, stack)
-            trainer, model = _build(site)
-            stop.begin_training()
-            barrier(world)  # no rank trains while a signal would still end another without a save
-            yield Run(trainer=trainer, model=model, explaining=explaining)
+    limits_s = settings.heartbeat_timeout_s, settings.group_timeout_s
+    heartbeat = stack.enter_context(running_heartbeat(store, world, *limits_s, stop))
+    explaining = partial(heartbeat.explaining, settings.group_timeout_s)
+    with explaining():
+        trainer, model = _build(
+            _Site(config, run_dir, world, device, store, heartbeat, stop, stack)
+        )
+        stop.begin_training()
+        barrier(world)  # no rank trains while a signal would still end another without a save
+    return Run(trainer=trainer, model=model, explaining=explaining)
 
 
 class _Site(NamedTuple):
@@ -107,7 +107,7 @@ class _Site(NamedTuple):
     world: Group
     device: Device
     store: JobStore
-    heartbeat: Heartbeat | None
+    heartbeat: Heartbeat
     stop: StopRequest
     stack: ExitStack
 
@@ -189,13 +189,12 @@ def _build_worker(site: _Site, rewards: RewardPool, tokenizer: Tokenizer) -> Rol
     timeline.align_clocks(world)
     progress = Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
     stack.callback(progress.close)
-    on_phase = site.heartbeat.enter if site.heartbeat else lambda name: None
     return RolloutWorker(
         engine,
         rewards,
         tokenizer.decode,
         replicas=world,
-        phases=Phases(timeline, progress, site.device, on_phase),
+        phases=Phases(timeline, progress, site.device, site.heartbeat.enter),
         ranks_per_engine=config.ranks_per_engine,
         should_stop=lambda: site.stop.is_requested,
     )
@@ -209,7 +208,7 @@ def _build_drafter(site: _Site, worker: RolloutWorker) -> DrafterLifecycle | Non
         timeline=worker.phases.timeline,
         world=site.world,
         store=site.store,
-        check_ranks=site.heartbeat.check if site.heartbeat else lambda: None,
+        check_ranks=site.heartbeat.check,
     )
     if drafter is not None:
         site.stack.callback(drafter.close)

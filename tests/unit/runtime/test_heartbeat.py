@@ -9,9 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from tlt_megatron.runtime.collective_errors import describe_collective_error, is_collective_error
+from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, watched_by
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
+from tlt_megatron.runtime.stop import StopRequest
 
 
 class Neighbours:
@@ -23,7 +25,8 @@ class Neighbours:
         other = replace(own, rank=1, machine=own.machine if is_local else "elsewhere", host="far")
         self.beats = store.part("heartbeat")
         self.other_beat(1)
-        self.heartbeat = Heartbeat(store, [own, other], 0, timeout_s=8.0)
+        self.stop = StopRequest()
+        self.heartbeat = Heartbeat(store, [own, other], 0, self.stop, timeout_s=8.0)
 
     def other_beat(self, count: int) -> None:
         self.beats.set("beat/1", f"{count} 4 ROLLOUT")
@@ -48,10 +51,10 @@ def test_each_rank_watches_the_next_of_its_machine_and_machines_watch_each_other
 
 def test_a_silent_rank_of_another_machine_is_lost_after_the_timeout() -> None:
     neighbours = Neighbours()
-    assert neighbours.heartbeat.interval_s == 1.0
-    assert neighbours.watch(8) == ""
+    assert neighbours.heartbeat.interval_s == 0.5
+    assert neighbours.watch(16) == ""
     neighbours.other_beat(2)
-    assert neighbours.watch(8) == ""
+    assert neighbours.watch(16) == ""
     assert neighbours.watch(1) == (
         f"{neighbours.heartbeat.ranks[1]} has been silent for run.heartbeat_timeout_s=8 s in"
         " phase ROLLOUT: it does not answer"
@@ -86,12 +89,19 @@ def test_a_farewell_ends_the_watch() -> None:
     assert neighbours.watch(20) == ""
 
 
-def test_the_first_report_counts() -> None:
+def test_the_first_event_of_an_end_counts() -> None:
     neighbours = Neighbours()
-    neighbours.beats.append("reports", "1 rank 7 (host x, pid 3) is gone\n")
-    neighbours.heartbeat._read_reports()
+    events = EventLog(neighbours.beats)
+    for text in ("rank 7 (host x, pid 3) is gone", "the connection to rank 7 is lost"):
+        events.append(Event(kind=EventKind.END, rank=1, code=2, text=f"{text}\nand more"))
+    neighbours.heartbeat._read_events()
     neighbours.watch(20)
-    assert str(neighbours.heartbeat.loss) == "rank 7 (host x, pid 3) is gone"
+    assert str(neighbours.heartbeat.loss) == "rank 7 (host x, pid 3) is gone and more"
+    assert neighbours.heartbeat.loss.code == 2
+    assert not neighbours.stop.is_requested
+    events.append(Event(kind=EventKind.STOP, rank=1, text="SIGTERM"))
+    neighbours.heartbeat._read_events()
+    assert neighbours.stop.is_requested
 
 
 def test_a_reused_pid_is_not_the_rank() -> None:

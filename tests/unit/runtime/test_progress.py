@@ -23,6 +23,15 @@ METRICS = {
 }
 
 
+COLUMNS = (
+    "step",
+    "critic/rewards/mean",
+    "response_length/mean",
+    "perf/throughput",
+    "timing_s/step",
+)
+
+
 def make_console(*, terminal: bool, width: int = 100) -> Console:
     return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
 
@@ -133,7 +142,7 @@ def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
     progress.phase("ROLLOUT")
     progress.step(1, METRICS)
     progress.message("text")
-    progress.print_table([{"step": 1, **METRICS}])
+    progress.print_table([{"step": 1, **METRICS}], COLUMNS)
     progress.close()
     assert text_of(console) == ""
 
@@ -162,7 +171,7 @@ def test_table_shows_the_columns_that_some_row_has() -> None:
 def test_table_of_a_long_run_shows_first_last_and_what_lies_between() -> None:
     console = make_console(terminal=False)
     progress = Progress("lines", 100, enabled=True, console=console)
-    progress.print_table([{"step": step} for step in range(1, 101)], max_rows=4)
+    progress.print_table([{"step": step} for step in range(1, 101)], ["step"], max_rows=4)
     lines = [line.strip() for line in text_of(console).splitlines() if line.strip()]
     assert lines[0] == "steps (4 of 100 rows)"
     assert lines[-4:] == ["1", "34", "67", "100"]
@@ -172,13 +181,15 @@ def test_table_of_a_long_run_shows_first_last_and_what_lies_between() -> None:
 def test_narrow_terminal_wraps_headers_never_cuts_numbers(width: int) -> None:
     console = make_console(terminal=True, width=width)
     progress = Progress("lines", 1, enabled=True, console=console)
-    progress.print_table([{"step": 1, **METRICS}])
+    progress.print_table([{"step": 1, **METRICS}], COLUMNS)
     row = text_of(console).rstrip().splitlines()[-1].split()
     assert row == ["1", "0.25", "187.3", "3,412", "30"]
 
 
 def test_table_of_no_rows_does_not_fail() -> None:
-    Progress("lines", 0, enabled=True, console=make_console(terminal=False)).print_table([])
+    Progress("lines", 0, enabled=True, console=make_console(terminal=False)).print_table(
+        [], COLUMNS
+    )
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 19, 20, 21, 39, 41, 1000])
@@ -231,7 +242,7 @@ def test_a_terminal_that_goes_away_ends_the_display_not_the_run(
             progress.message(f"step {step}")
             progress.step(step, METRICS)
         progress.close()
-        progress.print_table([{"step": 1, **METRICS}])
+        progress.print_table([{"step": 1, **METRICS}], COLUMNS)
     ended = [r for r in caplog.records if "the display ended, the run goes on" in r.getMessage()]
     assert len(ended) == 1
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
