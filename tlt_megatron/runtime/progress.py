@@ -153,7 +153,7 @@ class Progress:
                 live, self._live = self._live, None
                 with contextlib.suppress(OSError, UnicodeError, ValueError):
                     live.stop()
-            self._console.quiet = True
+            self._console = Console(quiet=True)
 
     def _render(self) -> RenderableType:
         """Return the live display. It is called again at every refresh, so its clocks advance."""
