@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,21 +142,10 @@ def load_drafter(
 
 def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Copy tensors into the drafter. ValueError names an unknown, missing or misshapen one."""
-    own = model.state_dict()
-    for name, tensor in tensors.items():
-        if name not in own:
-            near = difflib.get_close_matches(name, own, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"{source}: tensor {name!r} is unknown in {model.config.architecture}; nearest {near!r}"
-            )
-        if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"{source}: {name} has shape {tuple(tensor.shape)}: must be {tuple(own[name].shape)}"
-            )
-    missing = sorted(own.keys() - tensors.keys())
-    if missing:
-        raise ValueError(f"{source}: lacks {', '.join(missing)}")
-    model.load_state_dict(dict(tensors))
+    try:
+        model.load_state_dict(dict(tensors))
+    except RuntimeError as error:  # of torch, in several lines
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
 
 
 def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
