@@ -1,8 +1,9 @@
 """The running batch: one token for every sequence per plain pass, with its state in tensors.
 
-The engine's loop calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or `speculate`. This is the hot loop. A
-plain pass makes a fixed number of torch calls and one read back to Python: which rows ended. Python iterates over rows only
-when rows join, leave or need a page. Row b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
+The engine's loop calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or
+`speculate`. This is the hot loop. A plain pass makes a fixed number of torch calls and one read
+back to Python: which rows ended. Python iterates over rows only when rows join, leave or need a
+page. Row b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tlt_megatron.types import SamplingParams
 
 
 class _Rows(NamedTuple):
-    """The state of all rows, each [B] int64: views of one matrix. Those from `position` on grow by the number of new tokens."""
+    """Views of the state matrix, each [B] int64. Those from `position` on grow with the tokens."""
 
     seed: Tensor
     last: Tensor  # `count` at the final token
@@ -53,7 +54,7 @@ class Ended:
 
 
 class DecodeBatch:
-    """Sequences that decode together. Before `sample`, each row has its last hidden state or its next token."""
+    """Sequences that decode together. Before `sample`, each has a last state or a next token."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class DecodeBatch:
     # ---- rows join and leave
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append admitted requests, at their first token or after the tokens saved at preemption."""
+        """Append admitted requests, at their first token or after their saved tokens."""
         start = len(self.requests)
         rows: list[list[int]] = []
         hidden = [self._hidden_BD]
@@ -141,7 +142,7 @@ class DecodeBatch:
     # ---- one pass
 
     def sample(self) -> list[Ended]:
-        """Sample and record the next token of every row. Return the rows that ended, for `remove`."""
+        """Sample and record the next token of every row. Return those that ended, for `remove`."""
         rows = self._rows
         sampled = self._draw()
         self._tokens_B = sampled.token_ids_B
@@ -171,7 +172,7 @@ class DecodeBatch:
         return ended
 
     def _draw(self) -> Sampled:
-        """Sample the next token of every row, except for rows whose token the last speculative step sampled."""
+        """Sample the next token of every row, unless the last speculative step did."""
         drawn, self._drawn = self._drawn, None
         num_drawn = 0 if drawn is None else drawn.token_ids_B.shape[0]
         if drawn is not None and num_drawn == len(self.requests):
@@ -189,7 +190,7 @@ class DecodeBatch:
         return fresh if drawn is None else drawn.followed_by(fresh)
 
     def grow(self, scheduler: Scheduler) -> None:
-        """Take a page for every row whose next token starts one. Rows preempted for it leave, and their tokens are saved."""
+        """Take a page for each row whose next token starts one. Save and remove preempted rows."""
         preempted = self._layout.grow(self.requests, self.num_passes, scheduler)
         if not preempted:
             return
@@ -217,7 +218,7 @@ class DecodeBatch:
         self._rows.slot.copy_(torch.tensor(slots, dtype=torch.int64))
 
     def enter_lanes(self, scheduler: Scheduler) -> bool:
-        """Move all rows to lanes, which `speculate` needs, at any cost. Return False if they do not all fit."""
+        """Move all rows to lanes, which `speculate` needs. Return False if they do not all fit."""
         layout = self._layout
         if not layout.has_lanes:
             layout.move_to_lanes(self.requests, self._rows.position.tolist(), scheduler)
@@ -226,9 +227,9 @@ class DecodeBatch:
         return layout.has_lanes
 
     def speculate(self, strategy: SpeculationStrategy) -> list[int]:
-        """Draft, verify and commit in place of `forward`. Return how many drafted tokens each row accepted.
+        """Draft, verify and commit in place of `forward`. Return the accepted tokens of each row.
 
-        All committed tokens are recorded here. The next `sample` takes the last of them as its draw.
+        Commits are recorded here. The next `sample` takes the last of them as its draw.
         """
         assert self._speculator is not None
         assert self._layout.has_lanes

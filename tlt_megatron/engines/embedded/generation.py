@@ -1,4 +1,4 @@
-"""One `generate` call of the embedded engine: prefill, sample, decode, until all responses are complete."""
+"""One `generate` call of the embedded engine: prefill, sample and decode all requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Step:
 
 
 class Generation:
-    """The requests of one call. The engine's loop calls `sample`, then `advance`, until `is_done`."""
+    """The requests of a call. The engine calls `sample`, then `advance`, until `is_done`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Generation:
         return self._scheduler.is_done
 
     def sample(self) -> list[Ended]:
-        """Prefill the next requests and sample a token for every row. Return the complete responses, for `advance`."""
+        """Prefill, then sample a token for every row. Return complete responses, for `advance`."""
         chunks, admitted = self._scheduler.plan_prefill()
         if chunks or admitted:
             with self._clock.interrupted():
@@ -188,7 +188,7 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
 def group_rollouts(
     prompts: Sequence[Prompt], num_samples: int, rollouts: Sequence[Rollout | None]
 ) -> list[RolloutGroup]:
-    """Return one group per prompt. `rollouts` holds `num_samples` consecutive entries for each prompt."""
+    """Return one group per prompt. `rollouts` holds `num_samples` in a row for each prompt."""
     groups = []
     for number, prompt in enumerate(prompts):
         siblings = rollouts[number * num_samples : (number + 1) * num_samples]

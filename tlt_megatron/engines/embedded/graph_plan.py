@@ -1,9 +1,11 @@
-"""Plans which passes are captured into CUDA graphs, and estimates their memory from sizes before anything runs.
+"""Plans which passes are captured into CUDA graphs, and estimates their memory from sizes before
+anything runs.
 
-The embedded engine makes a plan for its GraphPool; the benchmark makes one too. This is the bucketed graph pool of TLT
-(arXiv 2511.16665): bucketed batch sizes, separate target and drafter captures, one capture per shape, one memory pool.
-A strategy is planned for batches whose verify pass has at most `verify_tokens` rows. All strategies of a batch bucket share
-one verify capture, as wide as the widest of them: a pass of up to `verify_tokens` rows costs about as much as one row.
+The embedded engine makes a plan for its GraphPool; the benchmark makes one too. This is the
+bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and drafter
+captures, one capture per shape, one memory pool. A strategy is planned for batches whose verify
+pass has at most `verify_tokens` rows. All strategies of a batch bucket share one verify capture, as
+wide as the widest of them: a pass of up to `verify_tokens` rows costs about as much as one row.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from enum import StrEnum
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
-# Most rows of a verify pass. Batch 20 with 16 rows is the largest product among the thresholds in the paper's code.
-# An H100 does ~295 bfloat16 multiply-adds in the time of reading one weight.
+# Most rows of a verify pass. Batch 20 with 16 rows is the largest product among the thresholds in
+# the paper's code. An H100 does ~295 bfloat16 multiply-adds in the time of reading one weight.
 _VERIFY_TOKENS = 320
 _BATCH_STEP = 8  # distance of batch buckets above 4
 _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
-# Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2 (forums.developer.nvidia.com/t/244901).
+# Driver memory per captured kernel: 63-66 KB measured with empty kernels on CUDA 11.2
+# (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
-# Kernels of a decoder layer, of its query and key norms, and outside the layers. Counted from the forward pass of a
-# bfloat16 model: torch calls that are not views; a logsumexp has seven kernels.
+# Kernels of a decoder layer, of its query and key norms, and outside the layers. Counted from the
+# forward pass of a bfloat16 model: torch calls that are not views; a logsumexp has seven kernels.
 _LAYER_KERNELS, _HEAD_NORM_KERNELS, _OTHER_KERNELS = 43, 8, 10
 _WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
@@ -54,7 +57,7 @@ class EagerReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """One captured shape. Example: role target, num_rows 17, batch_size 8, length 1024 verifies up to 16 drafted tokens."""
+    """One captured shape. Example: role target, num_rows 17 verifies up to 16 drafted tokens."""
 
     role: Role
     num_rows: int  # R, query tokens of each sequence
@@ -69,7 +72,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """Resources of a captured pass. Each capture keeps its kernels; captures can share the memory of activations."""
+    """Resources of a captured pass. All captures can share the memory of activations."""
 
     num_kernels: int
     activation_bytes: int  # most alive at once
@@ -77,18 +80,20 @@ class PassCost:
 
 
 def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
-    """Estimate the cost of `transformer.forward` on CUDA over lanes, without the LM head. A draft pass is one such layer."""
+    """Estimate a pass over lanes on CUDA, without the LM head. A draft pass is one layer of it."""
     c, num_tokens = model, key.num_tokens
     is_draft = key.role is Role.DRAFT
     num_layers = 1 if is_draft else c.num_layers
     num_fused = c.num_heads + 2 * c.num_kv_heads
     layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
-    # Alive all the time, or left from the previous layer: states, heads, gate and up, the bias of every head.
+    # Alive all the time, or left from the previous layer: states, heads, gate and up, the bias of
+    # every head.
     per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
     per_token += 0 if is_draft else 2 * c.ffn_size
     repeat = c.num_heads // c.num_kv_heads
     per_token += key.length * repeat if repeat > 1 and key.num_rows > 1 else 0
-    # Attention: two wide copies of the scores, or one wide copy plus the narrow weights and a copy of the values.
+    # Attention: two wide copies of the scores, or one wide copy plus the narrow weights and a copy
+    # of the values.
     wide = max(item_bytes, _WIDE_BYTES)
     scores = num_tokens * c.num_heads * key.length
     values = key.batch_size * c.num_kv_heads * key.length * c.head_dim * item_bytes
@@ -106,7 +111,7 @@ def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
 class GraphPlan:
     """The captures of one engine.
 
-    Example: `GraphPlan(config, strategies, max_batch_size=64, max_length=1600, item_bytes=2).bytes_pool()`.
+    Example: `GraphPlan(c, strategies, max_batch_size=64, max_length=1600, item_bytes=2).lines()`.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class GraphPlan:
     def find(
         self, role: Role, *, num_rows: int, batch_size: int, longest: int
     ) -> GraphKey | EagerReason:
-        """Return the smallest capture that holds a pass, or why there is none. `longest` is the number of positions to read."""
+        """Return the smallest capture for a pass that reads `longest` positions, or why none fits."""
         at_size = bisect_left(self.batch_sizes, batch_size)
         if at_size == len(self.batch_sizes):
             return EagerReason.BATCH
@@ -186,11 +191,11 @@ class GraphPlan:
         return pass_cost(self._model, key, self._item_bytes)
 
     def bytes_pool(self) -> int:
-        """Return the bytes of this plan: all kernels, one set of activations, one set of static tensors per role."""
+        """Return the bytes of this plan: all kernels, and the tensors that captures share."""
         return self.graph_bytes(self.keys) + self.shared_bytes()
 
     def shared_bytes(self) -> int:
-        """Return the bytes that captures share: the largest activations, and the largest static tensors of each role."""
+        """Return the bytes of the largest activations and of each role's largest static tensors."""
         costs = {role: [self.cost(key) for key in self.keys if key.role is role] for role in Role}
         static = sum(max((c.static_bytes for c in of), default=0) for of in costs.values())
         return static + max(c.activation_bytes for of in costs.values() for c in of)
@@ -200,7 +205,7 @@ class GraphPlan:
         return sum(self.cost(key).num_kernels for key in keys) * self._bytes_per_kernel
 
     def lines(self) -> list[str]:
-        """Return a table of the captures in MiB: one row per role and width, and what all of them share."""
+        """Return a table of the captures in MiB: a summary, then one row per role and width."""
         lines = [
             f"{len(self.keys)} captures, {_mib(self.bytes_pool())}, of which"
             f" {_mib(self.shared_bytes())} are tensors that all share"

@@ -1,8 +1,9 @@
 """Where the rows of the running batch have their KV: all in pages, or each in a lane.
 
-A lane is the contiguous range of KV slots of one row, prompt included. All lanes are read at the length of the longest row,
-pages only at their row's length. Speculation and captured graphs need lanes. Rows start in pages. They move to lanes once, when
-lanes for all requests fit and cost little. The decode batch calls this class when rows join, leave or need a page.
+A lane is the contiguous range of KV slots of one row, prompt included. All lanes are read at the
+length of the longest row, pages only at their row's length. Speculation and captured graphs need
+lanes. Rows start in pages. They move to lanes once, when lanes for all requests fit and cost
+little. The decode batch calls this class when rows join, leave or need a page.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class KvLayout:
         draft: DraftInference | None,
         draft_slots: int,
     ) -> None:
-        """`graphs` runs every pass over lanes. A speculative step may write `draft_slots` slots after a sequence."""
+        """A speculative step may write `draft_slots` slots after a sequence."""
         self._model = model
         self._cache = cache
         self._graphs = graphs
@@ -99,7 +100,7 @@ class KvLayout:
     def grow(
         self, requests: Sequence[Request], num_passes: int, scheduler: Scheduler
     ) -> set[Request]:
-        """Take a page for every row whose next token starts one. Return the requests preempted for it."""
+        """Take a page for each row whose next token starts one. Return the requests preempted."""
         preempted: set[Request] = set()
         if self._lane or num_passes < self._next_due:
             return preempted
@@ -116,7 +117,7 @@ class KvLayout:
     def place(
         self, requests: Sequence[Request], positions: list[int], scheduler: Scheduler
     ) -> list[int]:
-        """Choose pages or lanes. Return the slot of each row's next token, which is at `positions`."""
+        """Choose pages or lanes. Return the slot of each row's next token, at `positions`."""
         self._longest = max(positions)
         if not self._lane and (
             self._graphs.has_graphs  # graphs save more than pages do
@@ -176,7 +177,7 @@ class KvLayout:
     def move_to_lanes(
         self, requests: Sequence[Request], positions: list[int], scheduler: Scheduler
     ) -> None:
-        """Move every sequence to a lane of its full length, if lanes for all running and waiting requests fit."""
+        """Move all rows to lanes of full length, if those of all requests fit."""
         cache = self._cache
         if not self._reserve_lanes(scheduler):
             return
@@ -226,7 +227,7 @@ class KvLayout:
             self._cache.take_response_page(request.kv.pages, at=page)
 
     def _reserve_lanes(self, scheduler: Scheduler) -> bool:
-        """Reserve lanes of the planned length, which keep captured graphs valid, or else of the needed length."""
+        """Reserve lanes as long as planned, which keeps captured graphs, or else as needed."""
         cache, graphs = self._cache, self._graphs
         needed = cache.pages_for(scheduler.longest_sequence + self._draft_slots)
         planned = cache.pages_for(graphs.plan.max_length) if graphs.has_graphs else 0

@@ -1,4 +1,4 @@
-"""Computes the memory of an embedded engine from sizes, so that a plan can be printed or refused before allocation."""
+"""Computes the memory of an embedded engine from sizes, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class MemoryPlan:
 
 
 def draft_slots_of(strategies: Sequence[SpeculationStrategy]) -> int:
-    """Return the most KV slots after a sequence that a step of these strategies, which all draft, may write.
+    """Return the most KV slots after a sequence that a step of these strategies may write.
 
-    From the root on, a step writes nodes in the order of growth, then root and tree, then the committed tokens.
+    From the root on, a step writes nodes in the order of growth, then root and tree, then the
+    committed tokens.
     """
     return max(
         (max(s.topk * max(s.num_steps - 1, 0), s.num_rows, s.depth + 1) + 1 for s in strategies),
@@ -73,11 +74,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return what `EmbeddedEngine` will allocate.
 
-    With strategies that draft, each sequence has slots for drafted tokens after it, and there is one more KV layer, with the
-    tokens and features that a drafter reads: the last hidden state and `num_taps` more.
-    With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their groups, plus one prompt of a
-    partly admitted group. Each prompt counts `max_prompt_tokens`.
-    Graphs need a scratch page, and a lane for each row: the contiguous slots of its prompt and response.
+    With strategies that draft, each sequence has slots for drafted tokens after it, and there is
+    one more KV layer, with the tokens and features that a drafter reads: the last hidden state and
+    `num_taps` more. With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the
+    prompts of their groups, plus one prompt of a partly admitted group. Each prompt counts
+    `max_prompt_tokens`. Graphs need a scratch page, and a lane for each row: the contiguous slots
+    of its prompt and response.
     """
     drafting = [strategy for strategy in strategies if not strategy.is_off]
     draft_slots = draft_slots_of(drafting)

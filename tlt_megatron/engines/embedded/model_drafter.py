@@ -1,7 +1,9 @@
-"""The learned drafter inside the embedded engine. Its KV layer is the layer after the target's last one, in the same pool.
+"""The learned drafter inside the embedded engine. Its KV layer is the layer after the target's last
+one, in the same pool.
 
-Called by the speculative step. Position t of that layer holds the pair (x_{t+1}, h_t) and predicts x_{t+2}. Drafted nodes
-use the slots after the root in that layer, which the target's verify pass never reads.
+Called by the speculative step. Position t of that layer holds the pair (x_{t+1}, h_t) and predicts
+x_{t+2}. Drafted nodes use the slots after the root in that layer, which the target's verify pass
+never reads.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _LAG = 32  # rows with more unseen pairs catch up in separate passes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """The rows of a speculative step: their last sampled tokens and the positions of these. Tensors are [B] int64."""
+    """The last sampled tokens of the rows of a speculative step. Tensors are [B] int64."""
 
     requests: Sequence[Request]
     token_ids_B: Tensor
@@ -52,7 +54,7 @@ class Roots:
 
 
 class ModelDrafter:
-    """Grows draft trees with a DraftInference for rows in lanes. A lane is the contiguous range of KV slots of one row."""
+    """Grows draft trees with a DraftInference for rows in lanes."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class ModelDrafter:
         noise_BSV: Tensor | None,
         tau_D: Tensor | None,
     ) -> DraftTree:
-        """Grow a tree from every root. First compute the pairs before it that the drafter has not seen."""
+        """Compute the pairs that the drafter has not seen. Then grow a tree from every root."""
         num_unseen = [
             position - request.num_drafted
             for position, request in zip(roots.positions, roots.requests, strict=True)
@@ -106,7 +108,7 @@ class ModelDrafter:
         )
 
     def _catch_up(self, view: LaneView, positions: Sequence[int], num_unseen: Sequence[int]) -> int:
-        """Compute the unseen pairs of rows that lag far behind, such as new rows. Return the most pairs a row still lacks."""
+        """Compute the pairs of rows that lag far behind. Return the most that a row still lacks."""
         lagging = [n > _LAG for n in num_unseen]
         if all(lagging):
             return max(num_unseen)
@@ -133,14 +135,15 @@ class ModelDrafter:
         *,
         is_apart: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the last `num_unseen` pairs and return (hidden, head input) of the newest. Recomputed pairs do not change.
+        """Compute the last `num_unseen` pairs and return (hidden, head input) of the newest.
 
         `is_apart`: `view` holds only some of the rows.
         """
         run = partial(self._run_apart, view) if is_apart else partial(self._graphs.run, Role.DRAFT)
         cache, model = self._cache, self._model
         length = view.read_length(longest)
-        # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the tapped ones.
+        # Features are the final state, then the tapped states. An EAGLE-3 drafter reads only the
+        # tapped ones.
         feature_size = model.config.feature_size
         for start in range(num_unseen, 0, -_EXTEND_POSITIONS):
             end = max(start - _EXTEND_POSITIONS, 0)

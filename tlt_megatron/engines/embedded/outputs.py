@@ -1,4 +1,4 @@
-"""The sampled tokens of the running batch with their logprobs, on the device. Each running request has one range of them."""
+"""The sampled tokens of the running batch with their logprobs, on the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tlt_megatron.engines.embedded.scheduler import Request
 
 
 class Outputs:
-    """Three tensors over all ranges: token ids (int64), logprobs and policy logprobs (float32)."""
+    """A range of token ids (int64), logprobs and policy logprobs (float32) per request."""
 
     def __init__(self, num_ranges: int, size: int, device: torch.device) -> None:
-        """`size` is the most tokens of a response, and those that a step may write after its end."""
+        """`size`: the most tokens of a response, and those that a step may write after it."""
         num_outputs = num_ranges * size
         self._tensors = (
             torch.zeros(num_outputs, dtype=torch.int64, device=device),
@@ -23,7 +23,7 @@ class Outputs:
         self._free = [number * size for number in range(num_ranges)]
 
     def open(self, request: Request) -> int:
-        """Give a request its range, with the tokens saved at preemption. Return the index of its next token."""
+        """Give a request its range, with its saved tokens. Return the index of its next token."""
         start = self._starts[request] = self._free.pop()
         if request.saved is not None:
             for output, saved in zip(self._tensors, request.saved, strict=True):
@@ -40,12 +40,12 @@ class Outputs:
             output.index_copy_(0, index_P, value_P)
 
     def read(self, request: Request, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first `count` token ids, logprobs and policy logprobs of a request, as copies on the CPU."""
+        """Return copies of the first `count` entries of a request, on the CPU."""
         part = slice(self._starts[request], self._starts[request] + count)
         tokens, logprobs, policy_logprobs = (output[part].cpu().clone() for output in self._tensors)
         return tokens, logprobs, policy_logprobs
 
     def latest(self, index_B: Tensor, count: int) -> list[list[int]]:
-        """Return the `count` token ids up to each index. Those before the start of a range are undefined."""
+        """Return the `count` token ids up to each index; undefined before the start of a range."""
         back_U = torch.arange(1 - count, 1, device=index_B.device)
         return self._tensors[0][(index_B.unsqueeze(1) + back_U).clamp_(min=0)].tolist()

@@ -1,4 +1,4 @@
-"""The n-gram drafter inside the embedded engine: continuations from an index of prompts and responses, old and new."""
+"""The n-gram drafter inside the embedded engine: finds continuations in earlier text."""
 
 from __future__ import annotations
 

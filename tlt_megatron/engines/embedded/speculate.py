@@ -1,12 +1,15 @@
-"""One speculative step of the running batch: draft a tree, verify it in one pass, commit the tokens the target samples.
+"""One speculative step of the running batch: draft a tree, verify it in one pass, commit the tokens
+the target samples.
 
-A step can replace any `DecodeBatch.forward`, with any strategy. A row enters with its last token sampled but not computed:
-the root, at position n. It leaves in the same state with m more tokens. The next `DecodeBatch.sample` draws the last of
-them, so stops, limits and records are handled in one place.
+A step can replace any `DecodeBatch.forward`, with any strategy. A row enters with its last token
+sampled but not computed: the root, at position n. It leaves in the same state with m more tokens.
+The next `DecodeBatch.sample` draws the last of them, so stops, limits and records are handled in
+one place.
 
-A lane is the contiguous range of KV slots of one row. Its position t holds the target's keys and values, the feature h_t, the
-token x_t and, in the drafter's layer, the pair (x_{t+1}, h_t). Plain decoding keeps features too, so the drafter can start in
-the middle of a rollout. It then computes only its own layer over the positions that it has not seen.
+A lane is the contiguous range of KV slots of one row. Its position t holds the target's keys and
+values, the feature h_t, the token x_t and, in the drafter's layer, the pair (x_{t+1}, h_t). Plain
+decoding keeps features too, so the drafter can start in the middle of a rollout. It then computes
+only its own layer over the positions that it has not seen.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ _CALIBRATE_EVERY = 16  # steps between two updates of the calibrator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a step adds to each row. S = depth + 1. Entries after `verdict.num_committed_B` are undefined."""
+    """What a step adds to each row. S = depth + 1. Valid up to `verdict.num_committed_B`."""
 
     verdict: Verdict
     logprobs_BS: Tensor
@@ -60,7 +63,7 @@ class Speculation:
         *,
         ranking: Ranking = Ranking.NOISE,
     ) -> None:
-        """`strategies` are all that `selector` may choose. ValueError if one is learned and `draft` is None."""
+        """`selector` chooses from `strategies`. ValueError if one needs a drafter that is None."""
         drafting = [s for s in strategies if not s.is_off]
         learned = [s for s in drafting if s.is_learned]
         if learned and draft is None:
@@ -81,7 +84,7 @@ class Speculation:
         return () if self.draft is None else self.draft.config.aux_layer_ids
 
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the drafter's weights from the next step on. RuntimeError without a learned drafter."""
+        """Replace the drafter's weights from the next step on. RuntimeError without a drafter."""
         if self.draft is None:
             raise RuntimeError("there is no learned drafter whose weights could be replaced")
         self.draft.load(weights)
@@ -112,7 +115,7 @@ class Speculation:
     def start(
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
     ) -> Speculator:
-        """Return a Speculator for the requests of one `generate` call. `graphs` runs the passes of target and drafter."""
+        """Return a Speculator for one `generate` call. `graphs` runs its passes."""
         return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -241,7 +244,7 @@ class Verifier:
     def verify(
         self, view: LaneView, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
     ) -> Committed:
-        """Run one pass over B * R tokens and commit. `noise_BSV[:, d]` is the noise of the token after a node at depth d."""
+        """Run one pass over B * R tokens and commit. `noise_BSV[:, d]` is for nodes at depth d."""
         num_rows, num_queries = tree.row_depths_BR.shape
         ancestors_BRR = ancestor_mask(tree)
         rows_R = torch.arange(num_queries, device=self._model.device)
@@ -274,7 +277,7 @@ class Verifier:
     def _sample(
         self, hidden_PD: Tensor, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
     ) -> Sampled:
-        """Sample the target's token after every node, with the arithmetic and the noise of plain decoding."""
+        """Sample the target's token after every node, as plain decoding does."""
         params = self._params
         noise_PV = None
         if noise_BSV is not None:
@@ -297,7 +300,7 @@ class Verifier:
     def _settle(
         self, view: LaneView, roots: Roots, tree: DraftTree, verdict: Verdict, features_PF: Tensor
     ) -> None:
-        """Move keys, values, features and tokens of the committed path to consecutive positions and make them visible."""
+        """Move the committed path to consecutive positions and make it visible."""
         cache, path_BS = self._cache, verdict.path_BS
         num_rows, num_slots = path_BS.shape
         base_B1 = roots.positions_B.unsqueeze(1)
