@@ -52,7 +52,9 @@ class KvLayout:
         self._lane = 0  # slots of a lane; 0 while rows are in pages
         self._view: LaneView | None = None  # of the current rows
         self._longest = 0  # positions of the longest row
-        self._next_due = 0  # number of the decode pass that needs the next page
+        # Number of the decode pass that needs the next page: of each request in pages, and of all.
+        self._due: dict[Request, int] = {}
+        self._next_due = 0
         self.is_placed = False  # whether `place` has run since rows joined, left or took a page
 
     @property
@@ -70,7 +72,7 @@ class KvLayout:
         cache = self._cache
         for request in requests:
             room = len(request.kv.pages) * cache.page_size - request.num_kept
-            request.due = num_passes + room
+            self._due[request] = num_passes + room
             if copied := request.kv.num_copied:
                 state = request.state
                 source_S = cache.slots(state.kv.pages, state.num_tokens - copied, state.num_tokens)
@@ -95,7 +97,7 @@ class KvLayout:
         """Note that the rows are now these."""
         self.is_placed = False
         self._view = None
-        self._next_due = min((request.due for request in requests), default=0)
+        self._next_due = min((self._due.get(request, 0) for request in requests), default=0)
 
     def grow(
         self, requests: Sequence[Request], num_passes: int, scheduler: Scheduler
@@ -104,11 +106,11 @@ class KvLayout:
         preempted: set[Request] = set()
         if self._lane or num_passes < self._next_due:
             return preempted
-        due = [request for request in requests if request.due == num_passes]
+        due = [request for request in requests if self._due[request] == num_passes]
         for request in sorted(due, key=lambda request: request.order):
             if request not in preempted:
                 preempted.update(scheduler.grow(request))
-                request.due += self._cache.page_size
+                self._due[request] += self._cache.page_size
         self.set_changed([request for request in requests if request not in preempted])
         return preempted
 

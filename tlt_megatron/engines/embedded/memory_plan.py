@@ -62,6 +62,15 @@ def _num_pages(
     return section.max_batch_size * (lane_pages or pages_each) + num_groups * prompt_pages
 
 
+def _num_weights(model: ModelConfig, *, is_packed: bool) -> int:
+    """`is_packed`: matrices are held twice. The engine repeats a head norm for every head."""
+    sizes = ModelSizes(model)
+    num_repeated = model.num_heads + model.num_kv_heads - 2
+    norms = sizes.num_layers * num_repeated * model.head_dim * model.has_qk_norm
+    packed = sizes.matrices * sizes.num_layers + sizes.vocab * sizes.hidden
+    return sizes.total + norms + packed * is_packed
+
+
 def plan_memory(
     model: ModelConfig,
     section: RolloutSection,
@@ -102,14 +111,6 @@ def plan_memory(
     sizes = ModelSizes(model)
     d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
     num_fused = model.num_heads + 2 * model.num_kv_heads
-    weights = sizes.total
-    # The engine repeats a head norm for every head.
-    weights += (
-        sizes.num_layers * (num_fused - model.num_kv_heads - 2) * model.head_dim * model.has_qk_norm
-    )
-    if packs(dtype, device.torch_device):  # matrices are held twice
-        weights += sizes.matrices * sizes.num_layers + v * d
-
     num_slots = kv_tokens + has_graphs * PAGE_TOKENS
     num_kv_layers = model.num_layers + bool(drafting)
     kv = num_slots * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
@@ -126,7 +127,7 @@ def plan_memory(
         decode += section.max_batch_size * copied * item
     outputs = section.max_batch_size * section.max_new_tokens * 16
     return MemoryPlan(
-        weights_bytes=weights * item,
+        weights_bytes=_num_weights(model, is_packed=packs(dtype, device.torch_device)) * item,
         kv_bytes=kv,
         kv_tokens=kv_tokens,
         activations_bytes=max(prefill, decode) + outputs,

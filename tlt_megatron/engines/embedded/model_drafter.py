@@ -71,6 +71,11 @@ class ModelDrafter:
         self._first_layer = first_layer
         self._ranking = ranking
         self._growers: dict[SpeculationStrategy, TreeGrower] = {}
+        self._num_seen: dict[Request, int] = {}  # positions whose pairs are in the KV
+
+    def forget(self) -> None:
+        """Note that the drafter was replaced: the new one has seen no positions."""
+        self._num_seen.clear()
 
     def propose(
         self,
@@ -83,14 +88,11 @@ class ModelDrafter:
         tau_D: Tensor | None,
     ) -> DraftTree:
         """Compute the pairs that the drafter has not seen. Then grow a tree from every root."""
-        num_unseen = [
-            position - request.num_drafted
-            for position, request in zip(roots.positions, roots.requests, strict=True)
-        ]
+        rows = list(zip(roots.positions, roots.requests, strict=True))
+        num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
         num_left = self._catch_up(view, roots.positions, num_unseen)
         hidden_BD, head_BD = self._extend(view, roots.positions_B, num_left, roots.longest)
-        for position, request in zip(roots.positions, roots.requests, strict=True):
-            request.num_drafted = position
+        self._num_seen.update((request, position) for position, request in rows)
         grower = self._growers.get(strategy)
         if grower is None:
             device = self._cache.device

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
-from tlt_megatron.speculation.ngram import IndexedText
 from tlt_megatron.speculation.sampling import request_seed
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -52,10 +51,6 @@ class Request:
     saved: tuple[Tensor, Tensor, Tensor] | None = None  # token_ids, logprobs, policy_logprobs
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # of the last saved token, after recomputation
-    due: int = 0  # number of the decode pass that needs its next page
-    num_drafted: int = 0  # positions that the learned drafter has seen
-    text: IndexedText | None = None  # the part that the n-gram drafter has seen
-    num_indexed: int = 0  # response tokens in `text`
     accept_lengths: list[int] = field(default_factory=list)
 
     @property

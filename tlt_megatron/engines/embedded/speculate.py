@@ -116,6 +116,7 @@ class Speculation:
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
     ) -> Speculator:
         """Return a Speculator for one `generate` call. `graphs` runs its passes."""
+        self.retriever.start()
         return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
@@ -198,10 +199,9 @@ class Speculator:
     ) -> DraftTree:
         assert self._drafter is not None, strategy
         version = self._speculation.drafter_version
-        if version != self._drafter_version:  # a new drafter has seen no positions
+        if version != self._drafter_version:
             self._drafter_version = version
-            for request in roots.requests:
-                request.num_drafted = 0
+            self._drafter.forget()
         return self._drafter.propose(
             view,
             roots,
