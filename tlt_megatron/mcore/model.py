@@ -1,5 +1,4 @@
-"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel, with its
-TransformerConfig.
+"""Builds this rank's pipeline stage of the policy as a Megatron GPTModel.
 
 Called by `policy_model.py` once the groups exist. Weights are random until
 `weight_map.load_hf_weights` fills them. With CUDA, Transformer Engine and bfloat16, the layers are
@@ -171,6 +170,22 @@ def rope_arguments(rope: RopeConfig) -> dict[str, Any]:
     return arguments
 
 
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm for the local layers. Megatron's own wrapper refuses sequence parallelism.
+
+    Under sequence parallelism a rank sees only its part of the sequence. The weight then carries
+    Megatron's mark for "sum my gradient over the tensor-parallel ranks". Query and key norms see
+    whole sequences but only their rank's heads. Megatron recognizes those by name and sums their
+    gradients too.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return the spec of this stage's layers and of the norm behind the last one."""
     from megatron.core.models.gpt import gpt_layer_specs
@@ -188,7 +203,6 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         norm: type = TENorm
     else:
         from tlt_megatron.mcore.attention import SdpaCoreAttention
-        from tlt_megatron.mcore.norm import RMSNorm
 
         layer = gpt_layer_specs.get_gpt_layer_local_spec(
             normalization="RMSNorm", qk_layernorm=config.qk_layernorm

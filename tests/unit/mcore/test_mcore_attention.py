@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.mcore.attention import SdpaCoreAttention
-from tlt_megatron.mcore.norm import RMSNorm
+from tlt_megatron.mcore.model import RMSNorm
 
 CONFIG = {
     "context_parallel_size": 1,
