@@ -83,7 +83,7 @@ class Heartbeat:
         stop: StopRequest,
         *,
         timeout_s: float,
-        lifelines: Lifelines | None = None,
+        lifelines: Lifelines,
         end_process: Callable[..., None] = end_process,
     ) -> None:
         """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does not end by itself."""
@@ -106,12 +106,12 @@ class Heartbeat:
         self._events = EventLog(self._store)
         self._main_store = store.part("heartbeat")
         machines = [process.machine for process in ranks]
-        self._lifelines = lifelines or Lifelines({})
+        self._lifelines = lifelines
         self._watched = [
             _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
             for other in (watched_by(rank, machines) if timeout_s else ())
         ]
-        self._last_phases: dict[int, str] = {}
+        self._last_phases = {0: self.phase}
         self._is_unwinding = False
         self._is_closed = threading.Event()
         self._has_loss = threading.Event()
@@ -120,7 +120,6 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start watching. Call it after all ranks have been created."""
-        self._read_beat(0)
         self._thread.start()
 
     def enter(self, phase: str) -> None:
@@ -154,7 +153,7 @@ class Heartbeat:
         """Stop watching and being watched. Rank 0 keeps its store open until the others have read why a run ends."""
         self._is_closed.set()
         if self._thread.is_alive():
-            self._thread.join(self.timeout_s)
+            self._thread.join(max(self.timeout_s, 1.0))
         try:
             self._store.set(f"beat/{self.rank}", _FAREWELL)
             if self.rank == 0 and EventKind.END in self._events.firsts():
@@ -327,7 +326,7 @@ def running_heartbeat(
     `stop` hears of the requests of other ranks, and tells them of its own.
     """
     ranks = gather_objects(RankProcess.own(world.rank), world)
-    lifelines = connect_lifelines(store.host, ranks, world)
+    lifelines = connect_lifelines(store.host, ranks if timeout_s else [], world)
     heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s=timeout_s, lifelines=lifelines)
     if world.size > 1:
         stop.share(EventLog(store.connect("heartbeat")))

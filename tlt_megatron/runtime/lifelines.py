@@ -50,18 +50,16 @@ class Lifelines:
 
 
 def connect_lifelines(host: str, ranks: Sequence[RankProcess], world: Group) -> Lifelines:
-    """Connect the ranks of other machines to rank 0, which listens on its address `host`. A collective of the world."""
+    """Connect the `ranks` of other machines to rank 0, which listens on its address `host`. A collective of the world."""
     far = {process.rank for process in ranks if process.machine != ranks[0].machine}
     if not far:
         return Lifelines({})
-    listening = bind_first([host]) if world.is_first else None
-    port, token = broadcast_object(
-        (listening.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES)) if listening else None,
-        world,
-    )
-    if listening is not None:
-        with listening:
+    if world.is_first:
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        with bind_first([host]) as listening:
+            broadcast_object((listening.getsockname()[1], token), world)
             return Lifelines(_accept(listening, token, far))
+    port, token = broadcast_object((0, b""), world)
     if world.rank not in far:
         return Lifelines({})
     connection = socket.create_connection((host, port), timeout=_CONNECT_S)
