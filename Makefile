@@ -69,9 +69,10 @@ faults: setup  ## 500 schedules of injected faults against real runs; the table 
 	@echo "faults: $(FAULT_SCHEDULES) schedules, two at a time"
 	@$(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $(FAULT_SEED) --json build/faults.json
 
-lint: setup  ## ruff check and format
+lint: setup  ## ruff check and format, types by pyright
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/basedpyright
 
 setup-sglang: $(SGLANG_VENV)/.done  ## environment of its own with SGLang on CPU torch, for test-sglang
 

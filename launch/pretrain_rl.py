@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pretrain_rl.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="pretrain_rl.py", description="Train a policy by RL.")
     parser.add_argument("--config", help="YAML file; without it the defaults of config/schema.py")
     parser.add_argument(
         "--resume", help="auto | never | folder of checkpoints (sets checkpoint.resume)"

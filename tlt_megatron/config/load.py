@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from tlt_megatron.config.other_names import our_name
+from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 
 
@@ -28,7 +29,7 @@ class _Loader(yaml.SafeLoader):
     Plain YAML 1.1 reads 1e-6 as a string, and keeps the last of two equal keys.
     """
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return the mapping's node. _DuplicateKeyError names the key and both lines."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -121,7 +122,7 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
         hint = hints[key]
         values[key] = (
             _build(hint, value, name)
-            if dataclasses.is_dataclass(hint)
+            if isinstance(hint, type) and issubclass(hint, Section)
             else _convert(value, hint, name)
         )
     return section_type(**values)
@@ -138,7 +139,7 @@ def _meant(name: str, value: object, known: set[str]) -> str:
     return "; ".join(found) or f"did you mean {near[0]}? (known: {', '.join(sorted(known))})"
 
 
-def _convert(value: object, hint: object, name: str) -> object:
+def _convert(value: object, hint: Any, name: str) -> object:
     """Convert `value` to the annotated type. Only int -> float is widened. A number must be finite."""
     _check_finite(value, name)
     origin = typing.get_origin(hint) or hint

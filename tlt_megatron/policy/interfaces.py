@@ -34,6 +34,7 @@ class PolicyModel(Protocol):
         `reference` uses the frozen initial weights. `tap` gets the hidden states of the pass and
         does not change the result. It must be passed on all ranks or on none.
         """
+        ...
 
     def forward_backward(
         self,
@@ -49,12 +50,15 @@ class PolicyModel(Protocol):
         rank. `loss_fn` is called for each micro-batch in order, only on the last stage. `tap` as in
         `infer_logprobs`. Call `optimizer_step` next.
         """
+        ...
 
     def optimizer_step(self) -> OptimizerStats:
         """Clip the gradients, step the optimizer and its schedule, zero the gradients."""
+        ...
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full (unsharded) tensors under their Hugging Face names, on every rank."""
+        ...
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""

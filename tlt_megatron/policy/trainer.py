@@ -162,6 +162,7 @@ class PolicyTrainer:
                 known = [logprobs_P.cpu() for logprobs_P in recorded]
                 mine = _engine_difference(minibatch, known) if pp.is_last else None
                 difference = broadcast_object(mine, pp, source=pp.size - 1)
+                assert difference is not None
                 engines = self._compare_engines(difference, inference.scored)
             stats.append(self.model.optimizer_step())
         means = self._means(totals)

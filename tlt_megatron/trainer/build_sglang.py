@@ -90,6 +90,7 @@ def _replica_group(config: RunConfig, world: Group) -> Group:
         members = list(range(first, first + size))
         handle = dist.new_group(members, backend="gloo", timeout=timeout)
         if world.rank in members:
+            assert isinstance(handle, dist.ProcessGroup)
             own = group_of(handle)
     return own
 
@@ -114,17 +115,19 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
 
 def _together(make: Callable[[], _Made], world: Group) -> _Made:
     """Return the result of `make` on each rank. If it fails on any rank, all ranks raise one error."""
-    made, error = None, None
+    made: list[_Made] = []
+    error = None
     try:
-        made = make()
+        made.append(make())
     except (RuntimeError, ValueError) as caught:
         error = caught
     reasons = gather_objects(None if error is None else str(error), world)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if not failed:
-        return made
-    if made is not None:
-        made.close()
+        return made[0]
+    for engine in made:
+        if isinstance(engine, SglangEngine | FollowerEngine):
+            engine.close()
     kind = ValueError if isinstance(error, ValueError) else RuntimeError
     first, reason = next(iter(failed.items()))
     raise kind(f"rollout engines of ranks {list(failed)} failed; rank {first}: {reason}") from error

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tlt_megatron.policy.batching import balance_by_size
 from tlt_megatron.policy.interfaces import PolicyModel
@@ -52,7 +52,7 @@ class SavedRun:
     """An intact checkpoint: every file is as it was written."""
 
     folder: Path
-    state: dict[str, object]  # the content of trainer_state.json
+    state: dict[str, Any]  # the content of trainer_state.json
 
     @property
     def step(self) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tlt_megatron.runtime.memory import Phase
 from tlt_megatron.trainer.gain import SpeculationGain
 
 _SERIES = (
@@ -57,7 +58,7 @@ class RunHistory:
             if name in metrics:
                 values.append(metrics[name])
 
-    def add_memory(self, peak_bytes: Mapping[str, int]) -> None:
+    def add_memory(self, peak_bytes: Mapping[Phase, int]) -> None:
         """Add peak memory by phase. Keeps the largest value of the run."""
         for phase, peak in peak_bytes.items():
             self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
@@ -109,7 +110,7 @@ class RunHistory:
             "responses_differing": float(gain.num_differing),
         }
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint."""
         return {name: getattr(self, name) for name in _STATE} | {"seconds": self._seconds()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.runtime.device import Device
@@ -44,7 +45,7 @@ class Phases:
         self._peak_bytes: dict[Phase, int] = {}
 
     @contextmanager
-    def __call__(self, name: str, timing: str, **args: object) -> Iterator[None]:
+    def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         self.progress.phase(name)
         outer, self.current = self.current, name

@@ -79,8 +79,8 @@ class RolloutWorker:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
             spot = drafter.run_until_preempted(step).metrics() if drafter else {}
-            shares = gather_objects(share, self.replicas)
-        if None in shares:
+            shares = [s for s in gather_objects(share, self.replicas) if s is not None]
+        if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
         ends, spots = zip(*gather_objects((finished_at, spot), self.replicas), strict=True)
         everyone = sorted(

@@ -98,7 +98,7 @@ def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:
     aside; or the path in `resume` holds no checkpoint.
     """
     resume_root = resume_path(path, resume)
-    if resume not in ("auto", "never") and not is_checkpoint_root(resume_root):
+    if resume not in ("auto", "never") and not is_checkpoint_root(Path(resume)):
         raise ValueError(
             f"checkpoint.resume={resume!r}: must be auto, never, a folder of checkpoints or one of them"
         )
