@@ -1,7 +1,8 @@
-"""Causal core attention for Megatron's local layer spec, on torch's scaled_dot_product_attention, for CPU and CUDA.
+"""Causal core attention for Megatron's local layer spec, for CPU and CUDA.
 
-Megatron's own local module builds the whole score matrix and rejects packed sequences. This one runs one SDPA call per sequence
-of a packed micro-batch, so sequences do not see each other and no padding is computed.
+Megatron's own local module builds the whole score matrix and rejects packed sequences. This one
+runs one SDPA call per sequence of a packed micro-batch, so sequences do not see each other and no
+padding is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class SdpaCoreAttention(torch.nn.Module):
     """Drop-in `core_attention` of a Megatron spec, without parameters.
 
-    ValueError for what is not supported: context parallelism, sliding windows, softmax offsets, masks other than causal.
+    ValueError for context parallelism, sliding windows, softmax offsets and other masks.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class SdpaCoreAttention(torch.nn.Module):
         ):
             if value != allowed:
                 raise ValueError(
-                    f"{name}={value!r} of layer {layer_number}: the local attention does {allowed!r} only"
+                    f"{name}={value!r} of layer {layer_number}:"
+                    f" the local attention does {allowed!r} only"
                 )
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(H)
         self.dropout = config.attention_dropout
@@ -61,13 +63,14 @@ class SdpaCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the attention output. Packed: [P, N|K, H] each -> [P, N*H]. Plain: [T, B, N|K, H] each -> [T, B, N*H].
+        """Packed: [P, N|K, H] each -> [P, N*H]. Plain: [T, B, N|K, H] each -> [T, B, N*H].
 
         N and K count this rank's heads.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
-                "attention_mask and attention_bias must be None: attention is causal, sequences are kept apart by packing"
+                "attention_mask and attention_bias must be None:"
+                " attention is causal, sequences are kept apart by packing"
             )
         if packed_seq_params is not None:
             return self._attend_packed(query, key, value, packed_seq_params.cu_seqlens_q)
@@ -80,7 +83,8 @@ class SdpaCoreAttention(torch.nn.Module):
         lengths = cu_seqlens.diff().tolist()
         if sum(lengths) != query_PNH.size(0):
             raise ValueError(
-                f"cu_seqlens ends at {sum(lengths)}: must cover all P={query_PNH.size(0)} packed tokens"
+                f"cu_seqlens ends at {sum(lengths)}: must cover all"
+                f" P={query_PNH.size(0)} packed tokens"
             )
         if query_PNH.is_cpu and not self.dropout:
             out_PNH = attend_packed(query_PNH, key_PKH, value_PKH, lengths, self.softmax_scale)

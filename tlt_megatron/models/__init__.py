@@ -1,1 +1,1 @@
-"""Decoder-only models in pure torch: their config, their Hugging Face files, and the forward pass over a paged KV cache."""
+"""Decoder-only models in pure torch, their Hugging Face files, and the paged KV cache."""

@@ -1,7 +1,8 @@
-"""The operations of a forward pass, chosen once when a model is made. `PLAIN` is the fastest choice.
+"""The operations of a forward pass, chosen when a model is made. `PLAIN` is the fastest choice.
 
-`invariant.invariant_arithmetic` makes the one whose results do not depend on the other rows of a pass. `Transformer` uses the
-matrices, norms, rotation and gate; the engine's passes make the attentions.
+`invariant.invariant_arithmetic` makes the one whose results do not depend on the other rows of a
+pass. `Transformer` uses the matrices, norms, rotation and gate; the engine's passes make the
+attentions.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Arithmetic:
     prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention] = PrefillAttention
     paged: Callable[[KvCache], PagedAttention] = PagedAttention
     lanes: Callable[[LaneView, Tensor, Tensor], Attention] = LaneTreeAttention
-    # Whether position t of a sequence must have offset t % page_size in its page. All sequences then have the same page
-    # borders, and a response begins in a copy of its prompt's last page.
+    # Whether position t of a sequence must have offset t % page_size in its page. All sequences
+    # then have the same page borders, and a response begins in a copy of its prompt's last page.
     aligns_pages: bool = False
 
 

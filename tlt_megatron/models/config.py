@@ -1,4 +1,4 @@
-"""The policy's model config for the engines, the drafter and the Megatron builder; re-exported from `config/model_shape.py`.
+"""The policy's model config, re-exported from `config/model_shape.py`.
 
 That file needs no torch, so an unsupported model is refused before torch is imported."""
 

@@ -1,8 +1,9 @@
 """The drafter for inference: the computation of `DraftModel` in few torch calls, on fused weights.
 
-A decode pass runs this layer num_steps times on a few rows, where the overhead of torch calls dominates. Norm weights are
-folded into the next matrices. EAGLE has no operation between fc and q, k, v, so one matrix computes both. Results equal
-`DraftModel` up to rounding, which may cost speed but never changes a committed token.
+A decode pass runs this layer num_steps times on a few rows, where the overhead of torch calls
+dominates. Norm weights are folded into the next matrices. EAGLE has no operation between fc and q,
+k, v, so one matrix computes both. Results equal `DraftModel` up to rounding, which may cost speed
+but never changes a committed token.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ _MAX_PACKED_HEAD = 256 << 20  # bytes; a larger head is read in place, without a
 
 
 class DraftInference:
-    """Fused copies of a drafter's weights in the engine's dtype, which must be that of the target's head.
+    """Fused copies of a drafter's weights in the engine's dtype, that of the target's head.
 
-    `fuse`, `forward` and `logits` match those of DraftModel but are not differentiable. A draft begins with `fuse`, which
-    refreshes the copies if the drafter or the target has changed. It writes in place, so captured graphs stay valid.
+    `fuse`, `forward` and `logits` match those of DraftModel but are not differentiable. A draft
+    begins with `fuse`, which refreshes the copies if the drafter or the target has changed. It
+    writes in place, so captured graphs stay valid.
     """
 
     def __init__(self, model: DraftModel, dtype: torch.dtype) -> None:
@@ -100,7 +102,7 @@ class DraftInference:
             self._head.refresh()
 
     def tensors_read(self) -> list[Tensor]:
-        """Return all tensors that `forward` reads besides its inputs and the KV. Captured graphs need fixed addresses."""
+        """Return what `forward` reads besides inputs and KV; graphs need fixed addresses."""
         tensors = [tensor for matrix in self._matrices for tensor in matrix.tensors()]
         return [
             *tensors,

@@ -1,9 +1,10 @@
-"""The learned drafter: one decoder layer over [embedding(x_{t+1}); hidden(h_t)], as EAGLE or EAGLE-3.
+"""The learned drafter: a decoder layer over [embedding(x_{t+1}); hidden(h_t)], EAGLE or EAGLE-3.
 
-`drafter/` trains it and the engines run it. The pair (x_{t+1}, h_t) has position t and predicts x_{t+2}. Parameter names and
-computation match SGLang's LlamaForCausalLMEagle and LlamaForCausalLMEagle3, so SGLang can load the state_dict. Embedding and
-LM head belong to the target; the drafter never trains or saves them.
-Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+`drafter/` trains it and the engines run it. The pair (x_{t+1}, h_t) has position t and predicts
+x_{t+2}. Parameter names and computation match SGLang's LlamaForCausalLMEagle and
+LlamaForCausalLMEagle3, so SGLang can load the state_dict. Embedding and LM head belong to the
+target; the drafter never trains or saves them. Sources: EAGLE (Li et al. 2024, arXiv 2401.15077),
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tlt_megatron.models.layers import RotaryTable
 
 ARCHITECTURES = ("eagle", "eagle3")
 NUM_AUX_LAYERS = 3  # low, middle, high
-# Two targets count as the same if at most this many of the 256 bits of their embedding hashes differ. Unrelated targets
-# differ in 128 +- 8 bits; RL changes a few bits.
+# Two targets count as the same if at most this many of the 256 bits of their embedding hashes
+# differ. Unrelated targets differ in 128 +- 8 bits; RL changes a few bits.
 _MAX_DIFFERING_BITS = 64
 _HASH_SIDE = 16
 _HASH_ROWS = 256
@@ -29,7 +30,7 @@ _HASH_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFingerprint:
-    """Identifies a target model. RL updates of the same policy keep (almost) the same fingerprint."""
+    """Identifies a target model. RL updates of a policy keep (almost) the same fingerprint."""
 
     hidden_size: int
     vocab_size: int
@@ -62,7 +63,8 @@ class DraftConfig:
         ids = self.aux_layer_ids
         if len(ids) != needed or list(ids) != sorted(set(ids)) or any(i < 0 for i in ids):
             raise ValueError(
-                f"aux_layer_ids={ids}: must be {needed} rising layer numbers for {self.architecture}"
+                f"aux_layer_ids={ids}: must be {needed} rising layer numbers"
+                f" for {self.architecture}"
             )
 
     @property
@@ -82,12 +84,13 @@ def make_draft_config(
     embedding_VD: Tensor,
     aux_layer_ids: tuple[int, ...] = (),
 ) -> DraftConfig:
-    """Return the config of a drafter with the target's layer sizes. Empty `aux_layer_ids` with eagle3 takes the default."""
+    """Return a config with the target's sizes. No `aux_layer_ids`: eagle3 takes the default."""
     if architecture == "eagle3" and not aux_layer_ids:
         aux_layer_ids = default_aux_layer_ids(target.num_layers)
     if any(i > target.num_layers - 2 for i in aux_layer_ids):
         raise ValueError(
-            f"aux_layer_ids={aux_layer_ids}: the target has {target.num_layers} layers, so at most {target.num_layers - 2}"
+            f"aux_layer_ids={aux_layer_ids}: the target has {target.num_layers} layers,"
+            f" so at most {target.num_layers - 2}"
         )
     return DraftConfig(
         architecture=architecture,
@@ -106,7 +109,7 @@ def make_draft_config(
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Return SGLang's default: layers 1, L/2 - 1 and L - 4. If L is too small for these: 0, (L - 2)/2 and L - 2."""
+    """Return SGLang's layers 1, L/2 - 1 and L - 4; in a small model 0, (L - 2)/2 and L - 2."""
     if num_layers < 4:
         raise ValueError(f"num_layers={num_layers}: eagle3 needs a target of at least 4 layers")
     ids = (1, num_layers // 2 - 1, num_layers - 4)
@@ -114,7 +117,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def sample_embedding(embedding_VD: Tensor) -> Tensor:
-    """Copy the rows that a fingerprint needs, on their own device and without synchronizing with it."""
+    """Copy the rows that a fingerprint needs, on their device, without synchronizing with it."""
     num_rows = min(_HASH_ROWS, embedding_VD.shape[0])
     rows = torch.linspace(0, embedding_VD.shape[0] - 1, num_rows, dtype=torch.float64).long()
     return embedding_VD.detach()[rows.to(embedding_VD.device, non_blocking=True)]
@@ -126,10 +129,10 @@ def fingerprint_target(embedding_VD: Tensor) -> TargetFingerprint:
 
 
 def fingerprint_sample(sample_ND: Tensor, vocab_size: int) -> TargetFingerprint:
-    """Return the fingerprint from `sample_embedding`, for callers that cannot keep the whole embedding.
+    """Return the fingerprint from `sample_embedding`, for callers that cannot keep the embedding.
 
-    Its 256 bits are the signs of random projections (Charikar 2002, SimHash), so small changes of the embedding flip few.
-    An exact checksum would change after one update, or in another dtype.
+    Its 256 bits are the signs of random projections (Charikar 2002, SimHash), so small changes of
+    the embedding flip few. An exact checksum would change after one update, or in another dtype.
     """
     sample = sample_ND.to("cpu", torch.float64)
     left = _random_signs(_HASH_SIDE, sample.shape[0], seed=1)
@@ -152,7 +155,7 @@ def _random_signs(num_rows: int, num_columns: int, seed: int) -> Tensor:
 
 
 def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
-    """Raise ValueError with the reason if the drafter belongs to another target than `embedding_VD`'s."""
+    """Raise ValueError with the reason if the drafter belongs to another target."""
     for name, actual in zip(("vocab_size", "hidden_size"), embedding_VD.shape, strict=True):
         own = getattr(config, name)
         if own != actual:
@@ -163,8 +166,9 @@ def check_target(config: DraftConfig, embedding_VD: Tensor) -> None:
     differing = (int(found, 16) ^ int(config.target.embedding_hash, 16)).bit_count()
     if differing > _MAX_DIFFERING_BITS:
         raise ValueError(
-            f"the drafter belongs to another target: {differing} of 256 bits of the embedding's hash differ"
-            f" (at most {_MAX_DIFFERING_BITS}); drafter's target {config.target.embedding_hash[:16]}.., here {found[:16]}.."
+            f"the drafter belongs to another target: {differing} of 256 bits of the"
+            f" embedding's hash differ (at most {_MAX_DIFFERING_BITS}); drafter's target"
+            f" {config.target.embedding_hash[:16]}.., here {found[:16]}.."
         )
 
 
@@ -215,7 +219,7 @@ class DraftMlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The decoder layer. EAGLE has no norm before attention; EAGLE-3 norms embedding and features separately."""
+    """The decoder layer. EAGLE has no norm before attention; EAGLE-3 one for each input."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -228,10 +232,10 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The trainable drafter. `state_dict` holds the tensors that SGLang reads; `DraftInference` is the fast version.
+    """The trainable drafter, with the `state_dict` that SGLang reads; `DraftInference` is faster.
 
-    `embedding_VD` and `lm_head_VD` are the target's tensors or views of them: any dtype, on the drafter's device. Policy
-    updates may change them in place.
+    `embedding_VD` and `lm_head_VD` are the target's tensors or views of them: any dtype, on the
+    drafter's device. Policy updates may change them in place.
     """
 
     def __init__(
@@ -247,7 +251,8 @@ class DraftModel(nn.Module):
         check_target(config, embedding_VD)
         if lm_head_VD.shape != embedding_VD.shape:
             raise ValueError(
-                f"lm_head {tuple(lm_head_VD.shape)} must have the shape of the embedding {tuple(embedding_VD.shape)}"
+                f"lm_head {tuple(lm_head_VD.shape)} must have the shape of the embedding"
+                f" {tuple(embedding_VD.shape)}"
             )
         self.config = config
         # Detached, so that this module does not register a Parameter of the target.
@@ -267,15 +272,15 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
-        """Initialize matrices that keep the variance, the same on every rank for one seed and one target."""
+        """Initialize matrices that keep the variance, the same on all ranks for one seed."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
         if not self.config.is_eagle3:
             nn.init.zeros_(self.fc.bias)
-            # Embeddings are far smaller than features, and EAGLE has no norm here. Without this scale, training is slow
-            # to use the token.
+            # Embeddings are far smaller than features, and EAGLE has no norm here. Without this
+            # scale, training is slow to use the token.
             scale = self.embedding_VD.double().square().mean().sqrt().clamp(min=1e-6)
             self.fc.weight[:, : self.config.hidden_size] /= scale.to("cpu", torch.float32)
 
@@ -285,7 +290,7 @@ class DraftModel(nn.Module):
         return self.midlayer if self.config.is_eagle3 else self.layers[0]
 
     def fuse(self, features_PF: Tensor) -> Tensor:
-        """Return the first step's input [P, D]: the target's features, or in EAGLE-3 fc over its three layers."""
+        """Return the first step's input [P, D]: the features, fused by fc in EAGLE-3."""
         features_PF = features_PF.to(self.fc.weight.dtype)
         return self.fc(features_PF) if self.config.is_eagle3 else features_PF
 
@@ -296,10 +301,10 @@ class DraftModel(nn.Module):
         position_ids_P: Tensor,
         attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """Run one step over packed tokens; return (hidden [P, D] for the next step, [P, D] for the LM head).
+        """Run a step over packed tokens; return hidden [P, D] and the LM head's input [P, D].
 
-        `hidden_PD` comes from `fuse` or from the previous step. In EAGLE both outputs are the same tensor.
-        `rotary.reserve` must cover the positions.
+        `hidden_PD` comes from `fuse` or from the previous step. In EAGLE both outputs are the same
+        tensor. `rotary.reserve` must cover the positions.
         """
         layer = self.layer
         cos_P1H, sin_P1H = self.rotary.lookup(position_ids_P)
@@ -314,7 +319,7 @@ class DraftModel(nn.Module):
         return output_PD, self.norm(output_PD) if self.config.is_eagle3 else output_PD
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
-        """Return [P, V] logits from the target's head, in its dtype. For large vocabularies see `drafter/loss.py`."""
+        """Return [P, V] logits from the target's head, in its dtype."""
         return F.linear(head_input_PD.to(self.lm_head_VD.dtype), self.lm_head_VD)
 
 

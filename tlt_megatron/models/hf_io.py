@@ -1,4 +1,4 @@
-"""Hugging Face folders: read tensors by name, write a model for transformers and SGLang, and checksum tensors.
+"""Hugging Face folders: read tensors by name, write a model, and checksum tensors.
 
 Used by the engines, the Megatron weight map, the trainer and the drafter's checkpoints."""
 
@@ -25,10 +25,10 @@ CHECKSUM_MODULUS = 1 << 63
 
 
 class HfReader:
-    """Reads the tensors of a safetensors folder by name, one at a time. If there is an index, it alone names the files.
+    """Reads the tensors of a safetensors folder by name. An index, if any, alone names the files.
 
-    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a missing tensor; ValueError names a missing or
-    truncated file.
+    Example: `HfReader(path)["model.norm.weight"]`. KeyError names a missing tensor; ValueError
+    names a missing or truncated file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -63,7 +63,7 @@ def save_hf_model(
     dtype: torch.dtype,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write `tensors` as sharded safetensors with an index, and copy the config and tokenizer files of `source`.
+    """Write `tensors` as sharded safetensors, and copy config and tokenizer files of `source`.
 
     Holds one shard in memory.
     """
@@ -129,11 +129,11 @@ def _as_int64(value: int) -> int:
 
 
 def checksum_tensor(name: str, tensor: Tensor) -> int:
-    """Return a 63-bit checksum of the name and the exact bits, in order. Runs on the tensor's own device.
+    """Return a 63-bit checksum of the name and the exact bits, computed on the tensor's device.
 
-    Bits are mixed with their position and summed modulo 2^64, so the sum detects a swap, a shift or a changed bit. The name
-    multiplies the sum, so swapped tensors are detected too. The checksum of a model is the sum over its tensors modulo
-    CHECKSUM_MODULUS, in any order.
+    Bits are mixed with their position and summed modulo 2^64, so the sum detects a swap, a shift or
+    a changed bit. The name multiplies the sum, so swapped tensors are detected too. The checksum of
+    a model is the sum over its tensors modulo CHECKSUM_MODULUS, in any order.
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     content = 1

@@ -1,9 +1,10 @@
-"""Arithmetic for `rollout.batch_invariant`: the bits of a row do not depend on the other rows of its pass.
+"""Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
-The engine makes it for `Transformer`. A kernel may add in another order for another number of rows. So matrix products use
-row tiles of fixed sizes, and attention is cut at fixed positions (`attention/invariant.py`). All other operations round each
-element once, independent of vector length and remainder loops. No specification says that a row's result is the same at
-every place of a tile, or in tiles of two sizes. Both are checked on this machine when the model is made.
+The engine makes it for `Transformer`. A kernel may add in another order for another number of rows.
+So matrix products use row tiles of fixed sizes, and attention is cut at fixed positions
+(`attention/invariant.py`). All other operations round each element once, independent of vector
+length and remainder loops. No specification says that a row's result is the same at every place of
+a tile, or in tiles of two sizes. Both are checked on this machine when the model is made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.matrix import Matrix
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
-# Candidate tile sizes. A single row often runs another kernel (matrix-vector product), so 1 is not listed.
+# Candidate tile sizes. A single row often runs another kernel (matrix-vector product), so 1 is not
+# listed.
 _TILE_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Pad to a larger tile if it has at most this many times the rows, else take a smaller one.
 _PADDING_WASTE = 1.5
@@ -35,10 +37,11 @@ _PADDING_WASTE = 1.5
 def invariant_arithmetic(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Arithmetic:
-    """Return the batch-invariant arithmetic. RuntimeError if a kernel check fails; ValueError on other devices than the CPU."""
+    """Return it. RuntimeError if a check of a kernel fails; ValueError on another device."""
     if device.type != "cpu":
         raise ValueError(
-            f"rollout.batch_invariant=True: must be false on device {device.type!r}, only the CPU has such kernels yet"
+            f"rollout.batch_invariant=True: must be false on device {device.type!r},"
+            " only the CPU has such kernels yet"
         )
     check_attention(config, dtype)
     _check_exp(dtype)
@@ -60,8 +63,8 @@ def invariant_arithmetic(
 def cancelling(num_rows: int, size: int, seed: int, sign: float) -> Tensor:
     """Return [num_rows, size] whose second half mirrors the first, times `sign`.
 
-    The product of one with sign +1 and one with -1 is 0 except for rounding. So another order of addition is visible even
-    after rounding to bfloat16.
+    The product of one with sign +1 and one with -1 is 0 except for rounding. So another order of
+    addition is visible even after rounding to bfloat16.
     """
     half = torch.randn(num_rows, size // 2, generator=torch.Generator().manual_seed(seed))
     middle = torch.zeros(num_rows, size % 2)
@@ -72,7 +75,7 @@ class RowTiles:
     """The row counts with which a kernel may be called, for matrices of one shape and dtype."""
 
     def __init__(self, num_out: int, num_in: int, dtype: torch.dtype, *, has_bias: bool) -> None:
-        """Test the kernel of `Matrix` on artificial values. RuntimeError if a row's place matters."""
+        """Test `Matrix` on artificial values. RuntimeError if a row's place matters."""
         bias = torch.linspace(-1e-6, 1e-6, num_out).to(dtype) if has_bias else None
         probe = Matrix(cancelling(num_out, num_in, 0, 1.0).to(dtype), bias, min_rows=1)
         x = cancelling(max(_TILE_ROWS), num_in, 1, -1.0).to(dtype)
@@ -93,7 +96,7 @@ class RowTiles:
         self._covers: dict[int, list[int]] = {}
 
     def cover(self, num_rows: int) -> list[int]:
-        """Return the sizes of consecutive tiles that hold `num_rows` rows; the last may hold more."""
+        """Return the sizes of tiles that hold `num_rows` rows; the last may hold more."""
         if num_rows not in self._covers:
             found, left = [], num_rows
             while left > 0:
@@ -140,7 +143,7 @@ class InvariantMatrix(Matrix):
 
 
 class InvariantNorm(RmsNorm):
-    """`RmsNorm` without a fused multiply-add, which rounds once in a vector loop but may round twice in its remainder."""
+    """`RmsNorm` without a fused multiply-add: the loop over the last elements may not fuse."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `RmsNorm`."""
@@ -157,7 +160,7 @@ def rotate_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up with torch.exp. torch's silu uses another exp for elements after the last full vector."""
+    """Return silu(gate) * up. torch's silu uses another exp after the last full vector."""
     wide = gate.float() if gate.dtype == torch.bfloat16 else gate
     scale = wide.neg().exp_().add_(1.0)
     return torch.div(wide, scale, out=scale).to(gate.dtype).mul_(up)

@@ -1,8 +1,9 @@
-"""The KV cache of all running requests: one allocation, divided into pages of a fixed number of positions.
+"""The KV cache of all running requests: one allocation, divided into pages of equal size.
 
-The engine's scheduler takes and frees pages; `attention.py` reads and writes them. Prompt pages are shared by all siblings
-and come from the top of the pool. Response pages belong to one sequence and come from the bottom. Both ends stay dense, so
-one batched attention serves all sequences without copying or padding (see `PagedAttention`).
+The engine's scheduler takes and frees pages; `attention/` reads and writes them. Prompt pages are
+shared by all siblings and come from the top of the pool. Response pages belong to one sequence and
+come from the bottom. Both ends stay dense, so one batched attention serves all sequences without
+copying or padding (see `PagedAttention`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from tlt_megatron.models.config import ModelConfig
 
 _FREE, _RESPONSE, _PROMPT = 0, 1, 2
-# An end of the pool is compacted when its free pages exceed this share of its used pages, and _MIN_HOLES.
+# An end is compacted when its free pages exceed _MIN_HOLES and this share of its used pages.
 _MAX_HOLES = 0.25
 _MIN_HOLES = 8
 
@@ -31,17 +32,18 @@ class PromptKv:
 class SequenceKv:
     """The pages of one sequence: the shared prompt's, then its own for the response.
 
-    In lanes (see `attention.lanes.LaneView`) `prompt` is None, and `pages` holds prompt and response together.
+    In lanes (see `attention.lanes.LaneView`) `prompt` is None, and `pages` holds prompt and
+    response together.
     """
 
     prompt: PromptKv | None
     pages: list[int] = field(default_factory=list)
-    # Number of last prompt positions copied to the start of its own pages (`Arithmetic.aligns_pages`).
+    # Last prompt positions copied to the start of its own pages (`Arithmetic.aligns_pages`).
     num_copied: int = 0
 
 
 class KvCache:
-    """The pool of KV slots. Index T runs over all slots: page p holds the page_size slots from p * page_size on."""
+    """The pool of KV slots T: page p holds the page_size slots from p * page_size on."""
 
     def __init__(
         self,
@@ -57,9 +59,10 @@ class KvCache:
     ) -> None:
         """Allocate the pool.
 
-        `num_draft_layers` adds layers after the target's, for a drafter with the same heads. Unless `tap_layers` is None,
-        a slot also holds the drafter's inputs: its token, the target's last state, and the states after these layers.
-        `has_scratch` adds a page after all others. It is never given out; padded passes write to it.
+        `num_draft_layers` adds layers after the target's, for a drafter with the same heads. Unless
+        `tap_layers` is None, a slot also holds the drafter's inputs: its token, the target's last
+        state, and the states after these layers. `has_scratch` adds a page after all others. It is
+        never given out; padded passes write to it.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -99,7 +102,7 @@ class KvCache:
     # ---- taking and freeing pages
 
     def take_response_page(self, pages: list[int], at: int | None = None) -> bool:
-        """Append the lowest free page (or page `at`, which must be free) to `pages`. Return False if none is free."""
+        """Append the lowest free page, or the free page `at`. Return False if none is free."""
         page = self._state.find(_FREE) if at is None else at
         if page < 0:
             return False
@@ -208,7 +211,7 @@ class KvCache:
         self.kv_LKTH.index_copy_(2, target_S, self.kv_LKTH.index_select(2, source_S))
 
     def relocate(self, source_S: Tensor, target_S: Tensor) -> None:
-        """Copy slots to other slots, which may overlap. Needs memory for one layer's copy of them."""
+        """Copy slots to other slots, which may overlap, by way of a copy of one layer at a time."""
         for layer in self.layers:
             layer.index_copy_(1, target_S, layer.index_select(1, source_S))
         features = (self.features_TD, self.token_ids_T) if self.has_features else ()

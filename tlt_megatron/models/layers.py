@@ -11,7 +11,7 @@ from tlt_megatron.models.config import RopeConfig
 
 
 class RmsNorm:
-    """x * weight / sqrt(mean(x^2) + eps) over the last dim, in at least float32, rounded as in transformers.
+    """x * weight / sqrt(mean(x^2) + eps) over the last dim, in at least float32 as in transformers.
 
     On a CPU `F.rms_norm` runs nine kernels and this runs five, which matters for short passes.
     """
@@ -32,14 +32,14 @@ class RmsNorm:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return [H/2], the angle per position of each channel pair, for the kinds default, linear and llama3 (Llama 3.1)."""
+    """Return [H/2], the angle per position of each channel pair. llama3 is that of Llama 3.1."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
-        # Low frequencies are divided by `factor` and high ones kept. Those between are blended by their number of turns in
-        # the original context.
+        # Low frequencies are divided by `factor` and high ones kept. Those between are blended by
+        # their number of turns in the original context.
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0.0, 1.0)
@@ -77,6 +77,6 @@ class RotaryTable:
 
 
 def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
-    """Rotate in place. x1 and x2 are the halves of H: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotate the halves of H in place: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     heads_PNH.mul_(cos_P1H).addcmul_(swapped, sin_P1H)

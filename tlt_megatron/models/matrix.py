@@ -1,7 +1,8 @@
-"""A weight matrix that picks the faster kernel for the number of rows. Used by the policy's and the drafter's forward passes.
+"""A weight matrix that picks the faster kernel for the number of rows.
 
-On a CPU, torch's BLAS is fast for one or two rows and slow for the tens of rows of a verify pass. oneDNN on a packed copy is
-the opposite. The choice depends on shapes alone, never on timings, so a rerun repeats its numbers.
+On a CPU, torch's BLAS is fast for one or two rows and slow for the tens of rows of a verify pass.
+oneDNN on a packed copy is the opposite. The choice depends on shapes alone, never on timings, so a
+rerun repeats its numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACK_ROWS = 8  # row count that oneDNN packs for; other row counts run as fast on the result
-# Multiplications above which oneDNN is faster in float32, despite its overhead per call (0.4-0.5 million on AVX-512).
+# Multiplications above which oneDNN is faster in float32, despite its overhead per call (0.4-0.5
+# million on AVX-512).
 _PACKED_MULTIPLICATIONS = 450_000
 
 
@@ -25,7 +27,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Matrix:
-    """y = x @ weight.T + bias, or + addend. `weight` [out, in] is kept by reference; call `refresh` after it changes.
+    """y = x @ weight.T + bias, or + addend. Call `refresh` after `weight` [out, in] changes.
 
     Example: `matrix = Matrix(weight); y_PO = matrix(x_PI)`.
     """
@@ -33,7 +35,7 @@ class Matrix:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, min_rows: int | None = None
     ) -> None:
-        """`min_rows` is the smallest row count that uses the packed copy. None: the row count where it becomes faster."""
+        """`min_rows`: fewest rows that use the packed copy. None: where it becomes faster."""
         self._weight = weight
         self._transposed = weight.t()
         self._bias = bias
@@ -54,7 +56,7 @@ class Matrix:
         device: torch.device,
         has_bias: bool = False,
     ) -> Matrix:
-        """Return a matrix that owns a zero weight, for `set`. Column-major, which is faster for one row."""
+        """Return a matrix that owns its weight, for `set`. Column-major: faster for one row."""
         bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
         return cls(torch.zeros(num_in, num_out, dtype=dtype, device=device).t(), bias)
 

@@ -1,8 +1,8 @@
 """The policy's forward pass in pure torch: Llama, Qwen2/2.5, Qwen3 (dense), inference only.
 
-Called by the embedded engine; the draft model uses its embedding and head. Tokens of all sequences are packed, [P], with
-explicit positions. The `Attention` object decides which keys a query sees. So prefill, decoding and verifying a draft tree
-run the same forward pass with different attentions.
+Called by the embedded engine; the draft model uses its embedding and head. Tokens of all sequences
+are packed, [P], with explicit positions. The `Attention` object decides which keys a query sees. So
+prefill, decoding and verifying a draft tree run the same forward pass with different attentions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayerWeights:
 
 
 class Transformer:
-    """Weights in one dtype on one device, and the forward pass. Weights are undefined until `load_hf` sets them.
+    """Weights and the forward pass. Weights are undefined until `load_hf` sets them.
 
     Example: `for name, tensor in HfReader(path).items(): model.load_hf(name, tensor)`.
     """
@@ -62,7 +62,7 @@ class Transformer:
         is_tied = config.tie_word_embeddings
         self.lm_head = self.embedding if is_tied else self._allocate("lm_head.weight")
         self.layers = [self._allocate_layer(number) for number in range(config.num_layers)]
-        # Of each layer: qkv, output, gate and up, down. Made by the first pass after weights are loaded.
+        # Of each layer: qkv, output, gate and up, down. Made by the first pass after a load.
         self._matrices: list[tuple[Matrix, Matrix, Matrix, Matrix]] = []
         self.rotary = RotaryTable(config.rope, config.head_dim, dtype, device)
         self._norm = arithmetic.norm(config.rms_norm_eps, dtype, device)
@@ -100,7 +100,7 @@ class Transformer:
         return frozenset(self._views)
 
     def load_hf(self, name: str, tensor: Tensor) -> None:
-        """Load one tensor, cast to the model's dtype. ValueError for an unknown name or a wrong shape."""
+        """Load a tensor, cast to the model's dtype. ValueError for a wrong name or shape."""
         view = self._views.get(name)
         if view is None:
             known = "tied to model.embed_tokens.weight" if name == "lm_head.weight" else "unknown"
@@ -127,7 +127,7 @@ class Transformer:
         return held
 
     def tensors_read(self) -> list[Tensor]:
-        """Return all tensors that a forward pass reads besides its inputs and the KV. Captured graphs need fixed addresses."""
+        """Return what a pass reads besides inputs and KV; captured graphs need fixed addresses."""
         return [*self._views.values(), self.rotary.table_SH2, self._norm.eps]
 
     def pack(self) -> None:
@@ -155,7 +155,7 @@ class Transformer:
         attention: Attention,
         tap_layers: Collection[int],
     ) -> tuple[Tensor, Tensor]:
-        """Return `forward`'s output, and its concatenation with the residual stream after each of `tap_layers`.
+        """Return `forward`'s output, and it beside the residual stream after each of `tap_layers`.
 
         The second result is [P, D * (1 + number of taps)].
         """

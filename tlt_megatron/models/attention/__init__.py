@@ -1,7 +1,8 @@
-"""Attention of the forward passes. `kernels.py` alone calls torch's kernels that return the log-sum of a softmax.
+"""Attention of the forward passes. `kernels.py` alone calls torch's private attention kernels.
 
-`paged.py` and `lanes.py` read the KV cache; `invariant.py` replaces both for batch-invariant arithmetic. `packed.py` is
-differentiable: the drafter's training and Megatron's local layers on a CPU use it.
+`paged.py` and `lanes.py` read the KV cache; `invariant.py` replaces both for batch-invariant
+arithmetic. `packed.py` is differentiable: the drafter's training and Megatron's local layers on a
+CPU use it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 class Attention(Protocol):
-    """Stores the keys and values of the packed tokens, then attends over all keys that are visible to each query."""
+    """Stores keys and values of packed tokens, then attends over the keys visible to each query."""
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """Return [P, N*H]. `kv_PKH` is [P, 2K, H]: K rotated key heads, then K value heads."""

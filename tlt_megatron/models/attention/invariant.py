@@ -1,9 +1,10 @@
-"""Batch-invariant attention: a query's bits do not depend on its pass. Used by `models/invariant.py`.
+"""Batch-invariant attention: a query's bits do not depend on its pass.
 
-Block m of a sequence is the page_size positions from m * page_size on, in any slots. For each block, the kernel runs over
-exactly these keys in this order, with hidden keys masked. The number of query rows is a multiple of 4: then a row's
-place does not matter, which `check_attention` checks. The blocks are added pairwise, as a binary tree over their numbers;
-a hidden block adds exact zeros. So prefill, decoding over pages or lanes, and verifying a chain or a tree give the same bits.
+Block m of a sequence is the page_size positions from m * page_size on, in any slots. For each
+block, the kernel runs over exactly these keys in this order, with hidden keys masked. The number of
+query rows is a multiple of 4: then a row's place does not matter, which `check_attention` checks.
+The blocks are added pairwise, as a binary tree over their numbers; a hidden block adds exact zeros.
+So prefill, decoding over pages or lanes, and verifying a chain or a tree give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PREFILL_QUERIES = 64  # queries at once: bounds the memory of their parts
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run `attend_with_lse` over one block. `bias` [X, 1, R or 1, S] is required: without it the bits differ."""
+    """Attend over one block. Without `bias` [X, 1, R or 1, S] the bits would differ."""
     assert bias is not None
     num_rows = query.shape[2]
     padding = -num_rows % _QUERY_ROWS
@@ -40,7 +41,7 @@ def attend_block(
 
 
 def merge_blocks(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
-    """Merge the M blocks of each context, in order. A block with lse -inf adds nothing, but its output must be finite."""
+    """Merge M blocks in order. A block with lse -inf adds nothing; its output must be finite."""
     if out_BMKRH.shape[1] == 1:
         return out_BMKRH.squeeze(1)
     weights_BMKR = (lse_BMKR - lse_BMKR.amax(dim=1, keepdim=True)).exp_()
@@ -50,7 +51,7 @@ def merge_blocks(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
 
 
 def _sum_pairs(parts: Tensor) -> Tensor:
-    """Sum over dim 1 in pairs. Zeros at its end change no bit; `torch.sum` may add a longer dim in another order."""
+    """Sum over dim 1 in pairs: unlike in `torch.sum`, zeros at its end change no bit."""
     while (num_parts := parts.shape[1]) > 1:
         pairs = parts[:, : num_parts - 1 : 2] + parts[:, 1::2]
         parts = torch.cat((pairs, parts[:, -1:]), dim=1) if num_parts % 2 else pairs
@@ -60,9 +61,10 @@ def _sum_pairs(parts: Tensor) -> Tensor:
 def block_bias(
     positions_BR: Tensor, num_blocks: int, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the bias [B, M, R, S] of blocks 0..M-1 for queries at `positions_BR`, and which blocks are hidden [B, M, R].
+    """Return the bias [B, M, R, S] of blocks 0..M-1, and which of them are hidden [B, M, R].
 
-    A hidden block is not masked, so that its output is finite. The caller must replace its lse by -inf.
+    A hidden block is not masked, so that its output is finite. The caller must replace its lse by
+    -inf.
     """
     starts_M1 = torch.arange(num_blocks, device=positions_BR.device).unsqueeze(1) * block
     is_hidden_BMR = starts_M1 > positions_BR.unsqueeze(1)
@@ -74,10 +76,10 @@ def block_bias(
 
 
 def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's attention over each of its blocks: out [B, M, K, R, H] and lse [B, M, K, R].
+    """Return attention over each block of each row: out [B, M, K, R, H] and lse [B, M, K, R].
 
-    `kv_KBMSH` has 2K heads. The kernel allows only two batch dims with arbitrary strides, so with more than one row it
-    runs once per kv head.
+    `kv_KBMSH` has 2K heads. The kernel allows only two batch dims with arbitrary strides, so with
+    more than one row it runs once per kv head.
     """
     num_rows, num_kv_heads = query_BKRH.shape[:2]
     num_blocks = kv_KBMSH.shape[2]
@@ -96,7 +98,7 @@ def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tupl
 
 
 class _Blocks:
-    """Attention of R queries at `positions_BR` over the first M blocks of each of B sequences, for all layers of a pass."""
+    """Attention at `positions_BR` over the first M blocks of B sequences, for all layers."""
 
     def __init__(self, cache: KvCache, positions_BR: Tensor, num_blocks: int = 0) -> None:
         """`num_blocks` of 0 takes all blocks that a query sees."""
@@ -156,14 +158,14 @@ class InvariantPrefillAttention:
 
 
 def invariant_paged(cache: KvCache) -> PagedAttention:
-    """Return a `PagedAttention` whose blocks are the pages; `SequenceKv.num_copied` aligns responses to pages."""
+    """Return a `PagedAttention` whose blocks are pages, to which `num_copied` aligns responses."""
     return PagedAttention(cache, attend=attend_block, merge=merge_blocks)
 
 
 def invariant_lanes(
     view: LaneView, slots_P: Tensor, bias_BRS: Tensor
 ) -> _ChainAttention | _TreeAttention:
-    """See `lanes.LaneTreeAttention`. Compares slots with positions on the host, which is free on a CPU."""
+    """See `lanes.LaneTreeAttention`. Slots are compared with positions on the host."""
     is_seen_BRS = bias_BRS == 0
     positions_BR = is_seen_BRS.sum(dim=2) - 1
     places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
@@ -190,9 +192,9 @@ class _ChainAttention:
 class _TreeAttention:
     """Attention of tree nodes.
 
-    A query reads the blocks before the root's block in place. From the root's block on, it reads a copy that holds its own
-    path in position order, as the lane will once the path is committed. X counts all pairs of a query and a block copied for
-    it, as indices into the parts of all queries.
+    A query reads the blocks before the root's block in place. From the root's block on, it reads a
+    copy that holds its own path in position order, as the lane will once the path is committed. X
+    counts all pairs of a query and a block copied for it, as indices into the parts of all queries.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class _TreeAttention:
         positions_BR: Tensor,
         is_seen_BRS: Tensor,
     ) -> None:
-        """`roots_B1` are positions. The visible slots of a query must be in position order: parents before children."""
+        """`roots_B1` are positions. A query's visible slots are in order, parents first."""
         self._view = view
         self._slots_P = slots_P
         cache, block, (num_rows, num_queries) = view.cache, view.cache.page_size, positions_BR.shape
@@ -227,7 +229,7 @@ class _TreeAttention:
         is_masked_XS = positions_XS > positions_BR.view(-1)[self._queries_X].unsqueeze(1)
         bias_XS = torch.zeros(is_masked_XS.shape, dtype=cache.bias_T.dtype, device=cache.device)
         self._bias = bias_XS.masked_fill_(is_masked_XS, -torch.inf)[:, None, None]
-        # All layers use these buffers: allocating them per layer would cost more than the computation.
+        # All layers share these buffers: allocating them would cost more than the computation.
         kv = cache.layers[0]
         shape = num_rows * num_queries, num_blocks, cache.num_kv_heads, cache.num_heads_per_kv
         self._copied = kv.new_empty(kv.shape[0], self._copied_slots.numel(), kv.shape[2])
@@ -257,7 +259,7 @@ class _TreeAttention:
 
 
 def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if a query's result on this machine depends on the other queries or blocks of the call."""
+    """Raise RuntimeError if a query's result here depends on the call's other queries or blocks."""
     block, repeat = 64, config.num_heads // config.num_kv_heads
     shape = (3, config.num_kv_heads, 2 * block, config.head_dim)
     generator = torch.Generator().manual_seed(0)
@@ -277,6 +279,7 @@ def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
             same = zip(found, (x[rows, :, :num_queries] for x in expected), strict=True)
             if not all(torch.equal(x, y) for x, y in same):
                 raise RuntimeError(
-                    f"rollout.batch_invariant=True: on this machine {dtype} attention of {part.shape[2]} queries over"
-                    f" {block} keys is not that of {_QUERY_ROWS} queries at a time"
+                    f"rollout.batch_invariant=True: on this machine {dtype} attention of"
+                    f" {part.shape[2]} queries over {block} keys is not that of {_QUERY_ROWS}"
+                    " queries at a time"
                 )

@@ -1,7 +1,8 @@
-"""Softmax attention that also returns the log of its normalizer (lse), its gradient, and the merge of parts by lse.
+"""Softmax attention that also returns the log of its normalizer (lse), and its gradient.
 
-With lse, parts of one context, such as a shared prompt and a response's own pages, are computed separately and merged exactly.
-This file alone calls torch's private kernels, which exist on the CPU. Other devices run the same in plain torch.
+With lse, parts of one context, such as a shared prompt and a response's own pages, are computed
+separately and merged exactly. This file alone calls torch's private kernels, which exist on the
+CPU. Other devices run the same in plain torch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def attend_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention [B, K, R, H] and the log of its normalizer [B, K, R].
 
-    query [B, K, R, H]: R counts all queries of kv head k (siblings, query heads of a group, draft nodes).
-    key, value [B, K, S, H]: any strides with contiguous H. bias broadcasts to [B, K, R, S]; `is_causal` needs none, and R = S.
+    query [B, K, R, H]: R counts all queries of kv head k (siblings, query heads of a group, draft
+    nodes).
+    key, value [B, K, S, H]: any strides with contiguous H. bias broadcasts to [B, K, R, S];
+    `is_causal` needs none, and R = S.
     lse is float32, or float64 for float64 inputs. A `scale` of None is 1 / sqrt(H).
     """
     if query.is_cpu:
@@ -57,7 +60,7 @@ def differentiate_causal(
 
 
 def merge_attention(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
-    """Merge the attention over M parts of a context from their outputs and lse. A part with lse -inf adds nothing."""
+    """Merge the attention over M parts of a context. A part with lse -inf adds nothing."""
     weights_BMKR = lse_BMKR.softmax(dim=1)
     return (out_BMKRH * weights_BMKR.unsqueeze(-1)).sum(dim=1).to(out_BMKRH.dtype)
 

@@ -1,7 +1,7 @@
-"""Attention over lanes: contiguous ranges of KV slots, one per sequence. Every pass in lanes makes one attention object.
+"""Attention over lanes: contiguous ranges of KV slots, one per sequence. One object per pass.
 
-New keys go to slots after the committed ones, and a bias says which of them each query sees. So a chain, a tree and a plain
-extension each need one kernel call.
+New keys go to slots after the committed ones, and a bias says which of them each query sees. So a
+chain, a tree and a plain extension each need one kernel call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LANE_SLICE = 32  # positions; lanes are read up to the longest sequence, rounde
 
 
 class LaneView:
-    """B sequences, each in its own lane of `lane` slots: row b starts at slot (first_row + b) * lane.
+    """B sequences in lanes of `lane` slots: row b starts at slot (first_row + b) * lane.
 
     A view can be reused while the same rows run.
     """
@@ -37,7 +37,7 @@ class LaneView:
         return LaneView(self.cache, num_rows=end - start, lane=self.lane, first_row=first_row)
 
     def read_length(self, longest: int) -> int:
-        """Return how many positions to read to cover `longest`. Few distinct lengths, so that views are reused."""
+        """Round `longest` up to few distinct lengths, so that views are reused."""
         return min(-(-longest // _LANE_SLICE) * _LANE_SLICE, self.lane)
 
     def slots(self, positions_BR: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class LaneView:
         return found
 
     def blocks(self, layer: int, num_blocks: int) -> Tensor:
-        """Return keys and values [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
+        """Return [2K, B, M, S, H] of the first M blocks of S = page_size positions."""
         kv_KTH = self.cache.layers[layer][:, self._slots]
         blocks = kv_KTH.unflatten(1, (self.num_rows, -1, self.cache.page_size))
         return blocks[:, :, :num_blocks]
@@ -65,12 +65,12 @@ class LaneView:
 
 
 class LaneTreeAttention:
-    """Attention of R queries per row; satisfies `Attention`. Tokens are packed row by row: [B*R]."""
+    """Attention of R queries per row, packed row by row: [B*R]."""
 
     def __init__(
         self, view: LaneView, slots_P: Tensor, bias_BRS: Tensor, *, first_layer: int = 0
     ) -> None:
-        """`bias_BRS` is 0 where a query sees a key. `first_layer` is the cache layer of the caller's layer 0."""
+        """`bias_BRS` is 0 where a query sees a key. `first_layer` is the cache's for layer 0."""
         self._view = view
         self._slots_P = slots_P
         self._first_layer = first_layer
@@ -114,7 +114,7 @@ def causal_bias(view: LaneView, positions_BM: Tensor, length: int) -> Tensor:
 def drafted_bias(
     view: LaneView, base_positions_B: Tensor, visible_BRX: Tensor, length: int
 ) -> Tensor:
-    """Return [B, R, S]: a query sees the committed positions, and the marked ones of the X positions from its row's base on."""
+    """Return [B, R, S]: a query sees committed positions, and the marked of X from its base."""
     num_queries, num_drafted = visible_BRX.shape[1:]
     bias = view.committed_bias(length).expand(-1, num_queries, -1).contiguous()
     columns_BX = base_positions_B.unsqueeze(1) + torch.arange(

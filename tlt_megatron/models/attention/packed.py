@@ -1,7 +1,7 @@
 """Differentiable causal attention over packed sequences, and over the steps of an unrolled draft.
 
-Keys are one per token, and optionally one more per token and later step of a draft, which only the token's own query sees.
-The parts are merged by log-sum. The score matrix is never stored.
+Keys are one per token, and optionally one more per token and later step of a draft, which only the
+token's own query sees. The parts are merged by log-sum. The score matrix is never stored.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def attend_packed(
 ) -> Tensor:
     """Return causal attention [P, N, H] within each of the sequences, `lengths` tokens each.
 
-    On a CPU bfloat16 is differentiated in float32: that rounds less, and the bfloat16 kernel has a fixed cost per call that
-    dominates at about a hundred tokens.
+    On a CPU bfloat16 is differentiated in float32: that rounds less, and the bfloat16 kernel has a
+    fixed cost per call that dominates at about a hundred tokens.
     """
     return _PackedAttention.apply(list(lengths), scale, query_PNH, key_PKH, value_PKH)
 
 
 class UnrolledAttention:
-    """Attention of an unrolled draft for `DraftModel.forward`. The k-th call of `attend`, from 0, is step k. Use it once.
+    """Attention of one unrolled draft. The k-th call of `attend`, from 0, is step k.
 
-    Row t at step k is the draft's k-th token after position t. It attends to the same pairs as in the engine at that point:
-    those with true features at positions 0..t of its sequence (keys of step 0), and those that this draft made at t+1..t+k
-    (keys of the same row of steps 1..k).
+    Row t at step k is the draft's k-th token after position t. It attends to the same pairs as in
+    the engine at that point: those with true features at positions 0..t of its sequence (keys of
+    step 0), and those that this draft made at t+1..t+k (keys of the same row of steps 1..k).
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class UnrolledAttention:
         self._steps: list[Tensor] = []  # kv_PKH of each step
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`. Differentiable in the queries, and in the keys and values of all steps."""
+        """See `Attention`. Differentiable in queries, and in keys and values of all steps."""
         assert layer == 0, "a drafter has one layer"
         self._steps.append(kv_PKH)
         key, value = self._steps[0].chunk(2, dim=1)
@@ -132,7 +132,7 @@ def _sum_group(grad_PNH: Tensor, repeat: int) -> Tensor:
 
 
 def _own_scores(query_PNH: Tensor, kv_PKH: Tensor, scale: float | None) -> Tensor:
-    """Return the scaled scores [P, N] of each row's query with the same row's key, in float32 (float64 for float64)."""
+    """Return the scaled scores [P, N] of each row's query with its own key, in `wide_dtype`."""
     scale = query_PNH.shape[-1] ** -0.5 if scale is None else scale
     key_PKH = kv_PKH.chunk(2, dim=1)[0]
     key_PNH = _for_queries(key_PKH, query_PNH.shape[1] // key_PKH.shape[1])

@@ -1,7 +1,8 @@
 """Attention over the KV cache for prefill, and for decoding over pages.
 
-`PagedAttention` serves many sequences of unequal length with shared prompts. `lanes.LaneTreeAttention` serves few contiguous
-sequences with one kernel call and no merging. Both give the same numbers up to rounding.
+`PagedAttention` serves many sequences of unequal length with shared prompts.
+`lanes.LaneTreeAttention` serves few contiguous sequences with one kernel call and no merging. Both
+give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class PrefillSegment:
 
 
 class PrefillAttention:
-    """Causal attention of several packed segments, each over its own sequence. Any prefix may be cached already."""
+    """Causal attention of packed segments, each over its sequence. Its start may be cached."""
 
     def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
         self._cache = cache
@@ -62,10 +63,10 @@ class PrefillAttention:
 
 
 class PagedAttention:
-    """One query per sequence over pages: every page is one row of a batched kernel, and lse merges the parts.
+    """One query per sequence over pages: a page is a row of a batched kernel, and lse merges them.
 
-    A prompt page serves all siblings at once, so a shared prompt is read from memory once. Call `rebuild` after pages or
-    sequences change, and `begin_step` before each pass.
+    A prompt page serves all siblings at once, so a shared prompt is read from memory once. Call
+    `rebuild` after pages or sequences change, and `begin_step` before each pass.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PagedAttention:
         ] = attend_with_lse,
         merge: Callable[[Tensor, Tensor], Tensor] = merge_attention,
     ) -> None:
-        """`attend` computes attention over one page; `merge` combines the parts of a sequence in position order."""
+        """`attend` runs over one page; `merge` combines a sequence's parts in position order."""
         self._cache = cache
         self._attend, self._merge = attend, merge
         self._paged = [
@@ -87,8 +88,8 @@ class PagedAttention:
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
         """Plan for these sequences, in batch order.
 
-        Each sequence must have its own pages, and each page a written position once the pass begins: the kernel's
-        lse over no keys is not -inf.
+        Each sequence must have its own pages, and each page a written position once the pass
+        begins: the kernel's lse over no keys is not -inf.
         """
         cache = self._cache
         end, start = cache.response_end, cache.prompt_start
