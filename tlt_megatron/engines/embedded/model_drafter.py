@@ -28,7 +28,7 @@ from tlt_megatron.models.attention.lanes import (
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+from tlt_megatron.speculation.tree import DraftTree, Expand, Ranking, TreeGrower
 from tlt_megatron.types import SamplingParams
 
 _EXTEND_POSITIONS = 64  # most unseen pairs per row that one pass computes
@@ -98,10 +98,9 @@ class ModelDrafter:
             device = self._cache.device
             grower = TreeGrower(strategy, ranking=self._ranking, device=device)
             self._growers[strategy] = grower
-        expansion = _Expansion(self._model, self._graphs, view, roots, hidden_BD, strategy)
         return grower.grow(
             self._model.logits(head_BD),
-            expansion.expand,
+            self._expand_from(view, roots, hidden_BD, strategy),
             temperature=params.temperature,
             noise_BDV=noise_BSV,
             tau_D=tau_D,
@@ -175,51 +174,36 @@ class ModelDrafter:
             inputs.token_ids_P, inputs.hidden_PD, inputs.positions_P, attention
         )
 
+    def _expand_from(
+        self, view: LaneView, roots: Roots, hidden_BD: Tensor, strategy: SpeculationStrategy
+    ) -> Expand:
+        """Return the drafter's pass over the nodes of one depth, for one tree."""
+        (num_rows, size), device = hidden_BD.shape, hidden_BD.device
+        topk, base_B = strategy.topk, roots.positions_B
+        length = view.read_length(roots.longest + topk * (strategy.num_steps - 1))
+        eye_KK = torch.eye(topk, dtype=torch.bool, device=device)
+        self_BKK = eye_KK.expand(num_rows, -1, -1)
+        offsets_K = torch.arange(topk, device=device)
+        hidden_BKD = hidden_BD.unsqueeze(1)
+        seen_BKX = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
+        depth = 0
 
-class _Expansion:
-    """The drafter's passes over the nodes of one tree, one pass per depth."""
+        def expand(token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
+            nonlocal hidden_BKD, seen_BKX, depth
+            parents_BK1 = parents_BK.unsqueeze(2)
+            hidden_BKD = hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
+            seen_BKX = seen_BKX.gather(1, parents_BK1.expand(-1, -1, seen_BKX.shape[2]))
+            seen_BKX = torch.cat((seen_BKX, self_BKK), dim=2)
+            inputs = PassInputs(
+                token_ids_P=token_ids_BK.reshape(-1),
+                positions_P=(base_B + depth).unsqueeze(1).expand(-1, topk).reshape(-1),
+                slots_P=view.slots(base_B.unsqueeze(1) + (offsets_K + depth * topk)),
+                bias_BRS=drafted_bias(view, base_B, seen_BKX, length),
+                hidden_PD=hidden_BKD.view(-1, size),
+            )
+            hidden_PD, head_input_PD = self._graphs.run(Role.DRAFT, inputs)
+            hidden_BKD = hidden_PD.view(num_rows, topk, size)
+            depth += 1
+            return self._model.logits(head_input_PD).view(num_rows, topk, -1)
 
-    def __init__(
-        self,
-        model: DraftInference,
-        graphs: GraphPool,
-        view: LaneView,
-        roots: Roots,
-        hidden_BD: Tensor,
-        strategy: SpeculationStrategy,
-    ) -> None:
-        self._model = model
-        self._graphs = graphs
-        self._view = view
-        self._positions_B = roots.positions_B
-        self._hidden_BKD = hidden_BD.unsqueeze(1)
-        self._topk = strategy.topk
-        self._length = view.read_length(roots.longest + strategy.topk * (strategy.num_steps - 1))
-        self._depth = 0
-        num_rows, device = hidden_BD.shape[0], hidden_BD.device
-        self._seen_BKX = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
-        eye = torch.eye(strategy.topk, dtype=torch.bool, device=device)
-        self._self_BKK = eye.expand(num_rows, -1, -1)
-
-    def expand(self, token_ids_BK: Tensor, parents_BK: Tensor) -> Tensor:
-        """See `speculation.tree.Expand`."""
-        num_rows, topk = token_ids_BK.shape
-        size = self._hidden_BKD.shape[-1]
-        parents_BK1 = parents_BK.unsqueeze(2)
-        hidden_BKD = self._hidden_BKD.gather(1, parents_BK1.expand(-1, -1, size))
-        seen_BKX = self._seen_BKX.gather(1, parents_BK1.expand(-1, -1, self._seen_BKX.shape[2]))
-        self._seen_BKX = torch.cat((seen_BKX, self._self_BKK), dim=2)
-        offsets_K = torch.arange(topk, device=token_ids_BK.device) + self._depth * topk
-        slots_P = self._view.slots(self._positions_B.unsqueeze(1) + offsets_K)
-        position_B = self._positions_B + self._depth
-        inputs = PassInputs(
-            token_ids_P=token_ids_BK.reshape(-1),
-            positions_P=position_B.unsqueeze(1).expand(-1, topk).reshape(-1),
-            slots_P=slots_P,
-            bias_BRS=drafted_bias(self._view, self._positions_B, self._seen_BKX, self._length),
-            hidden_PD=hidden_BKD.view(-1, size),
-        )
-        hidden_PD, head_input_PD = self._graphs.run(Role.DRAFT, inputs)
-        self._hidden_BKD = hidden_PD.view(num_rows, topk, size)
-        self._depth += 1
-        return self._model.logits(head_input_PD).view(num_rows, topk, -1)
+        return expand
