@@ -106,34 +106,33 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
 
 def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
     if not isinstance(raw, dict):
-        raise _RowError(f"is a {_kind(raw)}, must be an object with keys")
-    extra_info = {**_mapping(raw, "extra_info"), **_mapping(raw, "metadata")}
-    prompt, prompt_conversion = _prompt(raw, section.input_key)
-    label, label_conversion = _label(raw, section.label_key)
+        raise _RowError(f"is a {type(raw).__name__}, must be an object with keys")
+    conversions: list[str] = []
     return Row(
         number=number,
         prompt_id=_prompt_id(raw) or f"{stem}:{number}",
-        prompt=prompt,
+        prompt=_prompt(raw, section.input_key, conversions),
         data_source=_data_source(raw),
-        ground_truth=label,
-        extra_info=extra_info,
-        conversions=tuple(text for text in (prompt_conversion, label_conversion) if text),
+        ground_truth=_label(raw, section.label_key, conversions),
+        extra_info={**_mapping(raw, "extra_info"), **_mapping(raw, "metadata")},
+        conversions=tuple(conversions),
     )
 
 
-def _prompt(raw: dict[str, object], key: str) -> tuple[str | list[Message], str]:
-    """Return the prompt and a description of its conversion (empty if none)."""
+def _prompt(raw: dict[str, object], key: str, conversions: list[str]) -> str | list[Message]:
     value = _look_up(raw, key)
-    conversion = ""
     if value is None:
         raise _RowError(f"{key} is missing, must be a string or a list of messages ({_keys(raw)})")
     if isinstance(value, str):
         if not _MESSAGES_AS_TEXT.match(value):
-            return value, ""
-        value, conversion = (
-            _parse_messages(value, key),
-            f"{key} is JSON text, read as chat messages",
-        )
+            return value
+        conversions.append(f"{key} is JSON text, read as chat messages")
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _RowError(
+                f"{key}={value[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
+            ) from error
     if not isinstance(value, list) or not value:
         raise _RowError(f"{key}={value!r} must be a string or a list of messages")
     messages: list[Message] = []
@@ -146,20 +145,10 @@ def _prompt(raw: dict[str, object], key: str) -> tuple[str | list[Message], str]
             )
         # parquet gives every message the keys of all messages, with null for missing values
         messages.append({name: part for name, part in message.items() if part is not None})
-    return messages, conversion
+    return messages
 
 
-def _parse_messages(text: str, key: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise _RowError(
-            f"{key}={text[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
-        ) from error
-
-
-def _label(raw: dict[str, object], key: str) -> tuple[str, str]:
-    """Return the label as text and a description of its conversion (empty if none)."""
+def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
     value: object = None
     for name in (key,) if key else ("label", _VERL_LABEL):
         value = _look_up(raw, name)
@@ -172,26 +161,25 @@ def _label(raw: dict[str, object], key: str) -> tuple[str, str]:
     if isinstance(value, str):
         if not value.strip():
             raise _RowError(f"{key}={value!r} must not be empty: no response could match it")
-        return value, ""
+        return value
     if isinstance(value, float | Decimal):
-        return _number(value, key)
+        return _number(value, key, conversions)
     if not isinstance(value, int):
         raise _RowError(f"{key}={value!r} must be a string, number or boolean")
-    return str(value), ""
+    return str(value)
 
 
-def _number(value: float | Decimal, key: str) -> tuple[str, str]:
+def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:
     """Format a number as a response would write it: 42.0 becomes 42, 1e-07 becomes 0.0000001."""
     exact = Decimal(repr(value)) if isinstance(value, float) else value
     if not exact.is_finite():
         raise _RowError(f"{key}={value!r} must be a finite number: no response could match it")
     text = str(int(exact)) if exact == exact.to_integral_value() else f"{exact.normalize():f}"
-    if text == str(value):
-        return text, ""
-    return (
-        text,
-        f"{key} is a number that no response would write so, read in its plain form (42.0 as 42)",
-    )
+    if text != str(value):
+        conversions.append(
+            f"{key} is a number that no response would write so, read in its plain form (42.0 as 42)"
+        )
+    return text
 
 
 def _data_source(raw: dict[str, object]) -> str:
@@ -241,7 +229,3 @@ def _look_up(raw: dict[str, object], key: str) -> object:
 
 def _keys(raw: dict[str, object]) -> str:
     return f"the row has {', '.join(map(str, raw)) or 'no keys'}"
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
