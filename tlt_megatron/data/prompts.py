@@ -11,14 +11,13 @@ import gc
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.config.schema import DataSection
 from tlt_megatron.data.encoding import encode_file
-from tlt_megatron.data.rows import Row
 from tlt_megatron.data.tokenizer import Tokenizer
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.types import Prompt
@@ -34,7 +33,6 @@ class PromptSet:
 
     path: str
     rows: tuple[Prompt, ...]
-    overlong: tuple[str, ...]  # prompt_ids left out: longer than max_prompt_tokens
     fingerprint: str  # of ids, tokens and ground truths
 
     def __len__(self) -> int:
@@ -164,47 +162,33 @@ def load_prompts(
             )
         )
     if world.is_first:
-        _report_conversions(path, found)
-        _report_overlong(path, section, overlong, len(found))
+        by_kind: dict[str, list[int]] = {}
+        for row in found:
+            for kind in row.conversions:
+                by_kind.setdefault(kind, []).append(row.number)
+        for kind, numbers in by_kind.items():
+            log.warning("%s: %s, in %d rows: %s", path, kind, len(numbers), _name_some(numbers))
+        if overlong:
+            limit = f"data.max_prompt_tokens={section.max_prompt_tokens} and left out"
+            log.warning(
+                "%s: %d of %d prompts are longer than %s: %s",
+                *(path, len(overlong), len(found), limit, _name_some(overlong)),
+            )
     if not rows:
         raise ValueError(
             f"{path}: all {len(found)} prompts are longer than "
             f"data.max_prompt_tokens={section.max_prompt_tokens}"
         )
-    return PromptSet(
-        path=str(path), rows=tuple(rows), overlong=tuple(overlong), fingerprint=_fingerprint(rows)
-    )
+    return PromptSet(path=str(path), rows=tuple(rows), fingerprint=_fingerprint(rows))
 
 
-def _report_conversions(path: str | Path, rows: list[Row]) -> None:
-    """Log one warning for each kind of value that was converted."""
-    by_kind: dict[str, list[int]] = {}
-    for row in rows:
-        for kind in row.conversions:
-            by_kind.setdefault(kind, []).append(row.number)
-    for kind, numbers in by_kind.items():
-        named = ", ".join(map(str, numbers[:_MAX_NAMED]))
-        named += ", ..." if len(numbers) > _MAX_NAMED else ""
-        log.warning("%s: %s, in %d rows: %s", path, kind, len(numbers), named)
-
-
-def _report_overlong(
-    path: str | Path, section: DataSection, overlong: list[str], num_rows: int
-) -> None:
-    if overlong:
-        names = ", ".join(overlong[:_MAX_NAMED]) + (", ..." if len(overlong) > _MAX_NAMED else "")
-        log.warning(
-            "%s: %d of %d prompts are longer than data.max_prompt_tokens=%d and left out: %s",
-            *(path, len(overlong), num_rows, section.max_prompt_tokens, names),
-        )
+def _name_some(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:_MAX_NAMED])) + (", ..." if len(items) > _MAX_NAMED else "")
 
 
 def _fingerprint(rows: list[Prompt]) -> str:
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(
-            repr((row.prompt_id, row.token_ids, row.data_source, row.ground_truth)).encode(
-                "utf-8", "surrogatepass"
-            )
-        )
+        text = repr((row.prompt_id, row.token_ids, row.data_source, row.ground_truth))
+        digest.update(text.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:16]

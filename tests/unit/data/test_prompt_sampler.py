@@ -12,7 +12,7 @@ def make_set(num_prompts: int = 10, name: str = "train") -> PromptSet:
     rows = tuple(
         Prompt(prompt_id=f"{name}:{i}", draw_index=i, token_ids=(i,)) for i in range(num_prompts)
     )
-    return PromptSet(path=f"{name}.jsonl", rows=rows, overlong=(), fingerprint=f"of-{name}")
+    return PromptSet(path=f"{name}.jsonl", rows=rows, fingerprint=f"of-{name}")
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
