@@ -1,1 +1,3 @@
-"""Settings: typed sections (schema.py) read from YAML with `a.b=v` overrides (load.py). Imports no torch."""
+"""Settings: typed sections (schema.py) read from YAML with `a.b=v` overrides (load.py). Imports no
+torch.
+"""

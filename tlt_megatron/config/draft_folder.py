@@ -1,6 +1,7 @@
 """Reads and checks a drafter's config.json (EAGLE / EAGLE-3 layout) without torch.
 
-Called before launch (`preflight.py`) and by `drafter.checkpoint.load_draft_config`, which builds the record from it.
+Called before launch (`preflight.py`) and by `drafter.checkpoint.load_draft_config`, which builds
+the record from it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SIZES = {  # ours -> Hugging Face's
 
 
 def read_draft_settings(path: str | Path) -> dict[str, Any]:
-    """Return the checked settings, with head_dim filled in. ValueError says what is missing or not supported."""
+    """Return the checked settings with head_dim. ValueError says what is missing or unsupported."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"speculation.drafter={str(path)!r}: must be a folder with config.json")

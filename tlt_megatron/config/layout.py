@@ -1,4 +1,6 @@
-"""Checks that need the number of ranks and the sizes of the model. They run before anything expensive starts."""
+"""Checks that need the number of ranks and the sizes of the model. They run before anything
+expensive starts.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tlt_megatron.config.schema import RunConfig
 def check_layout(config: RunConfig, world_size: int) -> None:
     """Reject a run that cannot start. Reads only config.json.
 
-    The layout must divide the ranks, and tensor and pipeline parallelism must divide the model's sizes. ValueError names key,
-    value and what is allowed.
+    The layout must divide the ranks, and tensor and pipeline parallelism must divide the model's
+    sizes. ValueError names key, value and what is allowed.
     """
     tp, pp = config.parallel.tensor, config.parallel.pipeline
     if world_size % (tp * pp):
@@ -62,8 +64,8 @@ def sglang_slack(config: RunConfig) -> int:
 def draft_slack(strategies: Sequence[str]) -> int:
     """Return the positions after a full sequence that SGLang's drafts write to.
 
-    Two passes are in flight. Each writes the rows of the widest strategy, or all candidates of the deepest one. SGLang itself
-    needs 4, also without drafts. Example: `["6_1_6"]` gives 18.
+    Two passes are in flight. Each writes the rows of the widest strategy, or all candidates of the
+    deepest one. SGLang itself needs 4, also without drafts. Example: `["6_1_6"]` gives 18.
     """
     widest = 0
     for text in strategies:

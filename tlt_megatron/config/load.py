@@ -1,4 +1,6 @@
-"""Reads YAML and `a.b=v` overrides into a RunConfig. Untyped input becomes typed sections only here."""
+"""Reads YAML and `a.b=v` overrides into a RunConfig. Untyped input becomes typed sections only
+here.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class _DuplicateKeyError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with two changes: 1e-6 is a number, and a key that occurs twice in a mapping is an error.
+    """SafeLoader that reads 1e-6 as a number and refuses a key that occurs twice in a mapping.
 
     Plain YAML 1.1 reads 1e-6 as a string, and keeps the last of two equal keys.
     """
@@ -59,10 +61,10 @@ for _class in (_Loader, _Dumper):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check every key, type and value.
+    """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check everything.
 
-    ValueError names the key, the value and what is allowed. For an unknown key it also names the nearest known one, or
-    ours if the key is of verl, slime or TRL.
+    ValueError names the key, the value and what is allowed. For an unknown key it also names the
+    nearest known one, or ours if the key is of verl, slime or TRL.
     """
     raw: Any = {}
     if path is not None:

@@ -1,8 +1,9 @@
-"""The fields of Megatron's TransformerConfig that `mcore.transformer` may set, and what to use instead of the others.
+"""The fields of Megatron's TransformerConfig that `mcore.transformer` may set.
 
-This is a list of allowed fields. Megatron has about 230 fields and adds more with every version. A list of forbidden fields
-could miss one that changes the model, and the trained policy would silently differ from the one that rolls out. Allowed fields
-change only how and where the same numbers are computed: kernels, fusions, overlap, memory, pipeline stages.
+This is a list of allowed fields. Megatron has about 230 fields and adds more with every version. A
+list of forbidden fields could miss one that changes the model, and the trained policy would
+silently differ from the one that rolls out. Allowed fields change only how and where the same
+numbers are computed: kernels, fusions, overlap, memory, pipeline stages.
 """
 
 from __future__ import annotations
@@ -10,69 +11,39 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-ALLOWED_FIELDS = frozenset(
-    (
-        # which kernels compute a layer
-        "apply_rope_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "fused_single_qkv_rope",
-        "gradient_accumulation_fusion",
-        "masked_softmax_fusion",
-        "memory_efficient_layer_norm",
-        "persist_layer_norm",
-        "use_te_activation_func",
-        # precision of intermediate values
-        "attention_softmax_in_fp32",
-        "deterministic_mode",
-        "disable_bf16_reduced_precision_matmul",
-        # activations: recomputed or moved away
-        "cpu_offloading",
-        "cpu_offloading_activations",
-        "cpu_offloading_double_buffering",
-        "cpu_offloading_num_layers",
-        "cpu_offloading_weights",
-        "distribute_saved_activations",
-        "fine_grained_activation_offloading",
-        "min_offloaded_tensor_size",
-        "offload_modules",
-        "recompute_method",
-        "recompute_modules",
-        "recompute_num_layers",
-        # communication and its overlap
-        "async_tensor_model_parallel_allreduce",
-        "batch_p2p_comm",
-        "batch_p2p_sync",
-        "clone_scatter_output_in_embedding",
-        "deallocate_pipeline_outputs",
-        "defer_embedding_wgrad_compute",
-        "delay_wgrad_compute",
-        "disable_parameter_transpose_cache",
-        "overlap_p2p_comm",
-        "symmetric_ar_type",
-        "tp_comm_atomic_ag",
-        "tp_comm_atomic_rs",
-        "tp_comm_bootstrap_backend",
-        "tp_comm_bulk_dgrad",
-        "tp_comm_bulk_wgrad",
-        "tp_comm_overlap",
-        "tp_comm_overlap_ag",
-        "tp_comm_overlap_disable_fc1",
-        "tp_comm_overlap_disable_qkv",
-        "tp_comm_overlap_rs",
-        "tp_comm_overlap_rs_dgrad",
-        "tp_comm_split_ag",
-        "tp_comm_split_rs",
-        "use_ring_exchange_p2p",
-        "wgrad_deferral_limit",
-        # which pipeline stage holds which layers
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        # debugging
-        "barrier_with_L1_time",
-        "config_logger_dir",
-    )
-)
+_ALLOWED = {
+    "which kernels compute a layer": """
+        apply_rope_fusion bias_activation_fusion bias_dropout_fusion fused_single_qkv_rope
+        gradient_accumulation_fusion masked_softmax_fusion memory_efficient_layer_norm
+        persist_layer_norm use_te_activation_func
+    """,
+    "precision of intermediate values": """
+        attention_softmax_in_fp32 deterministic_mode disable_bf16_reduced_precision_matmul
+    """,
+    "activations: recomputed or moved away": """
+        cpu_offloading cpu_offloading_activations cpu_offloading_double_buffering
+        cpu_offloading_num_layers cpu_offloading_weights distribute_saved_activations
+        fine_grained_activation_offloading min_offloaded_tensor_size offload_modules
+        recompute_method recompute_modules recompute_num_layers
+    """,
+    "communication and its overlap": """
+        async_tensor_model_parallel_allreduce batch_p2p_comm batch_p2p_sync
+        clone_scatter_output_in_embedding deallocate_pipeline_outputs
+        defer_embedding_wgrad_compute delay_wgrad_compute disable_parameter_transpose_cache
+        overlap_p2p_comm symmetric_ar_type tp_comm_atomic_ag tp_comm_atomic_rs
+        tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap
+        tp_comm_overlap_ag tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
+        tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
+        use_ring_exchange_p2p wgrad_deferral_limit
+    """,
+    "which pipeline stage holds which layers": """
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    """,
+    "debugging": """
+        barrier_with_L1_time config_logger_dir
+    """,
+}
+ALLOWED_FIELDS = frozenset(" ".join(_ALLOWED.values()).split())
 # Fields that another setting controls, or whose value this package relies on -> what to do instead.
 _INSTEAD = {
     "tensor_model_parallel_size": "set parallel.tensor",
@@ -94,7 +65,7 @@ _INSTEAD = {
 
 
 def check_transformer_fields(fields: Mapping[str, object]) -> None:
-    """Raise ValueError for a field that is not allowed. It says what to do instead, or names the nearest allowed field."""
+    """Raise ValueError for a field that is not allowed, and say what to do instead."""
     for name, value in fields.items():
         if name in ALLOWED_FIELDS:
             continue

@@ -1,7 +1,9 @@
-"""Reads the shape of a decoder-only policy from config.json. The engines, the drafter and the Megatron builder use this record.
+"""Reads the shape of a decoder-only policy from config.json. The engines, the drafter and the
+Megatron builder use this record.
 
-Families: Llama, Qwen2/2.5, Qwen3 (dense). It imports neither torch nor transformers, so an unsupported model is rejected before
-they are loaded. Defaults of absent keys are those of transformers.
+Families: Llama, Qwen2/2.5, Qwen3 (dense). It imports neither torch nor transformers, so an
+unsupported model is rejected before they are loaded. Defaults of absent keys are those of
+transformers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _QWEN3_HEAD_DIM = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is "default", "linear" or "llama3"; the llama3 fields are those of Llama 3.1."""
+    """Rotary embedding of kind "default", "linear" or "llama3", with the fields of Llama 3.1."""
 
     theta: float
     kind: str = "default"
@@ -48,7 +50,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of one model. D = hidden_size, F = ffn_size, N/K = query/kv heads, H = head_dim, L, V."""
+    """Sizes of one model: D hidden_size, F ffn_size, N/K query/kv heads, H head_dim, L, V."""
 
     model_type: str
     vocab_size: int
@@ -78,7 +80,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
-    """Read `config.json` in the folder `path`. ValueError for a family or an option that is not supported."""
+    """Read `config.json` in the folder `path`. ValueError for an unsupported family or option."""
     file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
         raise ValueError(f"model.path={str(path)!r}: must be a folder with config.json")
@@ -215,7 +217,7 @@ def check_megatron_rope(rope: RopeConfig) -> None:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the model by Hugging Face name. With tied embeddings there is no lm_head."""
+    """Return the shape of every tensor by Hugging Face name. Tied embeddings have no lm_head."""
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, ffn, vocab = config.hidden_size, config.ffn_size, config.vocab_size
     layer: dict[str, tuple[int, ...]] = {

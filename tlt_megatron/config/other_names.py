@@ -77,6 +77,6 @@ OURS = {
 
 
 def our_name(key: str) -> str | None:
-    """Return our name of the dotted `key`, in any section and with - or _; None if it is in no table."""
+    """Return our name of the dotted `key`, in any section, with - or _; None if it is unknown."""
     key = key.replace("-", "_")
     return OURS.get(key) or OURS.get(key.rpartition(".")[2])

@@ -1,4 +1,6 @@
-"""Sections for what is trained: the policy, its layout over the ranks, its loss, its optimizer and Megatron options."""
+"""Sections for what is trained: the policy, its layout over the ranks, its loss, its optimizer and
+Megatron options.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class ModelSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection(Section):
-    """How the policy is split over the ranks. The data-parallel size is world / (tensor * pipeline)."""
+    """How the policy is split. The data-parallel size is world / (tensor * pipeline)."""
 
     tensor: PositiveInt = 1  # tensor-parallel ranks
     pipeline: PositiveInt = 1  # pipeline stages
@@ -98,8 +100,8 @@ class AlgorithmSection(Section):
     def has_logprob_pass(self) -> bool:
         """Return whether log-probs are computed in a separate pass before the update.
 
-        If a batch gets only one update, the update's own forward pass computes the same numbers. Only a KL penalty in the
-        reward needs them earlier.
+        If a batch gets only one update, the update's own forward pass computes the same numbers.
+        Only a KL penalty in the reward needs them earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
         has_kl_reward = self.kl_coef > 0 and self.kl_placement == "reward"
@@ -133,7 +135,7 @@ class OptimizerSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McoreSection(Section):
-    """Megatron-core. `transformer` is passed unchanged to its TransformerConfig, after ours; only some fields are allowed."""
+    """Megatron-core. `transformer` goes unchanged to its TransformerConfig, after ours."""
 
     micro_batch_tokens: PositiveInt = 8192  # at most, in one pack; a longer sequence gets its own
     # activation recompute

@@ -1,6 +1,8 @@
-"""Checks what files show before torch is imported: policy and drafter, tokenizer, prompts, the files of a user's functions.
+"""Checks what files show before torch is imported: policy and drafter, tokenizer, prompts, the
+files of a user's functions.
 
 The launcher calls it, so that such a mistake is reported within a moment and in one line.
+
 """
 
 from __future__ import annotations
@@ -35,9 +37,7 @@ _PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a parquet file
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ValueError, in one line, for problems that a run would hit later. Reads configs, headers and the tokenizer, no
-    weights.
-    """
+    """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
     policy = _check_policy(config.model.path)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
         _check_drafter(Path(config.speculation.drafter), policy)
@@ -51,7 +51,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def risky_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each setting that is allowed but harms what is learned or what messages say."""
+    """Return a warning for each setting that is allowed but harms learning or messages."""
     rollout, run, found = config.rollout, config.run, []
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0
     if is_truncated and config.algorithm.tis_cap == 0:
@@ -83,13 +83,13 @@ def _check_policy(path: str) -> ModelConfig:
 
 
 def _refusal(setting: str, folder: Path, error: ValueError) -> ValueError:
-    """Return the error prefixed with the setting's name, without the folder, which the setting already holds."""
+    """Return the error with the setting's name before it, without the folder, which that holds."""
     text = str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
     return ValueError(f"{setting}: {text}")
 
 
 def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the files hold exactly the tensors of this architecture. An extra bias, for example, would be ignored."""
+    """Check that the files hold exactly this architecture. An extra bias would be ignored."""
     shapes = tensor_shapes(config)
     missing = [name for name in shapes if name not in tensors]
     if missing:

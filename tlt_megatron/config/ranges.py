@@ -31,7 +31,8 @@ Share = Annotated[float, Range(lambda value: 0 <= value < 1, "in [0, 1)")]
 class Section:
     """A section of settings, a frozen dataclass. `SpotSection` is the section `spot`.
 
-    Construction raises ValueError, which names key, value and what is allowed, for a field outside its range.
+    Construction raises ValueError, which names key, value and what is allowed, for a field outside
+    its range.
     """
 
     __slots__ = ()

@@ -1,6 +1,8 @@
-"""Every setting of a run, in one frozen section per component. Defaults are those of a small CPU run.
+"""Every setting of a run, in one frozen section per component. Defaults are those of a small CPU
+run.
 
 Each section checks itself. `layout.py` checks what depends on ranks and model sizes.
+
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(Section):
-    """Prompts. Rows use slime's keys (prompt, label, metadata) or verl's (prompt, reward_model.ground_truth, ...)."""
+    """Prompts. Rows use slime's keys (prompt, label) or verl's (reward_model.ground_truth)."""
 
     train: str = ""  # .jsonl or .parquet
     eval: str = ""  # the same; empty: no evaluation
@@ -83,7 +85,7 @@ class RewardSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection(Section):
-    """Generation. One RL step draws `num_prompts` prompts and generates `num_samples` responses for each."""
+    """Generation. An RL step draws `num_prompts` prompts, each with `num_samples` responses."""
 
     engine: str = "embedded"  # embedded | sglang | import path of a function that builds one
     # float64 gives the same tokens in any batch shape
@@ -116,7 +118,8 @@ class SpeculationSection(Section):
     strategies: list[str] = field(
         default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]
     )
-    # cost_model | beg_mab | fixed (the first strategy, always) | path/to/file.py:Class | package.module:Class
+    # cost_model | beg_mab | fixed (the first strategy, always) | path/to/file.py:Class |
+    # package.module:Class
     selector: str = "cost_model"
     # beg_mab: smallest batch of each bucket, from 1; empty: by rollout.max_batch_size
     beg_thresholds: list[int] = field(default_factory=list)
@@ -144,7 +147,7 @@ class SpeculationSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSection(Section):
-    """The learned drafter and its training. One optimizer step trains on one packed batch per member."""
+    """The learned drafter. One optimizer step trains on one packed batch per member."""
 
     algorithm: Annotated[str, one_of("eagle", "hass", "eagle3")] = "eagle"
     aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three layers; empty: default
@@ -188,7 +191,7 @@ class DrafterSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSection(Section):
-    """Drafter training on ranks that have finished their rollouts. It ends when the last rank finishes."""
+    """Drafter training on ranks that have finished, until the last rank finishes."""
 
     enabled: bool = False
     min_idle_replicas: PositiveInt = 1  # sessions start when this many rollout replicas are idle
@@ -216,8 +219,8 @@ class SglangSection(Section):
     """The SGLang engine. `engine_args` are passed unchanged to its Engine, after ours."""
 
     start_timeout_s: Positive = 600.0  # if an engine is not up by then, every rank raises an error
-    # An engine that sends nothing for this long after a request is considered hung, which ends the run. Set it longer than any
-    # prefill.
+    # An engine that sends nothing for this long after a request is considered hung, which ends the
+    # run. Set it longer than any prefill.
     request_timeout_s: Positive = 300.0
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -234,7 +237,7 @@ class CheckpointSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection(Section):
-    """Evaluation on data.eval before the first and after the last RL step, and every `interval` steps."""
+    """Evaluation on data.eval before the first RL step, after the last, and at `interval`."""
 
     interval: NonNegativeInt = 0  # 0: first and last only
     num_prompts: NonNegativeInt = 0  # 0: all of data.eval

@@ -1,7 +1,9 @@
-"""Reads the safetensors headers of a model folder without torch: which file holds which tensor, and whether files are complete.
+"""Reads the safetensors headers of a model folder without torch: which file holds which tensor, and
+whether files are complete.
 
-A safetensors file is 8 bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and the data.
-Called before launch (`preflight.py`) and by `models.hf_io.HfReader`, so both read the same files.
+A safetensors file is 8 bytes with the length of its header, the header (JSON: name -> dtype, shape,
+offsets), and the data. Called before launch (`preflight.py`) and by `models.hf_io.HfReader`, so
+both read the same files.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder by name. If there is an index, only the files it names are read.
+    """Return every tensor of a folder by name. An index alone names the files to read.
 
-    ValueError names a file that is missing, truncated or not safetensors, or a tensor that is in two files.
+    ValueError names a file that is missing, truncated or not safetensors, or a tensor that is in
+    two files.
     """
     index = folder / INDEX_NAME
     if index.is_file():
@@ -85,7 +88,7 @@ def _by_index(index: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one safetensors file. ValueError names the file if its size does not match its header."""
+    """Return the tensors of one file. ValueError if its size does not match its header."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -128,7 +131,7 @@ def _other_weights(folder: Path) -> str:
 
 
 def check_not_quantized(settings: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError for quantized weights. Training needs weights that are usable without scales."""
+    """Raise ValueError for quantized weights: training needs them without scales."""
     for key in ("quantization_config", "compression_config"):
         quantization = settings.get(key)
         if quantization:

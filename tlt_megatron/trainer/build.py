@@ -67,7 +67,8 @@ class Run:
 
     trainer: RLTrainer
     model: McorePolicyModel
-    # Context for work of all ranks: a failed collective raises RanksLost, which names the lost ranks.
+    # Context for work of all ranks: a failed collective raises RanksLost, which names the lost
+    # ranks.
     explaining: Callable[[], AbstractContextManager[None]]
 
 
@@ -79,10 +80,10 @@ def build_run(
     stack: ExitStack,
     stop: StopRequest | None = None,
 ) -> Run:
-    """Build the run, and restore a checkpoint if the settings ask for it. A collective of all ranks.
+    """Build the run, and restore a checkpoint if asked. A collective of all ranks.
 
-    `stack` closes everything, also what a failed build leaves. Cheap checks come first: a bad function of the user or a bad
-    prompt raises before any model is built.
+    `stack` closes everything, also what a failed build leaves. Cheap checks come first: a bad
+    function of the user or a bad prompt raises before any model is built.
     """
     settings = config.run
     stop = stop or StopRequest(world.rank)  # without a caller's: one that is never requested
@@ -171,7 +172,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
 
 
 def _check_extensions(config: RunConfig) -> None:
-    """Raise ValueError for a function or class of the user that cannot be used, before models are built."""
+    """Refuse a user's function or class that cannot be used, before models are built."""
     load_extension("algorithm.advantage", config.algorithm.advantage)
     load_extension("algorithm.loss", config.algorithm.loss)
     load_extension("speculation.selector", config.speculation.selector)
@@ -304,7 +305,7 @@ def _build_policy_trainer(
 
 
 def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
-    """Return the verified checkpoint to resume from; None for a fresh start. ValueError if no checkpoint is intact."""
+    """Return the verified checkpoint to resume from, if any. ValueError if none is intact."""
     path = resume_path(run_dir, config.checkpoint.resume)
     saved = None if path is None else find_saved_run(path, world)
     if path is not None and saved is None and world.is_first:

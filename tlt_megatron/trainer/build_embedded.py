@@ -1,4 +1,6 @@
-"""Builds the embedded engine of a run, and its speculation. build.py loads it if `rollout.engine` is embedded."""
+"""Builds the embedded engine of a run, and its speculation. build.py loads it if `rollout.engine`
+is embedded.
+"""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ _Made = TypeVar("_Made")
 def build_sglang_engine(
     config: RunConfig, device: Device, run_dir: Path, world: Group
 ) -> SglangEngine | FollowerEngine:
-    """Start one engine for every `tp_size` neighbouring ranks, on the first of them; the others get a FollowerEngine.
+    """Start an engine on the first of every `tp_size` ranks; the others follow it.
 
-    A collective of all ranks: afterwards all have an engine, or all raise. Starting an engine does not change the
-    environment, so the check of communication variables stays valid.
+    A collective of all ranks: afterwards all have an engine, or all raise. Starting an engine does
+    not change the environment, so the check of communication variables stays valid.
     """
     _together(check_version, world)
     check_communication(world)
@@ -63,7 +63,7 @@ def build_sglang_engine(
 
 
 def check_communication(world: Group) -> None:
-    """Raise RuntimeError if ranks differ in a variable that must be equal within a NCCL communicator.
+    """Raise RuntimeError if ranks differ in a variable that NCCL needs to be equal.
 
     Call it before the first communicator: NCCL reads the variables once. A collective of all ranks.
     """
@@ -78,7 +78,7 @@ def check_communication(world: Group) -> None:
 
 
 def _replica_group(config: RunConfig, world: Group) -> Group:
-    """Return the neighbouring ranks whose GPUs this rank's engine uses. A collective of all ranks: it forms all groups."""
+    """Return the ranks whose GPUs this rank's engine uses. A collective of all ranks."""
     size = config.ranks_per_engine
     if world.size % size:
         raise ValueError(f"sglang.engine_args: tp_size={size} must divide the {world.size} ranks")
@@ -96,7 +96,7 @@ def _replica_group(config: RunConfig, world: Group) -> Group:
 
 
 def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> SpeculationSection:
-    """Return the settings with a drafter folder, which SGLang needs. By default, rank 0 writes one with random weights."""
+    """Return the settings with a drafter folder; rank 0 writes a random one if none is set."""
     speculation = config.speculation
     if speculation.drafter or not (speculation.enabled and speculation.is_learned):
         return speculation

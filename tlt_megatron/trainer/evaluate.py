@@ -1,4 +1,6 @@
-"""Evaluation on hold-out prompts with the rollout engine: no gradients, its own seed, the same prompts every time."""
+"""Evaluation on hold-out prompts with the rollout engine: no gradients, its own seed, the same
+prompts every time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class Evaluator:
         self.params = params
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
-        """Return the eval/* metrics of the policy that the engines hold; {} without prompts. A collective of all ranks."""
+        """Return the eval/* metrics, {} without prompts. A collective of all ranks."""
         if not self.prompts:
             return {}
         groups = self.worker.collect(self.prompts, self.params, policy_version).groups

@@ -1,4 +1,6 @@
-"""Writes the results of a run: HF export, summary.json, the table of its steps, one trace of all ranks."""
+"""Writes the results of a run: HF export, summary.json, the table of its steps, one trace of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
-    """Write the policy as a Hugging Face model, on rank 0. The other ranks take part in the export's collectives."""
+    """Write the policy as a Hugging Face model on rank 0. A collective of all ranks."""
     weights = run.model.export_hf_weights()
     if run.trainer.world.is_first:
         dtype = getattr(torch, config.model.dtype)

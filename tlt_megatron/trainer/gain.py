@@ -1,7 +1,8 @@
-"""Measures the speedup of speculation: generates the last steps' rollouts again, with speculation and without.
+"""Measures the speedup of speculation: generates the last steps' rollouts again, with speculation
+and without.
 
-Called after the last step if `speculation.measure_gain` is set. Sampling noise depends only on request and position, so both
-ways draw the same tokens, and the ratio compares the same work.
+Called after the last step if `speculation.measure_gain` is set. Sampling noise depends only on
+request and position, so both ways draw the same tokens, and the ratio compares the same work.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SpeculationGain:
         return self.rollout_s_off / self.rollout_s_on
 
     def step_speedup(self, step_s: float, gen_s: float) -> float:
-        """Return the speedup factor of a whole step that takes `step_s` seconds, `gen_s` of them in rollouts."""
+        """Return the speedup of a step of `step_s` seconds, `gen_s` of them in rollouts."""
         return (step_s - gen_s + gen_s * self.rollout_speedup) / step_s
 
 
@@ -49,7 +50,7 @@ def measure_gain(
     replicas: Group,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationGain | None:
-    """Time the prompts of several steps; a single step is dominated by its longest response. A collective of all replicas.
+    """Time the prompts of several steps with and without speculation. A collective.
 
     Returns None if the engine cannot decode without speculation, or if any rank was told to stop.
     """

@@ -1,5 +1,6 @@
-"""Statistics of a run for summary.json, kept across resumes. `report.py` fills them, and `finish.py` writes
-them at the end."""
+"""Statistics of a run for summary.json, kept across resumes. `report.py` fills them, and
+`finish.py` writes them at the end.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ class RunHistory:
         } | self._drafting_summary()
 
     def _drafting_summary(self) -> dict[str, float]:
-        """Return the part on speculation: accept length of the first step and the last five, idle seconds and their use."""
+        """Return the part on speculation: first and last accept length, idle seconds and use."""
         lengths, idle = self.series["rollout/spec_accept_length"], self.series["bubble/idle_s"]
         summary = {}
         if lengths:

@@ -42,7 +42,7 @@ class LoopSettings:
 
 
 class RLTrainer:
-    """Runs the steps, evaluates, checkpoints, stops on request. Every method is a collective of all ranks."""
+    """Runs, evaluates, saves and stops. Every method is a collective of all ranks."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class RLTrainer:
         self.is_stopped = False  # stopped on request; a resumed run does the rest
 
     def train(self) -> None:
-        """Run from the current step to the last, or to a stop request, and save a checkpoint. Call `start` first.
+        """Run from the current step to the last or to a stop request, and save a checkpoint.
 
-        A stop drops unfinished rollouts: the policy has not changed in that step, so the checkpoint is the state at its
-        beginning. A running update is finished first.
+        A stop drops unfinished rollouts: the policy has not changed in that step, so the checkpoint
+        is the state at its beginning. A running update is finished first.
         """
         self.is_stopped = not self._run_steps()
         self.save_checkpoint()
@@ -101,7 +101,7 @@ class RLTrainer:
         return True
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate before the first step, after the last and at the interval, unless done for this step before a resume."""
+        """Evaluate at the first step, the last and the interval, unless done before a resume."""
         is_end = self.step in (0, self.settings.num_steps)
         if self.report.history.last_eval_step != self.step and (
             is_end or self._is_due(self.settings.eval_interval)
@@ -109,7 +109,7 @@ class RLTrainer:
             self.evaluate()
 
     def train_step(self) -> None:
-        """Run one RL step: prompts -> rollouts and rewards -> drafter -> log-probs -> update -> weights."""
+        """Run one RL step: prompts, rollouts, rewards, drafter, log-probs, update, weights."""
         self.report.begin_step()
         collected = self._collect()
         if self.drafter is not None:
@@ -127,7 +127,7 @@ class RLTrainer:
         self.report.end_step(self.step, collected, inference.metrics | update)
 
     def _collect(self) -> Collected:
-        """Draw prompts, and return their scored rollouts. GenerationStopped leaves the state as before the step."""
+        """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
         before = self.sampler.state_dict(), rng_state()
         prompts = self.sampler.next_batch(self.settings.num_prompts)
         if self.drafter is not None:
@@ -159,7 +159,7 @@ class RLTrainer:
             )
 
     def evaluate(self) -> None:
-        """Measure the hold-out accuracy of the current policy, and write it to the metrics of the step."""
+        """Measure the hold-out accuracy of the current policy and report it."""
         with self.phases("EVAL", "testing"):
             result = self.evaluator.evaluate(self.step)
         self.report.end_evaluation(self.step, result)
@@ -180,7 +180,7 @@ class RLTrainer:
         self.report.add_memory()
 
     def resume(self, saved: SavedRun, folder: Path, resumed: Resumed) -> None:
-        """Restore the state that `save_checkpoint` wrote, except for the policy. `resumed` names the learned parts to restore."""
+        """Restore what `save_checkpoint` wrote, except the policy. `resumed`: learned parts."""
         state = saved.state
         self.step = saved.step
         self.sampler.load_state_dict(state["sampler"])

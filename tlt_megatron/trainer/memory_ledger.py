@@ -23,14 +23,16 @@ from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 
-# Measured on x86-64: libraries that load after the check (Megatron-core, transformers, gloo), and on CUDA the context.
+# Measured on x86-64: libraries that load after the check (Megatron-core, transformers, gloo), and
+# on CUDA the context.
 _LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 1 << 30}
-# Phases with an awake engine. A sleeping engine keeps its weights on a CPU, and frees almost everything on a GPU.
+# Phases with an awake engine. A sleeping engine keeps its weights on a CPU, and frees almost
+# everything on a GPU.
 _AWAKE = frozenset({Phase.ROLLOUT, Phase.SPOT, Phase.WEIGHT_SYNC, Phase.CHECKPOINT})
 
 
 def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLedger:
-    """Return the ledger of the rank with the highest use. Reads the model's config.json; allocates nothing."""
+    """Return the ledger of the rank with the highest use. Allocates nothing."""
     model = load_model_config(config.model.path)
     sizes = ModelSizes(model)
     num_replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
@@ -69,7 +71,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
 
 
 def check_memory(ledger: MemoryLedger, free_bytes: int, world: Group) -> None:
-    """ValueError on every rank where the run does not fit on one of them. A collective of all ranks."""
+    """Raise ValueError on all ranks if the run does not fit on one of them. A collective."""
     problem = None
     try:
         ledger.check(free_bytes)

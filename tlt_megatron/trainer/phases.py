@@ -1,4 +1,6 @@
-"""Records each phase of a step: a span in the trace, seconds and peak memory in the metrics, the name on the display."""
+"""Records each phase of a step: a span in the trace, seconds and peak memory in the metrics, the
+name on the display.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tlt_megatron.runtime.memory import Phase
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 
-# The phase of the memory ledger for each phase here. EVAL is not listed: it consists of other phases.
+# The phase of the memory ledger for each phase here. EVAL is not listed: it consists of other
+# phases.
 _LEDGER_PHASES = {
     "ROLLOUT": Phase.ROLLOUT,
     "WAIT": Phase.SPOT,
@@ -26,7 +29,7 @@ _LEDGER_PHASES = {
 
 
 class Phases:
-    """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and adds a span to this rank's trace."""
+    """`with phases("ROLLOUT", "gen", batch=64): ...` adds to timing_s/gen and to the trace."""
 
     def __init__(
         self,
@@ -73,6 +76,6 @@ class Phases:
         return {f"timing_s/{name}": value for name, value in seconds.items()}
 
     def take_peaks(self) -> dict[Phase, int]:
-        """Return this rank's peak bytes by phase since the last call: resident memory on a CPU, reserved memory on a GPU."""
+        """Return peak bytes by phase since the last call: resident on a CPU, reserved on a GPU."""
         peaks, self._peak_bytes = self._peak_bytes, {}
         return peaks

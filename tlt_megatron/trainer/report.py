@@ -1,4 +1,6 @@
-"""What a run reports while it runs: metrics, logs, the terminal, and the statistics of its summary. Called by the loop."""
+"""What a run reports while it runs: metrics, logs, the terminal, and the statistics of its summary.
+Called by the loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tlt_megatron.trainer.speculation_log import SpeculationLog
 
 
 class RunReport:
-    """Every rank has one; files are given only to rank 0. Methods that gather from ranks are collectives of all ranks."""
+    """Every rank has one; only rank 0 gets files. Methods that gather are collectives."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class RunReport:
         self._step_started = time.perf_counter()
 
     def end_step(self, step: int, collected: Collected, update: dict[str, float]) -> None:
-        """Report the RL step. `update` are the metrics of its log-probs and its update. A collective."""
+        """Report the step; `update`: metrics of log-probs and update. A collective of all ranks."""
         if self._passes is not None:
             self._passes.write(collected.passes)
         if self._rollouts is not None:
@@ -58,7 +60,7 @@ class RunReport:
         self.phases.timeline.flush()
 
     def end_evaluation(self, step: int, result: dict[str, float]) -> None:
-        """Report an evaluation; its time is not that of an RL step. `result` is empty without prompts."""
+        """Report an evaluation. `result` is empty without prompts."""
         self.phases.take_timings()
         if result:
             self.history.add_eval(step, result["eval/accuracy"])
@@ -68,7 +70,7 @@ class RunReport:
             )
 
     def add_memory(self) -> dict[str, float]:
-        """Record the peak memory of each phase since the last call, the maximum over ranks. Returns it as metrics. A collective."""
+        """Record the peak memory of each phase, the maximum over ranks; return it as metrics."""
         ranks = gather_objects(self.phases.take_peaks(), self.world)
         peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
         peaks = {phase: peak for phase, peak in peaks.items() if peak}  # 0: no rank can tell

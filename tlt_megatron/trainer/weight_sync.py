@@ -1,5 +1,6 @@
-"""Copies weights from the trainer to the engine of the same rank, with a version and a checksum. Called when a run starts and
-after every update."""
+"""Copies weights from the trainer to the engine of the same rank, with a version and a checksum.
+Called when a run starts and after every update.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +49,12 @@ class ChecksummedTensors:
 def push_policy(
     model: PolicyModel, engine: RolloutEngine, version: int, *, dtype: torch.dtype, world: Group
 ) -> int:
-    """Load the policy into every engine as `version`, and return its checksum. A collective of all ranks.
+    """Load the policy into every engine as `version`; return its checksum. A collective.
 
-    Gathers, loads and frees one layer at a time, so extra memory is at most one layer. RuntimeError names the ranks that were
-    sent other weights; UnhealthyTrainingError names the weights that are not finite. Every rank raises them, so the policy of
-    a finished step is checked before it is saved.
+    Gathers, loads and frees one layer at a time, so extra memory is at most one layer. RuntimeError
+    names the ranks that were sent other weights; UnhealthyTrainingError names the weights that are
+    not finite. Every rank raises them, so the policy of a finished step is checked before it is
+    saved.
     """
     stream = ChecksummedTensors(model.export_hf_weights(), dtype)
     engine.load_weights(stream, version=version, checksum=stream.checksum)
