@@ -93,7 +93,7 @@ test-sglang: setup-sglang  ## the real SGLang engine on a CPU, with stand-ins fo
 bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
-	@$(PY) -m tools.bench rollout --model build/tiny_policy --prompts build/tiny_policy/train.jsonl
+	@$(PY) -m tools.bench rollout
 	@$(PY) -m tools.bench speculation --dtype bfloat16
 	@$(PY) -m tools.bench drafter
 	@$(PY) -m tools.bench step

@@ -33,10 +33,10 @@ from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
+from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.measure import (
     cpu_seconds,
     interleave,
@@ -52,8 +52,8 @@ from tools.load_engine import LoadedPolicy
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
 FULL, SELECTIVE, ASYNCHRONOUS = "full", "own", "async"
 # A target of 80M parameters. The vocabulary takes 40 %, as in models of 0.5 to 3 billion.
-REAL_TARGET = ModelConfig(
-    model_type="llama",
+REAL_TARGET = dataclasses.replace(
+    QWEN_2_5_7B,
     vocab_size=32768,
     hidden_size=512,
     ffn_size=1536,
@@ -61,12 +61,6 @@ REAL_TARGET = ModelConfig(
     num_heads=8,
     num_kv_heads=4,
     head_dim=64,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=10000.0),
-    max_position_embeddings=4096,
-    tie_word_embeddings=False,
-    has_qkv_bias=False,
-    has_qk_norm=False,
 )
 
 

@@ -10,14 +10,12 @@ with its longest row.
 
 transformers runs with left-padded batches, KV cache, SDPA and the same dtype and threads. Of `--hf-batch-sizes`, the two
 fastest on these requests run in every round, with the engine before each. The faster run of either side counts, and the ratio
-is taken per round, in one process. Without `--prompts`, prompts are random tokens and lengths are lognormal, for models that
-cannot write.
+is taken per round, in one process.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -32,7 +30,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tlt_megatron.models.config import load_model_config
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.bench.measure import interleave, make_table, ratios, spread, wall_seconds, write_json
 from tools.load_engine import VERSION, LoadedPolicy
@@ -91,30 +88,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _make_workload(options: argparse.Namespace, policy: LoadedPolicy) -> Workload:
+    """Draw prompts, and the length of each response with the policy's own stop tokens."""
     num_prompts = max(options.num_requests // options.num_samples, 1)
-    draw = random.Random(options.seed)
-    if options.prompts is not None:
-        prompts = draw.sample(policy.prompts(options.prompts), num_prompts)
-        params = policy.params(
-            options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
-        )
-        groups = policy.generate(prompts, params)
-        lengths = [[r.token_ids.numel() for r in group.rollouts] for group in groups]
-        return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
-    vocab_size = load_model_config(options.model).vocab_size
-    prompts = [
-        Prompt(
-            prompt_id=str(i),
-            draw_index=i,
-            token_ids=tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))),
-        )
-        for i in range(num_prompts)
-    ]
-
-    def draw_length() -> int:
-        return min(int(draw.lognormvariate(math.log(87), 1.0)) + 1, options.max_new_tokens)
-
-    lengths = [[draw_length() for _ in range(options.num_samples)] for _ in prompts]
+    prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
+    params = policy.params(
+        options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
+    )
+    groups = policy.generate(prompts, params)
+    lengths = [[r.token_ids.numel() for r in group.rollouts] for group in groups]
     return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
 
 
@@ -205,8 +186,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="tools.bench rollout", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--model", required=True, help="folder of a Hugging Face model")
-    add("--prompts", help=".jsonl; without it prompts and lengths are random")
+    add("--model", default="build/tiny_policy", help="folder of a Hugging Face model")
+    add("--prompts", default="build/tiny_policy/train.jsonl")
     add("--num-requests", type=int, default=128)
     add("--num-samples", type=int, default=8, help="responses per prompt")
     add("--max-new-tokens", type=int, default=512)

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -158,32 +159,19 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     num_steps = options.rounds * options.steps
     timed = timed_steps(num_steps, options.steps)
     later = range(2, num_steps + 1)  # the first step has no data of a step before it
-    phases = {name: phase_seconds(runs[name], timed) for name in variants}
-    against = {name: runs[name] for name in variants if name != OFF}
-    steps = {name: speedups(runs[OFF], run, timed) for name, run in against.items()}
-    rollouts = {
-        name: speedups(runs[OFF], run, timed, ROLLOUT_SECONDS) for name, run in against.items()
-    }
-    same = {name: num_same_steps(runs[OFF], run, later) for name, run in against.items()}
-    idle = {name: idle_figures(runs[name], later) for name in (TLT, COLD)}
+    base = runs[OFF]
+    against = {name: run for name, run in runs.items() if name != OFF}
     accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in against.items()}
-    curves = {name: reward_curve(runs[name]) for name in variants}
-    differences = {name: reward_difference(runs[OFF], run) for name, run in against.items()}
-    share = rollout_share(runs[OFF], timed)
-    print_phases(console, phases, share, num_timed=len(timed))
-    print_speedups(console, steps, rollouts, same, num_steps=len(later))
-    print_idle(console, idle)
-    print_accept_lengths(console, accepted)
-    print_rewards(console, curves, differences)
-    recovered = first_step_at(accepted[COLD], accepted[TLT], RECOVERED_SHARE)
-    console.print(
-        f"cold start: {RECOVERED_SHARE:.0%} of the warmed-up accept length at step {recovered}"
-    )
-    return {
-        "step_speedup": steps,
-        "rollout_speedup": rollouts,
-        "rollout_share": share,
-        "phases_s": phases,
+    same = {name: num_same_steps(base, run, later) for name, run in against.items()}
+    idle = {name: idle_figures(runs[name], later) for name in (TLT, COLD)}
+    settings = launcher.root / "speed" / TLT / "config.yaml"
+    result: dict[str, Any] = {
+        "step_speedup": {name: speedups(base, run, timed) for name, run in against.items()},
+        "rollout_speedup": {
+            name: speedups(base, run, timed, ROLLOUT_SECONDS) for name, run in against.items()
+        },
+        "rollout_share": rollout_share(base, timed),
+        "phases_s": {name: phase_seconds(runs[name], timed) for name in variants},
         "steps_with_equal_tokens": {"of": len(later), **same},
         **{key: idle[TLT][key] for key in ("stall_fraction", "idle_used_fraction", "preempt_ms")},
         "idle": idle,
@@ -191,13 +179,25 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
         "holdout_accept_length_by_step": {
             name: series(runs[name], HOLDOUT_ACCEPT_LENGTH) for name in (TLT, COLD)
         },
-        "cold_start_recovered_at_step": recovered,
-        "rewards_by_step": curves,
-        "reward_difference": differences,
+        "cold_start_recovered_at_step": first_step_at(
+            accepted[COLD], accepted[TLT], RECOVERED_SHARE
+        ),
+        "rewards_by_step": {name: reward_curve(runs[name]) for name in variants},
+        "reward_difference": {name: reward_difference(base, run) for name, run in against.items()},
         "num_steps": num_steps,
         "num_timed_steps": len(timed),
-        "config": yaml.safe_load((launcher.root / "speed" / TLT / "config.yaml").read_text()),
+        "config": yaml.safe_load(settings.read_text(encoding="utf-8")),
     }
+    print_phases(console, result["phases_s"], result["rollout_share"], num_timed=len(timed))
+    print_speedups(console, result)
+    print_idle(console, idle)
+    print_accept_lengths(console, accepted)
+    print_rewards(console, result)
+    recovered = result["cold_start_recovered_at_step"]
+    console.print(
+        f"cold start: {RECOVERED_SHARE:.0%} of the warmed-up accept length at step {recovered}"
+    )
+    return result
 
 
 def bench_exact(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:

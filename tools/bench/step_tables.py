@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -29,31 +30,22 @@ def print_phases(
     console.print(f"rollouts are {share:.0%} of a step without speculation")
 
 
-def print_speedups(
-    console: Console,
-    steps: Mapping[str, Mapping[str, float]],
-    rollouts: Mapping[str, Mapping[str, float]],
-    same: Mapping[str, int],
-    *,
-    num_steps: int,
-) -> None:
-    """Print speed-ups over speculation off, by variant; "all" are ratios of sums. `same` of `num_steps` steps drew equal
-    tokens.
-    """
+def print_speedups(console: Console, result: Mapping[str, Any]) -> None:
+    """Print speed-ups over speculation off, by variant; "all" are ratios of sums."""
     columns = ("step", "all steps", "rollout", "all rollouts", "equal tokens")
-    table = make_table(
-        "speed-up over speculation off, median (min-max) by step", "variant", *columns
-    )
-    for variant in steps:
+    title = "speed-up over speculation off, median (min-max) by step"
+    table = make_table(title, "variant", *columns)
+    same = result["steps_with_equal_tokens"]
+    for variant in result["step_speedup"]:
         cells = []
-        for values in (steps[variant], rollouts[variant]):
+        for values in (result["step_speedup"][variant], result["rollout_speedup"][variant]):
             cells += [f"{values['median']:.2f} ({values['min']:.2f}-{values['max']:.2f})"]
             cells += [f"{values['total']:.2f}"]
-        table.add_row(variant, *cells, f"{same[variant]} of {num_steps}")
+        table.add_row(variant, *cells, f"{same[variant]} of {same['of']}")
     console.print(table)
 
 
-def print_idle(console: Console, idle: Mapping[str, Mapping[str, object]]) -> None:
+def print_idle(console: Console, idle: Mapping[str, Mapping[str, Any]]) -> None:
     """Print the use of idle rank-seconds and its cost, from the second step on."""
     columns = ("idle s", "used", "stall", "preempt ms", "longest", "updates/step")
     table = make_table("spot training, from the second step on", "variant", *columns)
@@ -81,17 +73,14 @@ def print_accept_lengths(
     console.print(table)
 
 
-def print_rewards(
-    console: Console,
-    curves: Mapping[str, Sequence[Mapping[str, float]]],
-    differences: Mapping[str, Mapping[str, float]],
-) -> None:
+def print_rewards(console: Console, result: Mapping[str, Any]) -> None:
     """Print the mean reward by step with 95 % bands, and the paired difference over all steps."""
+    curves = result["rewards_by_step"]
     table = make_table("mean reward, 95 % band", "step", *curves)
     for step, points in enumerate(zip(*curves.values(), strict=True), start=1):
         cells = (f"{p['mean']:.2f} {p['low']:.2f}-{p['high']:.2f}" for p in points)
         table.add_row(str(step), *cells)
     console.print(table)
-    for variant, difference in differences.items():
-        mean, low, high = (difference[key] for key in ("mean", "low", "high"))
-        console.print(f"reward, {variant} less off: {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
+    for variant, of in result["reward_difference"].items():
+        band = f"[{of['low']:+.4f}, {of['high']:+.4f}]"
+        console.print(f"reward, {variant} less off: {of['mean']:+.4f} {band}")
