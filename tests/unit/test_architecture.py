@@ -263,7 +263,6 @@ PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
     check_file: {
         "tlt_megatron/speculation/cost_model.py": "split",
         "tests/distributed/test_mcore_parity.py": "split",
-        "tests/unit/tools/test_report.py": "split",
         "tests/unit/rewards/test_reward_workers.py": "split",
     },
 }
