@@ -54,7 +54,7 @@ from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run_folder import CHECKPOINTS, resume_path
 from tlt_megatron.trainer.speculation_log import SpeculationLog
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +136,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     if saved is not None:
         resumed = compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
-    held_out = []
-    if config.data.eval:
-        held_out = load_prompts(config.data.eval, tokenizer, config.data, world).prompts(
-            config.eval.num_prompts
-        )
+    held_out = _load_held_out(config, tokenizer, world)
     rewards.wait_ready()
 
     seed_everything(config.run.seed)
@@ -169,6 +165,14 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     if saved and folder:
         trainer.resume(saved, folder, resumed)
     return trainer, model
+
+
+def _load_held_out(config: RunConfig, tokenizer: Tokenizer, world: Group) -> tuple[Prompt, ...]:
+    """Return the prompts of evaluations, none without data.eval. A collective of all ranks."""
+    if not config.data.eval:
+        return ()
+    found = load_prompts(config.data.eval, tokenizer, config.data, world)
+    return found.prompts(config.eval.num_prompts)
 
 
 def _check_extensions(config: RunConfig) -> None:

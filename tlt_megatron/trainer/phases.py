@@ -36,7 +36,7 @@ class Phases:
         timeline: Timeline,
         progress: Progress,
         device: Device,
-        on_phase: Callable[[str], None] = lambda name: None,
+        on_phase: Callable[[str], None],
     ) -> None:
         """`on_phase` is called with the name of each phase when it begins."""
         self.timeline = timeline
