@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +137,14 @@ def train(
     groups: ProcessGroups,
     seeds: Sequence[int],
     shares: Sequence[int] = (len(LENGTHS),),
+    between: Callable[[McorePolicyModel], None] = lambda policy: None,
 ) -> dict[str, Any]:
-    """One optimizer step per seed; metric sums over data-parallel ranks, stats, and the weights at the end."""
+    """One optimizer step per seed; metric sums over data-parallel ranks, stats, and the weights at the end.
+
+    `between` is called before each step."""
     sums, stats = [], []
     for seed in seeds:
+        between(policy)
         share = share_of(make_batch(seed), groups, shares)
         sums.append(policy.forward_backward(share, 0.8, tiny_loss))
         stats.append(policy.optimizer_step())

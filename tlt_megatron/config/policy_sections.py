@@ -141,6 +141,8 @@ class McoreSection(Section):
     # activation recompute
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none"
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
+    # During rollouts gradient buffers are freed and, on a GPU, optimizer state moves to host memory
+    offload_in_rollouts: bool = False
     transformer: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:

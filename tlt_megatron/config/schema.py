@@ -335,6 +335,11 @@ class RunConfig:
             "publish",
             f"step where rollout.engine={rollout.engine!r} (its drafter changes only between rollouts)",
         )
+        self.mcore.require(
+            self.model.dtype != "float32" or not self.mcore.offload_in_rollouts,
+            "offload_in_rollouts",
+            "false where model.dtype='float32' (the optimizer has no weights of its own to move)",
+        )
         self.eval.require(
             self.eval.interval == 0 or bool(self.data.eval),
             "interval",

@@ -47,15 +47,25 @@ def policy_claims(
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
+    gradients_in = optimizer_in = ALL_PHASES
+    if mcore.offload_in_rollouts:
+        gradients_in = frozenset({Phase.UPDATE})
+        optimizer_in = gradients_in if is_cuda else ALL_PHASES
     return [
         MemoryClaim(name="policy", num_bytes=own * item, lower=layout),
         MemoryClaim(
             name="reference policy", num_bytes=own * item * has_reference, lower="algorithm.kl_coef"
         ),
-        MemoryClaim(name="gradients", num_bytes=own * _GRAD_BYTES, lower=layout),
+        MemoryClaim(
+            name="gradients",
+            num_bytes=own * _GRAD_BYTES,
+            phases=gradients_in,
+            lower=f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}",
+        ),
         MemoryClaim(
             name="optimizer",
             num_bytes=own * _OPTIMIZER_BYTES[model.dtype] // num_shards,
+            phases=optimizer_in,
             lower=layout,
         ),
         MemoryClaim(

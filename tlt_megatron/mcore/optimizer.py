@@ -109,6 +109,19 @@ class PolicyOptimizer:
         self.zero_grad()
         return OptimizerStats(grad_norm=grad_norm, lr=float(lr), is_skipped=not is_finite)
 
+    def offload(self, is_cuda: bool) -> None:
+        """Free the gradient buffers, which are zero, and move optimizer state to host memory.
+
+        Megatron moves the optimizer's own float32 weights, so those of the model must be bfloat16.
+        """
+        self._model.offload_grad_buffers(synchronize=is_cuda, empty_cache=is_cuda)
+        self.megatron.offload_to_cpu()
+
+    def reload(self, is_cuda: bool) -> None:
+        """Undo `offload`."""
+        self._model.restore_grad_buffers(synchronize=is_cuda)
+        self.megatron.restore_from_cpu()
+
     def zero_grad(self) -> None:
         """Zero the gradient buffers."""
         self._model.zero_grad_buffer()

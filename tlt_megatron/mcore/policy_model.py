@@ -75,6 +75,9 @@ class McorePolicyModel:
                 for name, parameter in self._stage.named_parameters()
             }
         self._has_gradients = False
+        self._device = device
+        self._offloads = mcore.offload_in_rollouts
+        self._is_away = False
 
     def infer_logprobs(
         self,
@@ -111,6 +114,8 @@ class McorePolicyModel:
         A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are
         already summed and divided by the count.
         """
+        if self._is_away:
+            raise RuntimeError("forward_backward was called between leave_device and enter_device")
         if self._has_gradients:
             raise RuntimeError("forward_backward was called twice without optimizer_step")
         self._has_gradients = True
@@ -125,6 +130,19 @@ class McorePolicyModel:
             raise RuntimeError("optimizer_step was called without forward_backward before it")
         self._has_gradients = False
         return self._optimizer.step()
+
+    def leave_device(self) -> None:
+        """See PolicyModel. Cached memory goes too: an engine in another process cannot take it."""
+        if self._offloads and not self._is_away:
+            self._is_away = True
+            self._optimizer.offload(self._device.is_cuda)
+        self._device.release_cached()
+
+    def enter_device(self) -> None:
+        """See PolicyModel."""
+        if self._is_away:
+            self._is_away = False
+            self._optimizer.reload(self._device.is_cuda)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See PolicyModel."""

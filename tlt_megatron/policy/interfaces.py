@@ -60,6 +60,12 @@ class PolicyModel(Protocol):
         """Yield full (unsharded) tensors under their Hugging Face names, on every rank."""
         ...
 
+    def leave_device(self) -> None:
+        """Free what only updates need, until `enter_device`. Called before an engine takes memory."""
+
+    def enter_device(self) -> None:
+        """Be ready for log-probs and updates again."""
+
     def save(self, path: Path) -> None:
         """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""
 

@@ -38,6 +38,11 @@ class Device:
         """Return the host memory this process already holds on a CPU; 0 on a GPU."""
         return 0 if self.is_cuda else psutil.Process().memory_info().rss
 
+    def release_cached(self) -> None:
+        """Give cached GPU memory back to the driver, for other processes of the GPU."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
     def reset_peak(self) -> None:
         """Restart the measurement of `peak_bytes`."""
         if self.is_cuda:

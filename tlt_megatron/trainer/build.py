@@ -164,6 +164,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     )
     if saved and folder:
         trainer.resume(saved, folder, resumed)
+    model.leave_device()
     return trainer, model
 
 

@@ -116,11 +116,13 @@ class RLTrainer:
             with self.phases("PUBLISH", "publish_drafter"):
                 self.drafter.publish(collected.metrics)
         self.engine.sleep()
+        self.policy_trainer.model.enter_device()
         with self.phases("LOGPROB", "old_log_prob"):
             tap = self.drafter.make_tap() if self.drafter else None
             inference = self.policy_trainer.infer_logprobs(collected.groups, tap)
         with self.phases("UPDATE", "update_actor"):
             update = self.policy_trainer.update(inference)
+        self.policy_trainer.model.leave_device()
         self.engine.wake()
         self.step += 1
         self._push_policy()

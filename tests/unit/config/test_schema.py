@@ -54,6 +54,10 @@ from tlt_megatron.config.load import load_config
         ("optimizer.beta1=1", r"optimizer\.beta1=1\.0: must be in \[0, 1\)"),
         ("optimizer.beta2=-0.1", r"optimizer\.beta2=-0\.1: must be in \[0, 1\)"),
         ("mcore.micro_batch_tokens=0", r"mcore\.micro_batch_tokens=0: must be >= 1"),
+        (
+            "mcore.offload_in_rollouts=true",
+            r"mcore\.offload_in_rollouts=True: must be false where model\.dtype='float32'",
+        ),
         ("mcore.recompute=all", r"mcore\.recompute='all': must be one of none, selective, full"),
         (
             'mcore.transformer={"attention_dropout":0.1}',

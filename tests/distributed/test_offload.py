@@ -1,0 +1,76 @@
+"""A policy that leaves its device between updates trains as one that stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, tiny_loss, train
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.mcore.policy_model import McorePolicyModel
+
+
+def gradient_bytes(policy: McorePolicyModel) -> int:
+    """What the gradient buffers hold now."""
+    buffers = policy._model.buffers
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+
+def _away_and_back(policy: McorePolicyModel) -> None:
+    policy.leave_device()
+    policy.leave_device()  # a stop request may come between two steps
+    assert gradient_bytes(policy) == 0
+    with pytest.raises(RuntimeError, match="between leave_device and enter_device"):
+        policy.forward_backward(make_batch(1), 1.0, tiny_loss)
+    policy.enter_device()
+    assert gradient_bytes(policy) > 0
+
+
+def _train(path: Path, layout: Layout, shares: tuple[int, ...], is_away: bool) -> dict[str, Any]:
+    policy, groups = build_policy(path, layout, dtype="bfloat16", offload_in_rollouts=is_away)
+    options = {"between": _away_and_back} if is_away else {}
+    return train(policy, groups, (1, 2, 3), shares, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        (Layout(world=1), (len(LENGTHS),)),
+        (Layout(world=2), (2, 3)),
+        (Layout(world=2, tensor=2), (len(LENGTHS),)),
+        (Layout(world=2, pipeline=2), (len(LENGTHS),)),
+    ],
+    ids=["one rank", "DP2", "TP2", "PP2"],
+)
+def test_updates_are_bit_for_bit_those_of_a_policy_that_stays(
+    model_path: Path, layout: Layout, shares: tuple[int, ...]
+) -> None:
+    stayed = run_ranks(layout.world, _train, model_path, layout, shares, False)
+    left = run_ranks(layout.world, _train, model_path, layout, shares, True)
+    for there, here in zip(stayed, left, strict=True):
+        assert here["stats"] == there["stats"]
+        assert here["weights"].keys() == there["weights"].keys()
+        for name, tensor in here["weights"].items():
+            assert torch.equal(tensor, there["weights"][name]), name
+
+
+def _save_away_and_load(path: Path, folder: Path) -> bool:
+    policy, groups = build_policy(path, Layout(world=1), dtype="bfloat16", offload_in_rollouts=True)
+    train(policy, groups, (1,))
+    policy.leave_device()
+    folder.mkdir()
+    policy.save(folder)
+    policy.enter_device()
+    straight = train(policy, groups, (2,))
+    policy.load(folder)
+    resumed = train(policy, groups, (2,))
+    return all(torch.equal(straight["weights"][n], t) for n, t in resumed["weights"].items())
+
+
+def test_a_checkpoint_written_while_away_resumes_bit_for_bit(tmp_path: Path) -> None:
+    path = make_tiny_hf(tmp_path / "llama", "llama")
+    assert run_ranks(1, _save_away_and_load, path, tmp_path / "checkpoint") == [True]
