@@ -31,7 +31,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterStats:
-    """Result of one step over all members, the same on each."""
+    """Result of one step over all members; the same on each, but for `is_out_of_memory`."""
 
     loss: float  # per trained row, weighted sum over unroll steps; nan without rows
     num_tokens: int  # trained rows
@@ -44,6 +44,7 @@ class DrafterStats:
     lr: float
     is_skipped: bool  # no update: a gradient was not finite, or no member had a trained row
     num_updates: int  # of the drafter since it was created
+    is_out_of_memory: bool = False  # this member's batch did not fit and was left out
 
     @property
     def accept_length(self) -> float:
@@ -155,17 +156,23 @@ class DrafterTrainer:
 
         `read_flags` is called after the backward pass, just before the reduction. `should_abandon`
         is called throughout the passes; once it returns True, this member counts as one without a
-        batch.
+        batch. So does a member whose GPU memory does not suffice: the batch is lost, not the run.
 
         The gradient is that of the loss summed over all members divided by their summed rows. It
         does not depend on how rows are distributed. If `batch` is None on all members, only the
         flags are exchanged.
         """
-        num_steps = self.num_unroll_steps
+        num_steps, sums, is_out_of_memory = self.num_unroll_steps, None, False
         try:
             with interruptible(self.model, should_abandon):
                 sums = self._backward(batch)
         except PassAbandoned:
+            pass
+        except torch.OutOfMemoryError as error:
+            is_out_of_memory = True
+            reason = str(error).partition("\n")[0]
+            log.warning("drafter batch left out (drafter.batch_tokens): %s", reason)
+        if sums is None:  # not in the handlers: an exception holds the activations
             sums = self._backward(None)
         sums[-2:] = sums.new_tensor(read_flags())
         if self.group.size > 1:
@@ -201,6 +208,7 @@ class DrafterTrainer:
             lr=lr,
             is_skipped=is_skipped,
             num_updates=self.num_updates,
+            is_out_of_memory=is_out_of_memory,
         )
 
     @torch.no_grad()

@@ -68,6 +68,9 @@ class SpotReport:
             "spot/broken": float(self.num_broken),
             "spot/updates": float(len(updates)),
             "spot/preempt_ms": self.preempt_ms,
+            "spot/out_of_memory": float(
+                sum(stats.is_out_of_memory for session in self.sessions for stats in session.stats)
+            ),
         }
         if updates:
             metrics["drafter/loss"] = sum(s.loss for s in updates) / len(updates)
@@ -79,7 +82,8 @@ class SpotReport:
 def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combine `SpotReport.metrics` of all ranks. An update of several members counts once."""
     merged = dict(max(ranks, key=lambda rank: rank["spot/updates"]))
-    merged["bubble/used_s"] = sum(rank["bubble/used_s"] for rank in ranks)
+    for name in ("bubble/used_s", "spot/out_of_memory"):
+        merged[name] = sum(rank[name] for rank in ranks)
     for name in ("bubble/stall_s", "spot/epochs", "spot/broken", "spot/preempt_ms"):
         merged[name] = max(rank[name] for rank in ranks)
     return merged

@@ -99,6 +99,25 @@ def test_members_that_finish_their_pass_make_the_step_without_the_one_that_does_
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9)
 
 
+def test_a_batch_that_does_not_fit_is_left_out_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, straight = make_trainer(), make_trainer()
+    batch = make_batch(trainer.model)
+
+    def fail() -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.80 GiB.")
+
+    before = copy_of(trainer)
+    stats = trainer.step(batch, should_abandon=fail)
+    assert (stats.is_out_of_memory, stats.is_skipped, stats.num_tokens) == (True, True, 0)
+    assert "batch left out" in caplog.text
+    assert is_same(trainer.state_dict(), before)
+    assert not trainer.step(batch).is_out_of_memory
+    straight.step(batch)
+    assert is_same(trainer.state_dict(), straight.state_dict())
+
+
 def test_an_error_of_who_is_asked_passes_on_and_nobody_is_asked_any_more() -> None:
     trainer = make_trainer()
     count = 0
