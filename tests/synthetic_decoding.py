@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from tlt_megatron.speculation.selector import StrategySelector
+from tlt_megatron.speculation.selector import Decision, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 ARMS = tuple(
@@ -67,6 +67,19 @@ class SyntheticDecoding:
             rates.append(1.0 - miss ** math.exp(text))
         return rates
 
+    def first_by_depth(
+        self, strategy: SpeculationStrategy, accepted_by_depth: Sequence[int]
+    ) -> list[int] | None:
+        """Of accepted tokens in a tree, how many the drafter ranked first: its own quality over the tree's rate."""
+        if strategy.topk <= 1:
+            return None
+        rates = self.rates(strategy)
+        first = []
+        for depth, count in enumerate(accepted_by_depth[: strategy.num_steps]):
+            share = max(self.quality - 0.01 * depth, 0.0) / max(rates[depth], 1e-9)
+            first.append(sum(self._rng.random() < share for _ in range(count)))
+        return first
+
     def tokens(self, strategy: SpeculationStrategy, texts: Sequence[float] = (0.0,)) -> float:
         """Expected of a step, for each request."""
         total = 0.0
@@ -109,17 +122,20 @@ class Score:
 
     def __init__(self) -> None:
         self.chosen: list[SpeculationStrategy] = []
+        self.reasons: list[str] = []
         self._seconds = self._oracle_s = self._plain_s = 0.0
 
     def add(
         self,
         world: SyntheticDecoding,
-        chosen: SpeculationStrategy,
+        decision: Decision,
         batch_size: int,
         texts: Sequence[float] = (0.0,),
         num_unread: int = 0,
     ) -> None:
+        chosen = decision.strategy
         self.chosen.append(chosen)
+        self.reasons.append(decision.reason)
         best, tokens = world.best(batch_size), world.tokens(chosen, texts)
         self._seconds += world.seconds(chosen, batch_size, num_unread)
         self._oracle_s += tokens / world.tokens(best, texts) * world.seconds(best, batch_size)
@@ -147,10 +163,13 @@ def run_selector(
     for step, batch_size in enumerate(batch_sizes):
         if on_step is not None:
             on_step(step)
-        strategy = selector.choose(batch_size)
+        decision = selector.choose(batch_size)
+        strategy = decision.strategy
         accepted, seconds = world.step(strategy, batch_size)
-        selector.observe(strategy, batch_size, counts_by_depth(accepted, strategy), seconds)
-        score.add(world, strategy, batch_size)
+        depths = counts_by_depth(accepted, strategy)
+        first = world.first_by_depth(strategy, depths)
+        selector.observe(strategy, batch_size, depths, seconds, first)
+        score.add(world, decision, batch_size)
     return score
 
 
@@ -172,10 +191,13 @@ def run_rollout(
             running.append(waiting.pop())
         batch_size, texts = len(running), [text for _, text, _ in running]
         num_unread = sum(unread for _, _, unread in running)
-        strategy = selector.choose(batch_size)
+        decision = selector.choose(batch_size)
+        strategy = decision.strategy
         accepted, seconds = world.step(strategy, batch_size, texts, num_unread)
-        selector.observe(strategy, batch_size, counts_by_depth(accepted, strategy), seconds)
-        score.add(world, strategy, batch_size, texts, num_unread)
+        depths = counts_by_depth(accepted, strategy)
+        first = world.first_by_depth(strategy, depths)
+        selector.observe(strategy, batch_size, depths, seconds, first)
+        score.add(world, decision, batch_size, texts, num_unread)
         for request, count in zip(running, accepted, strict=True):
             request[0] -= count + 1
             request[2] = 0 if strategy.is_learned else request[2] + count + 1

@@ -21,7 +21,7 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.selector import Decision, FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -46,10 +46,9 @@ class Alternating(FixedSelector):
         super().__init__(strategies[0])
         self._turn = itertools.cycle(strategies)
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
+    def choose(self, batch_size: int) -> Decision:
         """The next one, whatever the batch."""
-        self._strategy = next(self._turn)
-        return super().choose(batch_size)
+        return Decision(strategy=next(self._turn), reason="turn")
 
 
 def make_engine(path: Path, *strategies: str, **settings: object) -> EmbeddedEngine:

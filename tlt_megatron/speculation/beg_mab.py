@@ -12,13 +12,9 @@ import random
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from tlt_megatron.speculation.selector import (
-    Decision,
-    DecisionTrace,
-    check_state,
-    committed_per_s,
-)
+from tlt_megatron.speculation.selector import Decision, fits
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 
@@ -85,9 +81,8 @@ class BegMabSelector:
         self._epsilon = epsilon
         self._rewards = {s: _SlidingMedian(window) for s in strategies}
         self._rng = random.Random(seed)
-        self._trace = DecisionTrace()
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
+    def choose(self, batch_size: int) -> Decision:
         """Choose epsilon-greedily inside the bucket of the batch size."""
         bucket = self._buckets[bisect_right(self._thresholds, batch_size) - 1]
         if len(bucket) == 1:
@@ -96,8 +91,7 @@ class BegMabSelector:
             chosen, reason = self._rng.choice(bucket), "explore"
         else:
             chosen, reason = max(bucket, key=lambda s: self._rewards[s].median()), "exploit"
-        self._trace.chosen(batch_size, chosen, reason)
-        return chosen
+        return Decision(strategy=chosen, reason=reason)
 
     def observe(
         self,
@@ -105,33 +99,32 @@ class BegMabSelector:
         batch_size: int,
         accepted_by_depth: Sequence[int],
         seconds: float,
+        first_by_depth: Sequence[int] | None = None,
     ) -> None:
-        """Record the reward (mean accepted + 1) * batch size / seconds."""
-        reward = committed_per_s(batch_size, accepted_by_depth, seconds)
-        self._trace.observed(strategy, batch_size, reward)
+        """Record the reward: committed tokens per second of the batch. Each request commits a bonus token too."""
         if strategy in self._rewards:
+            reward = (batch_size + sum(accepted_by_depth)) / max(seconds, 1e-9)
             self._rewards[strategy].append(reward)
 
     def drafter_changed(self) -> None:
         """Do nothing: the sliding window forgets the old drafter, as in the paper."""
 
-    def decisions(self) -> list[Decision]:
-        """See `StrategySelector`."""
-        return self._trace.take()
-
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the windows and the state of the random generator."""
         version, words, gauss = self._rng.getstate()
         return {
-            "kind": "beg_mab",
-            "strategies": [str(s) for s in self._strategies],
+            **self._identity(),
             "rewards": {str(s): self._rewards[s].values() for s in self._strategies},
             "rng": [version, list(words), gauss],
         }
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def _identity(self) -> dict[str, Any]:
+        return {"kind": "beg_mab", "strategies": [str(s) for s in self._strategies]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StrategySelector`."""
-        check_state(state, "beg_mab", self._strategies)
+        if not fits(state, self._identity()):
+            return
         for strategy in self._strategies:
             self._rewards[strategy].replace(state["rewards"][str(strategy)])
         version, words, gauss = state["rng"]

@@ -54,6 +54,18 @@ def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
     )
 
 
+def first_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """Return [num_steps] int64: requests whose accepted token at each depth is the first child of its parent.
+
+    The learned drafter ranks children in node order. Retrieved nodes are not counted.
+    """
+    parents_BQ = tree.parents_BQ[:, : tree.num_learned]
+    is_sibling_BQQ = parents_BQ.unsqueeze(2) == parents_BQ.unsqueeze(1)
+    is_first_BQ = ~is_sibling_BQQ.tril(-1).any(dim=2)
+    is_first_BR = torch.nn.functional.pad(is_first_BQ, (1, tree.num_retrieved))
+    return is_first_BR.gather(1, verdict.path_BS)[:, 1 : tree.num_steps + 1].sum(dim=0)
+
+
 class AcceptanceCalibrator:
     """Adjusts tau of each depth until accepted matches predicted (Robbins and Monro 1951, on log tau)."""
 

@@ -1,161 +1,316 @@
-"""The cost-model selector: tokens a strategy brings, divided by seconds it takes, each learned apart.
+"""The cost-model selector: expected tokens of a decode pass over its expected seconds; the best strategy runs.
 
-DESIGN 5.3. A bandit that learns only tokens per second must try every strategy at every batch size again and again. Here
-acceptance is learned by depth for all batch sizes at once (`acceptance_model`), and seconds by rows and steps for all
-strategies at once (`step_cost`), so one step informs every arm. Three rules make it safe:
-- an arm that drafts runs only if the LOWER bound of its gain over plain decoding, always an arm, is above the hysteresis:
-  an uncertain gain is never relied upon;
-- another arm is tried only if what the trial may teach is worth more than it costs (`plan`), and only from a budget: a
-  fixed share of the time, and of the time that drafting has saved. Every trial pays out of it what it lost. So trying
-  costs at most that share, whatever the drafter does;
-- plain decoding, the learned drafter and retrieval are each tried now and then, sooner if the budget permits, whatever is
-  believed; and the learned drafter soon after it was replaced or had surprised.
-One thing to know: it learns from every step whoever chose it, and what it learned is kept in its state, so a run pays for
-learning once.
+Sampling is noise-keyed, so the tokens do not depend on the strategy. One pass therefore tells about the acceptance of every
+strategy (`AcceptanceTable`), and its seconds about the cost of every strategy (`PassCost`). Only kinds of strategies that do
+not run at all are probed now and then: plain decoding, the learned drafter, retrieval. Probes may lose a fixed share of the
+time. The selector uses no clock and no random numbers, so it is deterministic in what it observes.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tlt_megatron.speculation.acceptance_model import AcceptanceModel
-from tlt_megatron.speculation.plan import Plan, make_plan
-from tlt_megatron.speculation.selector import (
-    Decision,
-    DecisionTrace,
-    check_state,
-    committed_per_s,
-)
-from tlt_megatron.speculation.step_cost import CatchUpCost, StepCostModel
+import numpy as np
+
+from tlt_megatron.speculation.selector import Decision, fits
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-_MAX_BUDGET = 10.0  # steps of the present length: a long calm pays for no long loss
-_NEW_BATCH = 1.25  # times the batch size before
-_HICCUP = 2.0  # times the expected seconds: what is above is not the fault of the arm on trial
-_REFRESH_S = 0.4  # between two looks at the models
-_REFRESH_STEPS = (8, 512)
-# A look takes about _LOOK_S. Looks have _LOOK_SHARE of the time, and may draw on as much as was not used of it.
-_LOOK_S = 1e-3
-_LOOK_SHARE = 0.015
-_MAX_LOOK_CREDIT_S = 20e-3
-# An arm rests between two trials, because machines are slow for several steps on end. One of at least `_NEAR` the rate of
-# the best is tried although it does not seem worth it: after `_RETRY` steps, twice as many after every trial, if it was slow
-# out of reason, and after `_STALE` * `probe_every` steps in any case.
-_REST = 20
-_RETRY = 10
-_STALE = 3
-_NEAR = 0.75
-_LONG_TRIAL = 3  # steps
-# Steps after the learned drafter was replaced, given up, or did far worse or better than expected, at which it is looked at
-# again if it does not run: a batch begins all its responses at once, and beginnings tell little of what follows.
-_RECHECKS = (8, 64)
-_OVERDUE = 5  # times the patience with a kind of arms: then it is looked at whatever that costs
-_CALM_STEPS = 8  # of plain decoding, at most, that are taken at one word and learned from together
-_DRAFTING_PATIENCE = 4  # other drafters are looked at as many times less often while one runs
-# Share of the time that looks at plain decoding may lose while drafting runs: where drafting gains little they cost little,
-# and come often, since a small gain is soon a loss. Least and most of `probe_every` between two.
-_PLAIN_SHARE = 0.004
-_PLAIN_PATIENCE = (0.2, 8.0)
-_PLAIN, _LEARNED, _RETRIEVED = range(3)
+# ---- acceptance; counts are in requests: a pass of 8 requests adds 8 at the first depth
+_HALF_LIFE = 300.0  # requests after which a count weighs half: some passes of a large batch
+_PRIOR = 2.0  # requests; weight of a rate that stands in for missing counts
+_UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
+_DOUBT = 20.0  # requests; weight left of old counts when a probe measures the drafter again
+_WIDTH_GAIN = 3.0  # about 1 / (change of a tree's acceptance per unit of log w)
+_COLLAPSE = 1e4  # likelihood ratio at which the drafter counts as collapsed, against a quarter
+# ---- seconds
+_WINDOW = 9  # passes of a median: it survives 4 disturbed ones
+_STALE = 100.0  # passes after which a median weighs half: machine and context lengths change
+_NOISE = 0.15  # relative error of a median around the plane
+_MAX_ERROR = 0.3  # of log seconds; a median further from the plane was disturbed
+_REACH = 0.5  # octaves of batch size at which a neighbouring median weighs half
+_OPTIMISM = 0.08  # relative discount on the seconds of a strategy that was not measured near by
+# Seconds before anything is measured, in units of a plain pass of few rows. See `_terms`.
+_COST_PRIOR = np.array([1.0, 0.01, 0.015, 0.08, 0.003, 0.003])
+# ---- choice
+_PROBE_SHARE = 0.005  # of the time that probes of one kind may lose
+_FIRST_BUDGET = 2.0  # passes that they may lose at the start
+_MAX_BUDGET = 10.0  # passes; a long time without probes must not fund a long loss
+_REST = (2, 128)  # passes between two probes of a kind: doubles from the first to the second
+_MAX_REFRESH = 8  # passes between two updates of the estimates (about 0.2 ms each)
+
+
+class AcceptanceTable:
+    """Chance of each depth, given that the depth above was accepted, for every strategy.
+
+    A depth is missed if the learned part and the retrieved chain both miss. A chain misses with chance m, a tree with m ** w:
+    its width w is learned for each tree. An accepted token is attributed to the parts by Bayes' rule, so every strategy that
+    shares a part learns from it.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[
+            list[float]
+        ] = []  # of the drafter's first candidate, by depth: tried, accepted
+        self._retrieved: list[list[float]] = []
+        self._widths: dict[
+            str, list[float]
+        ] = {}  # by tree: log w, requests that it was learned from
+        self._evidence = 0.0  # that the drafter has collapsed: log likelihood ratio,
+        self._recent: list[list[float]] = []  # and the counts that it comes from
+
+    def tokens(self, strategy: SpeculationStrategy) -> float:
+        """Return the expected tokens of a request in one pass, the bonus token included."""
+        total = alive = 1.0
+        for _, _, rate in self._chances(strategy):
+            alive *= rate
+            total += alive
+        return total
+
+    def observe(
+        self,
+        strategy: SpeculationStrategy,
+        batch_size: int,
+        accepted_by_depth: Sequence[int],
+        first_by_depth: Sequence[int] | None,
+    ) -> bool:
+        """Count a drafting pass. Return whether the drafter is found to have collapsed."""
+        fade = 0.5 ** (batch_size / _HALF_LIFE)
+        chances = self._chances(strategy)
+        reached_by_depth = (batch_size, *accepted_by_depth[:-1])
+        first, retrieved = [], []
+        evidence = surprise = 0.0
+        for reached, accepted, (by_first, by_retrieved, rate) in zip(
+            reached_by_depth, accepted_by_depth, chances, strict=True
+        ):
+            first.append([float(reached), accepted * by_first / rate])
+            retrieved.append([float(reached), accepted * by_retrieved / rate])
+            surprise += accepted - reached * rate
+            evidence += accepted * math.log(0.25)
+            evidence += (reached - accepted) * math.log((1.0 - rate / 4.0) / (1.0 - rate))
+        if strategy.is_learned:
+            first = first[: strategy.num_steps]
+            if first_by_depth is not None:
+                first = [
+                    [c[0], float(right)] for c, right in zip(first, first_by_depth, strict=True)
+                ]
+            if self._has_collapsed(first, evidence):
+                return True
+            _add(self._first, first, fade)
+        if strategy.num_retrieved:
+            _add(self._retrieved, retrieved[: strategy.num_retrieved], fade)
+        if strategy.topk > 1:
+            log_width, weight = self._width(strategy)
+            weight = min(weight + sum(reached_by_depth), 4 * _HALF_LIFE)
+            log_width = min(max(log_width + _WIDTH_GAIN * surprise / weight, 0.0), 2.0)
+            self._widths[str(strategy)] = [log_width, weight]
+        return False
+
+    def doubt(self) -> None:
+        """Let old counts weigh little, because a drafter that did not run is measured again."""
+        for counts in (self._first, self._retrieved):
+            if counts and counts[0][0] > _DOUBT:
+                _add(counts, [], _DOUBT / counts[0][0])
+
+    def _chances(self, strategy: SpeculationStrategy) -> list[tuple[float, float, float]]:
+        """Return by depth the chance of the first candidate, of the retrieved token, and of any part of the strategy."""
+        first = _rates(self._first, strategy.num_steps)
+        retrieved = _rates(self._retrieved, strategy.num_retrieved)
+        width = math.exp(self._width(strategy)[0]) if strategy.topk > 1 else 1.0
+        chances = []
+        for depth in range(strategy.depth):
+            by_first = first[depth] if depth < len(first) else 0.0
+            by_retrieved = retrieved[depth] if depth < len(retrieved) else 0.0
+            rate = 1.0 - (1.0 - by_first) ** width * (1.0 - by_retrieved)
+            chances.append((by_first, by_retrieved, min(max(rate, 0.005), 0.995)))
+        return chances
+
+    def _width(self, strategy: SpeculationStrategy) -> list[float]:
+        """Return log w of a tree and its weight. Until it is measured, a tree with room for n candidates at each depth has
+        w = 1 + 0.6 log2(n), a fit to trees of several policies."""
+        room = min(strategy.topk, strategy.num_draft_tokens / strategy.num_steps)
+        return self._widths.get(str(strategy), [math.log(1.0 + 0.6 * math.log2(room)), 50.0])
+
+    def _has_collapsed(self, counts: list[list[float]], evidence: float) -> bool:
+        """Page's (1954) test: are the latest passes `_COLLAPSE` times likelier at a quarter of the acceptance?"""
+        self._evidence = max(self._evidence + evidence, 0.0)
+        if self._evidence == 0.0:
+            self._recent = []
+            return False
+        _add(self._recent, counts, 1.0)
+        if self._evidence < math.log(_COLLAPSE):
+            return False
+        self._first = [[max(n, _DOUBT), accepted] for n, accepted in self._recent if n > 0.0]
+        self._recent, self._evidence = [], 0.0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as values that JSON can hold."""
+        return {name.strip("_"): value for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        for name in vars(self):
+            setattr(self, name, state[name.strip("_")])
+
+
+def _add(counts: list[list[float]], new: Sequence[Sequence[float]], fade: float) -> None:
+    """Scale `counts` ([tried, accepted] by depth) by `fade` and add `new`."""
+    counts += [[0.0, 0.0] for _ in range(len(new) - len(counts))]
+    for depth, count in enumerate(counts):
+        added = new[depth] if depth < len(new) else (0.0, 0.0)
+        count[:] = [count[0] * fade + added[0], count[1] * fade + added[1]]
+
+
+def _rates(counts: Sequence[Sequence[float]], num_depths: int) -> list[float]:
+    """Return the acceptance of each depth. A depth with few counts is like the one above it."""
+    rates, rate = [], _UNKNOWN
+    for depth in range(num_depths):
+        if depth < len(counts):
+            tried, accepted = counts[depth]
+            rate = (accepted + _PRIOR * rate) / (tried + _PRIOR)
+        rates.append(rate)
+    return rates
+
+
+class PassCost:
+    """Seconds of a pass: medians by strategy and batch size, and a plane through all of them for what was not measured."""
+
+    def __init__(self) -> None:
+        # By strategy and quarter octave of the batch size: the latest seconds, in units of what `_COST_PRIOR` says for their
+        # exact batch size, and the pass at which they were seen.
+        self._cells: dict[SpeculationStrategy, dict[int, tuple[deque[float], int]]] = {}
+        self._now = 0
+        self._plane = _COST_PRIOR
+        # By strategy: (log2 batch size, weight, relative distance from the plane) of every median.
+        self._errors: dict[SpeculationStrategy, list[tuple[float, float, float]]] = {}
+
+    def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
+        """Add a pass."""
+        self._now += 1
+        cells = self._cells.setdefault(strategy, {})
+        quarter = round(4.0 * math.log2(batch_size))
+        latest = cells[quarter][0] if quarter in cells else deque(maxlen=_WINDOW)
+        latest.append(seconds / float(_terms(strategy, batch_size) @ _COST_PRIOR))
+        cells[quarter] = latest, self._now
+
+    def refresh(self) -> None:
+        """Fit the plane to everything observed so far: least squares of the relative error, with a prior, no term < 0."""
+        cells = [
+            (strategy, quarter / 4.0, statistics.median_low(latest), len(latest), seen_at)
+            for strategy, by_quarter in self._cells.items()
+            for quarter, (latest, seen_at) in by_quarter.items()
+        ]
+        if not cells:
+            return
+        weights_N = np.array([n * 0.5 ** ((self._now - at) / _STALE) for *_, n, at in cells])
+        terms_NF = np.array([_terms(strategy, 2.0**octave) for strategy, octave, *_ in cells])
+        terms_NF *= _COST_PRIOR
+        unit_s = statistics.median_low([ratio for _, _, ratio, *_ in cells])
+        seconds_N = np.array([ratio for _, _, ratio, *_ in cells]) * terms_NF.sum(axis=1)
+        scaled_NF = terms_NF * (np.sqrt(weights_N) / seconds_N * unit_s / _NOISE)[:, None]
+        matrix_FF = scaled_NF.T @ scaled_NF + np.eye(len(_COST_PRIOR))
+        target_F = scaled_NF.T @ (np.sqrt(weights_N) / _NOISE) + 1.0
+        slopes_F = np.zeros(len(_COST_PRIOR))
+        active = list(range(len(_COST_PRIOR)))
+        while active:
+            part = np.linalg.solve(matrix_FF[np.ix_(active, active)], target_F[active])
+            slopes_F[active] = part
+            if part.min() >= 0.0:
+                break
+            slopes_F[active.pop(int(part.argmin()))] = 0.0
+        self._plane = slopes_F * _COST_PRIOR * unit_s
+        errors_N = np.log(seconds_N / (terms_NF @ slopes_F * unit_s)).tolist()
+        self._errors = {strategy: [] for strategy in self._cells}
+        weights = weights_N.tolist()
+        for (strategy, octave, *_), weight, error in zip(cells, weights, errors_N, strict=True):
+            error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
+            self._errors[strategy].append((octave, weight, error))
+
+    def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
+        """Return the plane, corrected by the strategy's medians near by. Slightly optimistic where there are none."""
+        plane_s = float(_terms(strategy, batch_size) @ self._plane)
+        octave, total, moved = math.log2(batch_size), 0.0, 0.0
+        for other, weight, error in self._errors.get(strategy, ()):
+            weight *= 0.5 ** (abs(other - octave) / _REACH)
+            total += weight
+            moved += weight * error
+        # Plain decoding gets the whole discount, so that optimism alone never turns drafting on.
+        discount = _OPTIMISM if strategy.is_off else _OPTIMISM / (1.0 + total)
+        return plane_s * math.exp(moved / (1.0 + total)) * (1.0 - discount)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the medians' passes as values that JSON can hold."""
+        cells = [
+            [str(strategy), quarter, list(latest), seen_at]
+            for strategy, by_quarter in self._cells.items()
+            for quarter, (latest, seen_at) in by_quarter.items()
+        ]
+        return {"now": self._now, "cells": cells}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._now, self._cells = state["now"], {}
+        for text, quarter, latest, seen_at in state["cells"]:
+            cells = self._cells.setdefault(SpeculationStrategy.parse(text), {})
+            cells[quarter] = deque(latest, maxlen=_WINDOW), seen_at
+        self.refresh()
+
+
+def _terms(strategy: SpeculationStrategy, batch_size: float) -> np.ndarray:
+    """Return the terms of a pass: constant, requests, rows to verify, draft steps, drafted rows, retrieved rows."""
+    steps, size = strategy.num_steps, batch_size
+    drafted, retrieved = steps * size * strategy.topk, size * strategy.num_retrieved
+    return np.array([1.0, size, size * strategy.num_rows, steps, drafted, retrieved])
 
 
 class CostModelSelector:
-    """Adaptive in both directions; OFF is an arm whether it is listed or not."""
+    """Adaptive in both directions. OFF is an arm whether it is listed or not."""
 
     def __init__(
-        self,
-        strategies: Sequence[SpeculationStrategy],
-        *,
-        half_life: float = 50_000.0,
-        explore_share: float = 0.004,
-        gain_share: float = 0.02,
-        first_budget: float = 2.0,
-        hysteresis: float = 0.02,
-        caution: float = 0.5,
-        horizon: float = 120.0,
-        probe_every: int = 100,
+        self, strategies: Sequence[SpeculationStrategy], *, hysteresis: float = 0.02
     ) -> None:
-        """`half_life`: steps after which half of what was learned of times is forgotten. `explore_share`: share of the
-        time that trials may lose; `gain_share`: and of the time saved. `first_budget`: plain steps that they may lose at
-        the start. `hysteresis`: relative gain that turning speculation on or off needs. `caution`: standard errors of the
-        lower bound. `horizon`: steps for which a better arm pays its trial back. `probe_every`: steps after which drafting
-        is looked at again while it is off."""
-        drafting = [s for s in strategies if not s.is_off]
+        """`hysteresis`: relative gain in tokens per second that a change of strategy needs."""
+        drafting = sorted((s for s in strategies if not s.is_off), key=lambda s: s.num_rows)
         if len(set(drafting)) != len(drafting):
             raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
-        if not 0.0 < explore_share < 1.0:
-            raise ValueError(f"explore_share={explore_share} is outside (0, 1)")
         self._strategies = (OFF, *drafting)
-        self._index = {strategy: index for index, strategy in enumerate(self._strategies)}
-        self._kinds = [_kinds(strategy) for strategy in self._strategies]
-        self._acceptance = AcceptanceModel(drafting)
-        self._cost = StepCostModel(self._strategies, half_life=half_life)
-        self._catch_up = CatchUpCost()
-        self._explore_share = explore_share
-        self._gain_share = gain_share
-        self._first_budget = first_budget
         self._hysteresis = hysteresis
-        self._caution = caution
-        self._horizon = horizon
-        self._probe_every = probe_every
-        self._budget_s = 0.0
-        self._is_on = False
+        kinds = [
+            [OFF],
+            [s for s in drafting if s.is_learned],
+            [s for s in drafting if not s.is_learned],
+        ]
+        self._kinds = [_Kind(kind) for kind in kinds if kind]
+        self._table = AcceptanceTable()
+        self._cost = PassCost()
+        self._current = OFF
+        self._last = OFF, 0  # strategy and batch size of the last pass observed
+        self._probe: SpeculationStrategy | None = None  # the choice is a probe
         self._num_observed = 0
-        self._ran_at = [0] * len(self._strategies)  # the last step of each arm,
-        self._checked_at = [0, 0, 0]  # and of each kind of arms
-        self._rested_at = [0] * len(self._strategies)  # when an arm may be tried again
-        self._num_tried = [0] * len(self._strategies)
-        self._jumped_at = 0  # the last step that showed another drafter than the one known
-        self._grew_at = 0  # the last step before a larger batch
-        self._fitted_at = 0
+        self._changed_at = 0  # pass of the last surprise: a change of strategy, a collapse
         self._refresh_at = 0
-        self._look_credit_s = _MAX_LOOK_CREDIT_S
-        self._batch_size = 0
-        self._plans: dict[int, Plan] = {}
-        self._plan: Plan | None = None  # for the present batch size
-        self._rechecks_at: list[int] = []  # the steps of _RECHECKS to come
-        self._trial = 0  # the arm on trial, while steps are left
-        self._trial_left = 0
-        self._is_routine = False  # its kind of arms had not been seen for long
-        self._is_calm = False
-        self._calm_left = 0  # plain steps to be taken before anything else is considered
-        self._calm_s: list[float] = []  # seconds of those that were taken
-        self._trace = DecisionTrace()
+        self._tokens: dict[SpeculationStrategy, float] = {}
+        self._rates: dict[int, dict[SpeculationStrategy, float]] = {}  # by batch size
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
-        """The best arm, or a trial that the budget pays for."""
-        if self._calm_left > 0 and batch_size == self._batch_size:
-            self._calm_left -= 1
-            self._trace.chosen(batch_size, OFF, "exploit")
-            return OFF
-        self._end_calm()
-        if batch_size != self._batch_size:
-            self._resize(batch_size)
-        if self._cost.is_empty:  # all is measured against a plain step
-            self._trace.chosen(batch_size, OFF, "first")
-            return OFF
-        plan = self._plan
-        if plan is None:
-            plan = self._plan = self._plan_of(batch_size)
-        if self._trial_left == 0:
-            self._trial, self._trial_left = self._pick_trial(plan)
-        if self._trial_left > 0:
-            chosen = self._strategies[self._trial]
-            self._trace.chosen(batch_size, chosen, "explore")
-            return chosen
-        if plan.best > 0 and not self._is_on:
-            self._refresh_at = min(self._refresh_at, self._num_observed + 1)
-        elif plan.best == 0 and self._is_on:
-            self._doubt_drafter()
-        self._is_on = plan.best > 0
-        if not self._is_on:
-            until = min([self._refresh_at, *self._rechecks_at[:1]])
-            self._calm_left = min(_CALM_STEPS, until - self._num_observed) - 1
-            self._is_calm = self._calm_left >= 0
-        chosen = self._strategies[plan.best]
-        self._trace.chosen(batch_size, chosen, "exploit")
-        return chosen
+    def choose(self, batch_size: int) -> Decision:
+        """Return the best strategy, or a probe that its budget pays for."""
+        if self._num_observed == 0:
+            return Decision(strategy=OFF, reason="first")  # everything is compared with it
+        rates = self._rates_at(batch_size)
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > (1.0 + self._hysteresis) * rates[self._current]:
+            self._current = best
+            self._changed_at = self._refresh_at = self._num_observed
+        self._probe = None
+        for kind in self._kinds:
+            if self._current not in kind.strategies and kind.is_due(self._num_observed):
+                self._probe = kind.strategies[0]
+                return Decision(strategy=self._probe, reason="probe")
+        return Decision(strategy=self._current, reason="best")
 
     def observe(
         self,
@@ -163,240 +318,153 @@ class CostModelSelector:
         batch_size: int,
         accepted_by_depth: Sequence[int],
         seconds: float,
+        first_by_depth: Sequence[int] | None = None,
     ) -> None:
-        """Learn from any step of a listed strategy, also one that was not chosen here."""
-        rate = committed_per_s(batch_size, accepted_by_depth, seconds)
-        self._trace.observed(strategy, batch_size, rate)
-        arm = self._index.get(strategy)
-        if arm is None:
+        """Learn from any pass of a listed strategy, also from one that was not chosen here."""
+        if strategy not in self._strategies or not 0.0 < seconds < math.inf:
             return
-        if self._is_calm and arm == 0 and batch_size == self._batch_size:
-            self._calm_s.append(seconds)
-        else:
-            self._end_calm()
-            self._learn(arm, batch_size, accepted_by_depth, [seconds])
-
-    def _end_calm(self) -> None:
-        """Learn from the plain steps that were taken without a thought."""
-        taken, self._calm_s = self._calm_s, []
-        self._calm_left, self._is_calm = 0, False
-        if taken:
-            self._learn(0, self._batch_size, (), taken)
-
-    def _learn(
-        self, arm: int, batch_size: int, accepted_by_depth: Sequence[int], times_s: list[float]
-    ) -> None:
-        """From a step, or from several plain ones in a row."""
-        strategy, num_steps, total_s = self._strategies[arm], len(times_s), sum(times_s)
-        num_tokens = num_steps * batch_size + sum(accepted_by_depth)
-        self._num_observed += num_steps
-        self._ran_at[arm] = self._num_observed
-        for kind in self._kinds[arm]:
-            self._checked_at[kind] = self._num_observed
-        self._account(arm, num_tokens / batch_size / max(total_s, 1e-9), times_s)
-        if strategy.is_learned and self._catch_up.is_due:
-            plan = self._plan if batch_size == self._batch_size else None
-            self._catch_up.caught_up(total_s - plan.seconds[arm] if plan else None)
-        else:
-            self._cost.observe(strategy, batch_size, *times_s)
-        if not strategy.is_learned:
-            self._catch_up.wrote(num_tokens)
-        self._look_credit_s = min(self._look_credit_s + _LOOK_SHARE * total_s, _MAX_LOOK_CREDIT_S)
-        if arm > 0 and self._acceptance.observe(strategy, batch_size, accepted_by_depth):
-            self._jumped_at = self._refresh_at = self._num_observed
-            self._trial_left, self._look_credit_s = 0, _MAX_LOOK_CREDIT_S
-            if strategy.is_learned:
-                self._doubt_drafter()
-        is_time = self._num_observed >= self._refresh_at or self._acceptance.has_news
-        if is_time and self._trial_left == 0 and self._look_credit_s >= 0.0:
-            self._refresh(total_s / num_steps)
+        self._num_observed += 1
+        is_probe, self._probe = strategy == self._probe, None
+        num_tokens = batch_size + sum(accepted_by_depth)
+        self._account(strategy, batch_size, num_tokens, seconds, is_probe=is_probe)
+        # A pass of the learned drafter after others, or with new requests, includes its reading of their tokens: an upper
+        # bound of its seconds.
+        last, last_size = self._last
+        is_clean = not strategy.is_learned or (last.is_learned and batch_size <= last_size)
+        if is_clean or seconds < self._cost.seconds(strategy, batch_size):
+            self._cost.observe(strategy, batch_size, seconds)
+        self._last = strategy, batch_size
+        if is_probe and num_tokens > batch_size * self._table.tokens(strategy):
+            self._table.doubt()  # better than what is known of the drafter
+        if not strategy.is_off and self._table.observe(
+            strategy, batch_size, accepted_by_depth, first_by_depth
+        ):
+            self._changed_at = self._refresh_at = self._num_observed
+        if is_probe or self._num_observed >= self._refresh_at:
+            self._refresh()
 
     def drafter_changed(self) -> None:
-        """Look at the new one whatever it costs: what is known is of its predecessor."""
-        self._end_calm()
-        self._doubt_drafter()
+        """Probe the learned drafter at once if it does not run."""
+        for kind in self._kinds:
+            if kind.strategies[0].is_learned and self._current not in kind.strategies:
+                kind.reset()
 
-    def _doubt_drafter(self) -> None:
-        self._rechecks_at = [self._num_observed + steps for steps in _RECHECKS]
+    def _refresh(self) -> None:
+        """Update the estimates, the more seldom the longer ago the last surprise was."""
+        settled = (self._num_observed - self._changed_at) // 2
+        self._refresh_at = self._num_observed + min(settled + 1, _MAX_REFRESH)
+        self._cost.refresh()
+        self._tokens = {s: self._table.tokens(s) for s in self._strategies}
+        self._rates.clear()
 
-    def decisions(self) -> list[Decision]:
-        """See `StrategySelector`."""
-        return self._trace.take()
+    def _rates_at(self, batch_size: int) -> dict[SpeculationStrategy, float]:
+        """Return the tokens per second of one request."""
+        rates = self._rates.get(batch_size)
+        if rates is None:
+            rates = self._rates[batch_size] = {
+                s: tokens / self._cost.seconds(s, batch_size) for s, tokens in self._tokens.items()
+            }
+        return rates
 
-    def _account(self, arm: int, rate: float, times_s: list[float]) -> None:
-        """What trials may lose, and what one has lost. `rate` is tokens per second and request."""
-        total_s = sum(times_s)
-        if self._num_observed == len(times_s):  # the first
-            self._budget_s = self._first_budget * times_s[0]
-        self._budget_s += self._explore_share * total_s
-        plan = self._plan
-        if plan is not None:
-            if arm > 0:
-                self._budget_s += self._gain_share * (rate / plan.rates[0] - 1.0) * total_s
-            if self._trial_left > 0 and arm == self._trial:
-                self._pay(plan, rate, total_s)
-            else:
-                self._trial_left = 0
-        self._budget_s = min(self._budget_s, _MAX_BUDGET * total_s / len(times_s))
+    def _account(
+        self,
+        strategy: SpeculationStrategy,
+        batch_size: int,
+        num_tokens: int,
+        seconds: float,
+        *,
+        is_probe: bool,
+    ) -> None:
+        """Add to the budgets of all kinds; subtract what a probe lost against the strategy that would have run."""
+        for kind in self._kinds:
+            is_new = self._num_observed == 1 and kind.strategies[0] != OFF
+            share = _FIRST_BUDGET if is_new else _PROBE_SHARE
+            kind.earn(share * seconds, most_s=_MAX_BUDGET * seconds)
+            if strategy in kind.strategies:
+                lost_s = next_s = 0.0
+                if is_probe:
+                    worth_s = num_tokens / batch_size / self._rates_at(batch_size)[self._current]
+                    lost_s = seconds - worth_s
+                    # A disturbed probe must not put off the next one.
+                    next_s = min(seconds, self._cost.seconds(strategy, batch_size)) - worth_s
+                kind.ran(self._num_observed, lost_s, next_s, is_probe=is_probe)
 
-    def _pay(self, plan: Plan, rate: float, seconds: float) -> None:
-        """For a step of the running trial. A lucky one pays back, else the noise alone would use up the budget."""
-        expected_s = plan.seconds[self._trial]
-        paid_s = seconds if seconds < _HICCUP * expected_s else expected_s
-        self._budget_s -= paid_s - rate * seconds / plan.rates[plan.best]
-        self._trial_left -= 1
-        if self._trial_left == 0:
-            # A routine look at a bad drafter that it is still bad teaches nothing; if it is not, the acceptance is news.
-            if self._is_on or not self._is_routine or rate > plan.rates[plan.best]:
-                self._refresh_at = self._num_observed
-            self._rested_at[self._trial] = self._num_observed + _REST
-            self._num_tried[self._trial] += 1
+    def _identity(self) -> dict[str, Any]:
+        names = [str(s) for s in self._strategies]
+        return {"kind": "cost_model", "version": 2, "strategies": names}
 
-    def _resize(self, batch_size: int) -> None:
-        """Requests have left or joined; more than a few new ones are another batch."""
-        before, self._batch_size = self._batch_size, batch_size
-        self._catch_up.resize(before, batch_size)
-        self._plan = None
-        if batch_size > _NEW_BATCH * before:
-            self._trial_left = 0
-            if self._num_observed > 0:
-                self._grew_at = self._num_observed
-                self._refresh(0.0)
-                self._acceptance.resize(batch_size)
-                self._cost.grow(before, batch_size)
-
-    def _refresh(self, step_s: float) -> None:
-        self._look_credit_s -= _LOOK_S
-        num_steps = self._num_observed - self._fitted_at
-        self._cost.fit(num_steps)
-        self._acceptance.fit(num_steps)
-        self._fitted_at = self._num_observed
-        self._plans.clear()
-        self._plan = None
-        # While little is known, at the start, after a jump and of drafts for a larger batch, every step is news.
-        now = self._num_observed
-        num_settled = (now - self._jumped_at) // 6
-        if self._is_on:
-            num_settled = min(num_settled, (now - self._grew_at) // 2)
-        least, most = _REFRESH_STEPS
-        num_wanted = min(max(int(_REFRESH_S / max(step_s, 1e-6)), least), most)
-        self._refresh_at = now + min(num_wanted, num_settled + 1)
-
-    def _plan_of(self, batch_size: int) -> Plan:
-        """Large batches of nearly the same size share one."""
-        key = batch_size if batch_size <= 16 else round(16 * math.log2(batch_size))
-        plan = self._plans.get(key)
-        if plan is None:
-            once_s = self._catch_up.expected_s(self._cost.row_s)
-            plan = self._plans[key] = make_plan(
-                batch_size,
-                self._cost.estimates(batch_size),
-                self._acceptance.estimates() if len(self._strategies) > 1 else None,
-                [self._num_observed - ran_at for ran_at in self._ran_at],
-                [once_s if s.is_learned else 0.0 for s in self._strategies],
-                is_on=self._is_on,
-                hysteresis=self._hysteresis,
-                caution=self._caution,
-                horizon=self._horizon,
-            )
-        return plan
-
-    def _pick_trial(self, plan: Plan) -> tuple[int, int]:
-        """Arm and steps: of a kind that was not seen for long, worth it, or given up by mistake perhaps. 0 steps: none."""
-        now = self._num_observed
-        if self._rechecks_at and now >= self._rechecks_at[0]:
-            del self._rechecks_at[0]
-            learned = [arm for arm in plan.others if self._strategies[arm].is_learned]
-            if learned and not self._strategies[plan.best].is_learned:
-                self._is_routine = True
-                return learned[0], 1
-        for kind, checked_at in enumerate(self._checked_at):
-            waited, patience = now - checked_at, self._patience(plan, kind)
-            if waited >= patience:
-                arm = next((arm for arm in plan.others if kind in self._kinds[arm]), None)
-                is_overdue = waited >= _OVERDUE * patience
-                if arm is not None and (is_overdue or self._can_pay(plan, arm, 1)):
-                    self._is_routine = True
-                    return arm, 1
-        self._is_routine = False
-        if self._budget_s > 0.0:
-            for arm, num_steps in plan.trials:
-                if now >= self._rested_at[arm] and self._can_pay(plan, arm, num_steps):
-                    return arm, num_steps
-        is_rich = self._budget_s > 0.5 * _MAX_BUDGET * plan.seconds[plan.best]
-        for arm in plan.others:
-            if plan.rates[arm] < _NEAR * plan.rates[plan.best]:
-                break
-            patience = self._probe_every * _STALE if is_rich else math.inf
-            if arm in self._cost.suspects:
-                patience = min(_RETRY << min(self._num_tried[arm], 5), patience)
-            if now - self._ran_at[arm] >= patience and self._can_pay(plan, arm, _LONG_TRIAL):
-                return arm, _LONG_TRIAL
-        return 0, 0
-
-    def _patience(self, plan: Plan, kind: int) -> float:
-        """Steps after which a kind of arms that does not run is looked at again."""
-        if plan.best == 0:
-            return self._probe_every
-        if kind != _PLAIN:
-            return self._probe_every * _DRAFTING_PATIENCE
-        gain = plan.rates[plan.best] / plan.rates[0] - 1.0
-        least, most = _PLAIN_PATIENCE
-        return min(max(gain / _PLAIN_SHARE, least * self._probe_every), most * self._probe_every)
-
-    def _can_pay(self, plan: Plan, arm: int, num_steps: int) -> bool:
-        if arm == 0:
-            return True  # plain decoding is never put off
-        lost_s = num_steps * plan.seconds[arm] * (1.0 - plan.rates[arm] / plan.rates[plan.best])
-        if self._strategies[arm].is_learned:
-            lost_s += self._catch_up.expected_s(self._cost.row_s)
-        # A full budget buys anything once: the price itself may be a mistake.
-        return self._budget_s > min(max(lost_s, 0.0), 0.9 * _MAX_BUDGET * plan.seconds[plan.best])
-
-    def state_dict(self) -> dict[str, object]:
-        """Both models and the budget. Whoever goes on, this selector or a restored one, goes on with other requests."""
-        self._end_calm()
-        if self._num_observed > 0:
-            self._refresh(0.0)
-        self._batch_size, self._trial_left = 0, 0
-        self._catch_up.forget()
+    def state_dict(self) -> dict[str, Any]:
+        """Return both tables and the budgets of probes."""
+        self._refresh()  # a selector restored from this state does so too
         return {
-            "kind": "cost_model",
-            "strategies": [str(s) for s in self._strategies],
-            "acceptance": self._acceptance.state_dict(),
+            **self._identity(),
+            "table": self._table.state_dict(),
             "cost": self._cost.state_dict(),
-            "catch_up": self._catch_up.state_dict(),
-            "budget_s": self._budget_s,
-            "is_on": self._is_on,
+            "kinds": [kind.state_dict() for kind in self._kinds],
+            "current": str(self._current),
+            "last": [str(self._last[0]), self._last[1]],
             "num_observed": self._num_observed,
-            "ran_at": list(self._ran_at),
-            "rested_at": list(self._rested_at),
-            "num_tried": list(self._num_tried),
-            "checked_at": list(self._checked_at),
-            "jumped_at": self._jumped_at,
-            "rechecks_at": list(self._rechecks_at),
+            "changed_at": self._changed_at,
         }
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StrategySelector`."""
-        check_state(state, "cost_model", self._strategies)
-        self._acceptance.load_state_dict(state["acceptance"])
+        if not fits(state, self._identity()):
+            return
+        self._table.load_state_dict(state["table"])
         self._cost.load_state_dict(state["cost"])
-        self._catch_up.load_state_dict(state["catch_up"])
-        self._budget_s, self._is_on = state["budget_s"], state["is_on"]
-        self._num_observed = self._fitted_at = state["num_observed"]
-        self._ran_at, self._checked_at = list(state["ran_at"]), list(state["checked_at"])
-        self._rested_at, self._jumped_at = list(state["rested_at"]), state["jumped_at"]
-        self._num_tried = list(state["num_tried"])
-        self._batch_size, self._trial_left = 0, 0
-        self._is_calm, self._calm_left, self._calm_s = False, 0, []
-        self._rechecks_at = list(state["rechecks_at"])
-        self._refresh(0.0)
+        for kind, values in zip(self._kinds, state["kinds"], strict=True):
+            kind.load_state_dict(values)
+        self._current = SpeculationStrategy.parse(state["current"])
+        name, size = state["last"]
+        self._last = SpeculationStrategy.parse(name), size
+        self._num_observed, self._changed_at = state["num_observed"], state["changed_at"]
+        self._probe = None
+        self._refresh()
 
 
-def _kinds(strategy: SpeculationStrategy) -> tuple[int, ...]:
-    """What a step of it tells about."""
-    if strategy.is_off:
-        return (_PLAIN,)
-    learned = (_LEARNED,) if strategy.is_learned else ()
-    return (*learned, _RETRIEVED) if strategy.num_retrieved else learned
+class _Kind:
+    """Strategies of which one pass tells about all; one is probed if none of them runs."""
+
+    def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
+        self.strategies = strategies  # the cheapest first, which is the one to probe
+        self._ran_at = 0
+        self._budget_s = 0.0  # that probes may lose
+        self._lost_s = 0.0  # by the last probe
+        self._rest = _REST[0]  # passes after the last one to the next probe
+
+    def is_due(self, now: int) -> bool:
+        """Whether a probe is due after pass `now`, and paid for."""
+        return now - self._ran_at >= self._rest and self._budget_s >= self._lost_s
+
+    def earn(self, seconds: float, *, most_s: float) -> None:
+        """Let probes lose so much more."""
+        self._budget_s = min(self._budget_s + seconds, most_s)
+
+    def ran(self, now: int, lost_s: float, next_s: float, *, is_probe: bool) -> None:
+        """Note a pass of this kind: what it lost, and what the next probe may lose. A probe that won is repeated at once."""
+        self._ran_at = now
+        self._budget_s -= lost_s  # a lucky probe pays back
+        if is_probe and next_s >= 0.0:
+            self._lost_s = next_s
+            self._rest = self._rest if self.strategies[0].is_off else min(2 * self._rest, _REST[1])
+        else:
+            self._rest, self._lost_s = (1 if is_probe else _REST[0]), 0.0
+
+    def reset(self) -> None:
+        """Probe at once."""
+        self._rest, self._lost_s, self._budget_s = 1, 0.0, max(self._budget_s, 0.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the budget and the times as values that JSON can hold."""
+        return {
+            "ran_at": self._ran_at,
+            "budget_s": self._budget_s,
+            "lost_s": self._lost_s,
+            "rest": self._rest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._ran_at, self._budget_s = state["ran_at"], state["budget_s"]
+        self._lost_s, self._rest = state["lost_s"], state["rest"]

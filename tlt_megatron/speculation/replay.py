@@ -30,6 +30,7 @@ class PassTrace:
     strategy: SpeculationStrategy
     accepted_by_depth: tuple[int, ...]  # of length `strategy.depth`
     seconds: float
+    first_by_depth: tuple[int, ...] | None = None  # see `StrategySelector.observe`
 
     @property
     def num_committed(self) -> int:
@@ -43,6 +44,7 @@ class PassTrace:
             "strategy": str(self.strategy),
             "accepted_by_depth": list(self.accepted_by_depth),
             "seconds": self.seconds,
+            "first_by_depth": self.first_by_depth,
         }
 
     @classmethod
@@ -53,6 +55,7 @@ class PassTrace:
             strategy=SpeculationStrategy.parse(record["strategy"]),
             accepted_by_depth=tuple(record["accepted_by_depth"]),
             seconds=record["seconds"],
+            first_by_depth=record["first_by_depth"] and tuple(record["first_by_depth"]),
         )
 
 
@@ -63,7 +66,7 @@ class RecordingSelector:
         self._selector = selector
         self.passes: list[PassTrace] = []
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
+    def choose(self, batch_size: int) -> Decision:
         """See `StrategySelector`."""
         return self._selector.choose(batch_size)
 
@@ -73,6 +76,7 @@ class RecordingSelector:
         batch_size: int,
         accepted_by_depth: Sequence[int],
         seconds: float,
+        first_by_depth: Sequence[int] | None = None,
     ) -> None:
         """Record the pass, then forward it."""
         self.passes.append(
@@ -81,17 +85,14 @@ class RecordingSelector:
                 strategy=strategy,
                 accepted_by_depth=tuple(accepted_by_depth),
                 seconds=seconds,
+                first_by_depth=first_by_depth and tuple(first_by_depth),
             )
         )
-        self._selector.observe(strategy, batch_size, accepted_by_depth, seconds)
+        self._selector.observe(strategy, batch_size, accepted_by_depth, seconds, first_by_depth)
 
     def drafter_changed(self) -> None:
         """See `StrategySelector`."""
         self._selector.drafter_changed()
-
-    def decisions(self) -> list[Decision]:
-        """See `StrategySelector`."""
-        return self._selector.decisions()
 
     def state_dict(self) -> dict[str, object]:
         """Return the other selector's state."""
@@ -183,13 +184,15 @@ def replay(
     num_chosen: dict[str, int] = {}
     for index, wanted in enumerate(batch_sizes):
         batch_size = table.nearest(wanted)
-        strategy = selector.choose(batch_size)
+        strategy = selector.choose(batch_size).strategy
         if strategy not in table.strategies:
             raise ValueError(
                 f"strategy={strategy} was chosen, recorded are {', '.join(map(str, table.strategies))}"
             )
         drawn = next(draws[strategy, batch_size])
-        selector.observe(strategy, batch_size, drawn.accepted_by_depth, drawn.seconds)
+        selector.observe(
+            strategy, batch_size, drawn.accepted_by_depth, drawn.seconds, drawn.first_by_depth
+        )
         if index < num_first:
             continue
         tokens, spent_s = table.tokens_and_seconds(strategy, batch_size)

@@ -14,7 +14,7 @@ from tlt_megatron.trainer.build_embedded import make_speculation
 from tlt_megatron.types import Prompt
 
 SELECTOR = '''
-from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.selector import Decision, FixedSelector
 
 class LastWhenAlone(FixedSelector):
     """Uses the last strategy for a batch of one, else the first."""
@@ -24,7 +24,8 @@ class LastWhenAlone(FixedSelector):
         self.strategies = strategies
 
     def choose(self, batch_size):
-        return self.strategies[-1 if batch_size == 1 else 0]
+        strategy = self.strategies[-1 if batch_size == 1 else 0]
+        return Decision(strategy=strategy, reason="mine")
 '''
 REWARD = """
 def length(data_source, solution_str, ground_truth, extra_info=None):

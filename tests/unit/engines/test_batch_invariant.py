@@ -23,7 +23,7 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -64,8 +64,8 @@ class AnySelector(FixedSelector):
         super().__init__(OFF)
         self._draw = random.Random(0)
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
-        return self._draw.choice([OFF, *STRATEGIES])
+    def choose(self, batch_size: int) -> Decision:
+        return Decision(strategy=self._draw.choice([OFF, *STRATEGIES]), reason="any")
 
 
 @pytest.fixture(scope="module", params=MODELS)

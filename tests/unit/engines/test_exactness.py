@@ -25,7 +25,7 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
@@ -54,9 +54,10 @@ class RestlessSelector(FixedSelector):
         self._strategies = list(strategies)
         self._draw = random.Random(seed)
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
+    def choose(self, batch_size: int) -> Decision:
         """Whatever the batch."""
-        return OFF if self._draw.random() < 0.3 else self._draw.choice(self._strategies)
+        off = self._draw.random() < 0.3
+        return Decision(strategy=OFF if off else self._draw.choice(self._strategies), reason="any")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +166,7 @@ def make_selector(
     if name == "beg_mab":
         return BegMabSelector([*strategies, OFF], max_batch_size=16, epsilon=0.3, seed=seed)
     if name == "cost_model":
-        # All but careless, so that it tries much in a few steps.
-        return CostModelSelector(strategies, explore_share=0.9, first_budget=50.0, probe_every=3)
+        return CostModelSelector(strategies)
     return RestlessSelector(strategies, seed)
 
 

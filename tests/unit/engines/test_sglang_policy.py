@@ -34,6 +34,7 @@ class NotingSelector(FixedSelector):
         batch_size: int,
         accepted_by_depth: Sequence[int],
         seconds: float,
+        first_by_depth: Sequence[int] | None = None,
     ) -> None:
         assert seconds > 0
         self.seen.append((str(strategy), batch_size, list(accepted_by_depth)))
@@ -174,4 +175,4 @@ def test_buckets_of_beg_mab_follow_the_largest_batch(tmp_path: Path) -> None:
         write_config(path, chains, "beg_mab", [], max_batch_size=max_batch_size)
         factory = PolicyFactory(lambda **settings: settings)
         policy = factory.make(initial_steps=4, cfg_path=str(path))
-        assert policy.selector.choose(3).num_steps == at_three
+        assert policy.selector.choose(3).strategy.num_steps == at_three

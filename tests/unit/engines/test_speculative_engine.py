@@ -22,7 +22,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
-from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
+from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
@@ -51,10 +51,12 @@ class CyclingSelector(FixedSelector):
         self._cycle = itertools.cycle(strategies)
         self.observed: list[tuple[SpeculationStrategy, int, list[int]]] = []
 
-    def choose(self, batch_size: int) -> SpeculationStrategy:
-        return next(self._cycle)
+    def choose(self, batch_size: int) -> Decision:
+        return Decision(strategy=next(self._cycle), reason="cycle")
 
-    def observe(self, strategy, batch_size, accepted_by_depth, seconds) -> None:
+    def observe(
+        self, strategy, batch_size, accepted_by_depth, seconds, first_by_depth=None
+    ) -> None:
         self.observed.append((strategy, batch_size, list(accepted_by_depth)))
 
 

@@ -16,9 +16,9 @@ WIDE, LONG, SHORT = (SpeculationStrategy.parse(text) for text in ("8_4_48", "8_4
 def test_the_largest_budget_goes_to_the_smallest_batches() -> None:
     """Budgets 48, 16, 0 and thresholds 1, 5, 33: batches 1-4, 5-32, 33 and above."""
     selector = BegMabSelector([OFF, LONG, WIDE], (1, 5, 33), epsilon=0.0)
-    chosen = [selector.choose(size) for size in (1, 4, 5, 32, 33, 500)]
-    assert chosen == [WIDE, WIDE, LONG, LONG, OFF, OFF]
-    assert {decision.reason for decision in selector.decisions()} == {"only"}
+    decisions = [selector.choose(size) for size in (1, 4, 5, 32, 33, 500)]
+    assert [d.strategy for d in decisions] == [WIDE, WIDE, LONG, LONG, OFF, OFF]
+    assert {decision.reason for decision in decisions} == {"only"}
 
 
 def test_automatic_thresholds_grow_by_one_factor_up_to_half_of_the_largest_batch() -> None:
@@ -29,7 +29,7 @@ def test_automatic_thresholds_grow_by_one_factor_up_to_half_of_the_largest_batch
     assert automatic_thresholds([OFF], 64) == (1,)
     assert automatic_thresholds([*four, OFF], 4) == (1, 2, 3, 4, 5)
     selector = BegMabSelector([WIDE, LONG, SHORT, OFF], max_batch_size=64, epsilon=0.0)
-    chosen = [selector.choose(size) for size in (1, 5, 6, 32, 33)]
+    chosen = [selector.choose(size).strategy for size in (1, 5, 6, 32, 33)]
     assert chosen == [WIDE, WIDE, LONG, LONG, OFF]
 
 
@@ -38,7 +38,7 @@ def test_retrieved_tokens_are_tokens_to_verify() -> None:
     texts = ("4_1_4+ngram_8", "ngram_8")
     hybrid, retrieval = (SpeculationStrategy.parse(text) for text in texts)
     selector = BegMabSelector([retrieval, hybrid], (1, 4), epsilon=0.0)
-    assert [selector.choose(size) for size in (3, 4)] == [hybrid, retrieval]
+    assert [selector.choose(size).strategy for size in (3, 4)] == [hybrid, retrieval]
 
 
 def test_greedy_choice_is_the_median_of_the_window() -> None:
@@ -48,24 +48,23 @@ def test_greedy_choice_is_the_median_of_the_window() -> None:
     the window: 20, 90, 20 -> median 20, and SHORT leads. (Of all four the median would be 25.)
     """
     selector = BegMabSelector([WIDE, LONG, SHORT], (1, 5), epsilon=0.0, window=3)
-    assert selector.choose(10) == LONG  # without rewards: in the order given
+    assert selector.choose(10).strategy == LONG  # without rewards: in the order given
     selector.observe(LONG, 10, [10, 10], 1.0)
-    assert selector.choose(10) == SHORT  # never tried
+    assert selector.choose(10).strategy == SHORT  # never tried
     for accepted in (13, 15):
         selector.observe(SHORT, 10, [10, accepted - 10], 1.0)
     for counts in ([10], [10, 10, 10, 10, 10, 10, 10, 10]):
         selector.observe(LONG, 10, counts, 1.0)
-    assert selector.choose(10) == LONG
+    assert selector.choose(10).strategy == LONG
     selector.observe(LONG, 10, [10], 1.0)
-    assert selector.choose(10) == SHORT
+    assert selector.choose(10).strategy == SHORT
 
 
 def test_reward_is_tokens_of_the_batch_per_second() -> None:
     """(sum(accepted) / 4 + 1) * 4 / 0.5 s = (6 + 4) / 0.5 = 20."""
     selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.0)
-    strategy = selector.choose(4)
-    selector.observe(strategy, 4, [3, 2, 1, 0], 0.5)
-    assert selector.decisions()[0].tokens_per_s == pytest.approx(20.0)
+    selector.observe(SHORT, 4, [3, 2, 1, 0], 0.5)
+    assert selector.state_dict()["rewards"][str(SHORT)] == pytest.approx([20.0])
 
 
 def test_epsilon_is_the_share_of_uniform_draws() -> None:
@@ -73,8 +72,9 @@ def test_epsilon_is_the_share_of_uniform_draws() -> None:
     selector = BegMabSelector([LONG, SHORT], (1,), epsilon=0.2, seed=3)
     selector.observe(LONG, 1, [1] * 8, 1.0)
     selector.observe(SHORT, 1, [0], 1.0)
-    chosen = [selector.choose(1) for _ in range(4000)]
-    reasons = [decision.reason for decision in selector.decisions()]
+    decisions = [selector.choose(1) for _ in range(4000)]
+    reasons = [decision.reason for decision in decisions]
+    chosen = [decision.strategy for decision in decisions]
     assert reasons.count("explore") == pytest.approx(800, abs=126)
     assert chosen.count(SHORT) == pytest.approx(400, abs=95)
 
@@ -96,8 +96,8 @@ def test_state_round_trip_repeats_every_choice() -> None:
     restored = BegMabSelector([WIDE, LONG, SHORT, OFF], (1, 5, 33), epsilon=0.3, window=20, seed=0)
     restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     for size in [6, 8, 2, 50, 30] * 40:
-        strategy = selector.choose(size)
-        assert restored.choose(size) == strategy
+        strategy = selector.choose(size).strategy
+        assert restored.choose(size).strategy == strategy
         accepted, seconds = world.step(strategy, size)
         for each in (selector, restored):
             each.observe(strategy, size, counts_by_depth(accepted, strategy), seconds)

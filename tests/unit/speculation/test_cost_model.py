@@ -22,7 +22,7 @@ from tests.synthetic_decoding import (
     run_selector,
 )
 from tlt_megatron.speculation.beg_mab import BegMabSelector
-from tlt_megatron.speculation.cost_model import CostModelSelector
+from tlt_megatron.speculation.cost_model import AcceptanceTable, CostModelSelector, PassCost
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 ROLLOUT = long_tail(64, scale=60)  # 64 requests, some 420 steps
@@ -110,11 +110,13 @@ def test_speculation_is_turned_off_when_the_drafter_goes_bad(batch_size: int) ->
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_speculation_is_turned_on_when_the_drafter_gets_good(batch_size: int) -> None:
-    """Off for long: the next look at the drafter comes within `probe_every` steps, and then it stays on."""
+    """Off for long: the next probe of the drafter comes within 200 passes, and then it stays on."""
     of_oracle = []
     for seed in range(8):
         world, selector = SyntheticDecoding(seed=seed, quality=0.02), CostModelSelector(ARMS)
-        assert run_selector(selector, world, [batch_size] * 600).chosen.count(OFF) > 500
+        before = run_selector(selector, world, [batch_size] * 600)
+        assert before.chosen.count(OFF) > 450
+        assert before.of_plain > 0.97
         world.quality = 0.85
         score = run_selector(selector, world, [batch_size] * 600)
         assert score.chosen[200:].count(OFF) < 0.15 * 400
@@ -178,17 +180,6 @@ def test_a_bad_drafter_is_never_given_up_for_good() -> None:
         assert max(gaps) <= 510
 
 
-def test_every_pass_has_a_decision_though_calm_ones_are_learned_from_together() -> None:
-    world, selector = SyntheticDecoding(seed=0, quality=0.02), CostModelSelector(ARMS)
-    run_selector(selector, world, [8] * 300)
-    selector.decisions()
-    chosen = run_selector(selector, world, [8] * 203 + [5] * 100).chosen
-    decisions = selector.decisions()
-    assert [decision.strategy for decision in decisions] == chosen
-    assert all(decision.tokens_per_s is not None for decision in decisions)
-    assert selector.state_dict()["num_observed"] == 603
-
-
 def test_it_goes_on_although_it_is_not_told_of_every_pass() -> None:
     """As in an engine that has no hook for some: nothing is learned of them, and the next look comes all the same."""
     world, selector = SyntheticDecoding(seed=0, quality=0.02), CostModelSelector(ARMS)
@@ -216,11 +207,12 @@ def test_arm_that_met_a_slow_moment_gets_another_chance() -> None:
     assert world.best(1) == arms[2]
     selector = CostModelSelector(arms)
     for step in range(600):
-        strategy = selector.choose(1)
+        strategy = selector.choose(1).strategy
         accepted, seconds = world.step(strategy, 1)
         slow = 5.0 if step < 60 and strategy == arms[2] else 1.0
         counts = [int(accepted[0] >= depth) for depth in range(1, strategy.depth + 1)]
-        selector.observe(strategy, 1, counts, seconds * slow)
+        first = world.first_by_depth(strategy, counts)
+        selector.observe(strategy, 1, counts, seconds * slow, first)
     assert run_selector(selector, world, [1] * 100).chosen.count(arms[2]) > 85
 
 
@@ -233,7 +225,7 @@ def test_plain_decoding_is_looked_at_often_where_drafting_gains_little(
     selector, rng = CostModelSelector([chain]), random.Random(0)
     chosen = []
     for _ in range(400):
-        strategy = selector.choose(16)
+        strategy = selector.choose(16).strategy
         chosen.append(strategy)
         reached, counts = 16, []
         for _ in range(strategy.depth):
@@ -254,7 +246,7 @@ def test_speculation_goes_on_and_off_with_the_batch_size() -> None:
 
 
 def test_hysteresis_holds_both_ways() -> None:
-    """Hysteresis of 0.3 in the log of the throughput: a gain or loss of 15 % neither turns speculation on nor off."""
+    """Hysteresis of 0.3: a gain of 14 % keeps speculation on, and equality does not turn it on."""
     chain = SpeculationStrategy.parse("4_1_4")
     world, selector = SyntheticDecoding(seed=0), CostModelSelector([chain], hysteresis=0.3)
 
@@ -263,29 +255,103 @@ def test_hysteresis_holds_both_ways() -> None:
         for world.quality in qualities:
             if world.tokens_per_s(chain, 32) > math.exp(log_gain) * world.tokens_per_s(OFF, 32):
                 break
-        selector.decisions()
-        run_selector(selector, world, [32] * 200)
-        decisions = [d for d in selector.decisions()[60:] if d.reason == "exploit"]
-        return sum(not d.strategy.is_off for d in decisions) / len(decisions)
+        run_selector(selector, world, [32] * 300)
+        score = run_selector(selector, world, [32] * 140)
+        chosen = [s for s, r in zip(score.chosen, score.reasons, strict=True) if r == "best"]
+        return sum(not strategy.is_off for strategy in chosen) / len(chosen)
 
-    assert share_on(0.14) < 0.1
+    assert share_on(-0.5) < 0.1
+    assert share_on(0.0) < 0.1
     assert share_on(0.5) > 0.9
     assert share_on(0.14) > 0.9
-    assert share_on(-0.14) > 0.9
     assert share_on(-0.5) < 0.1
 
 
 def test_trials_lose_no_more_than_their_share_of_the_time() -> None:
     """0.006 of the time, 2 plain steps to begin with, and what overdraws the budget: below 1.2 %."""
     world, selector = SyntheticDecoding(seed=0, quality=0.0), CostModelSelector(ARMS)
-    run_selector(selector, world, [32] * 2000)
+    score = run_selector(selector, world, [32] * 2000)
     total_s = lost_s = 0.0
-    for decision in selector.decisions():
-        seconds = world.seconds(decision.strategy, 32)
+    for strategy, reason in zip(score.chosen, score.reasons, strict=True):
+        seconds = world.seconds(strategy, 32)
         total_s += seconds
-        if decision.reason == "explore":
+        if reason == "probe":
             lost_s += seconds - world.seconds(OFF, 32)
     assert 0.0 < lost_s < 0.012 * total_s
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 10), (8, 3), (32, 3)])
+def test_collapse_of_the_drafter_is_noticed_within_ten_passes(batch_size: int, most: int) -> None:
+    """Drafting passes before two plain ones in a row, mean over six seeds. Nothing tells the selector."""
+    counts = []
+    for seed in range(6):
+        world = SyntheticDecoding(seed=seed, quality=0.85, arms=ARMS[:3])
+        selector = CostModelSelector(ARMS[:3])
+        assert run_selector(selector, world, [batch_size] * 300).chosen[-10:].count(OFF) < 5
+        world.quality = 0.0
+        chosen = run_selector(selector, world, [batch_size] * 40).chosen
+        end = next(i for i in range(39) if chosen[i].is_off and chosen[i + 1].is_off)
+        counts.append(end - chosen[:end].count(OFF))
+    assert sum(counts) / len(counts) <= most
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_thousands_of_equal_passes_keep_every_number_finite(accepted: int) -> None:
+    arms = [*ARMS, *RETRIEVING_ARMS]
+    selector = CostModelSelector(list(dict.fromkeys(arms)))
+    for step in range(3000):
+        strategy = selector.choose(1).strategy if step % 3 else arms[step // 3 % len(arms)]
+        counts = [accepted] * strategy.depth
+        seconds = 0.010 if strategy.is_off else 0.015
+        selector.observe(strategy, 1, counts, seconds, counts[: strategy.num_steps])
+    numbers = json.dumps(selector.state_dict())
+    assert "NaN" not in numbers
+    assert "Infinity" not in numbers
+    assert selector.choose(1).strategy.is_off == (accepted == 0)
+
+
+def test_one_strategy_informs_the_acceptance_of_all() -> None:
+    """Chains of 2 that accept 0.9 and 0.8 predict chains of 4; a tree is wider than a chain, retrieval is not known."""
+    table = AcceptanceTable()
+    unknown = table.tokens(RETRIEVING_ARMS[1])
+    for _ in range(50):
+        table.observe(ARMS[0], 100, [90, 72], None)
+    assert table.tokens(ARMS[0]) == pytest.approx(1 + 0.9 + 0.72, abs=0.01)
+    long = 1 + 0.9 + 0.72 + 0.72 * 0.8 + 0.72 * 0.64
+    assert table.tokens(ARMS[1]) == pytest.approx(long, abs=0.02)
+    assert table.tokens(ARMS[4]) > long + 0.2
+    assert table.tokens(RETRIEVING_ARMS[1]) == unknown
+    assert table.tokens(RETRIEVING_ARMS[3]) > long + 0.2
+
+
+def test_a_tree_tells_of_chains_and_learns_its_own_width() -> None:
+    """The first candidate is right in 0.6 of the passes, the tree in 0.9: m ** w = 0.4 ** 2.5 = 0.1."""
+    table, tree = AcceptanceTable(), SpeculationStrategy.parse("1_4_4")
+    for _ in range(200):
+        table.observe(tree, 100, [90], [60])
+    assert table.tokens(SpeculationStrategy.parse("1_1_1")) == pytest.approx(1.6, abs=0.01)
+    assert table.tokens(tree) == pytest.approx(1.9, abs=0.01)
+
+
+def test_seconds_of_strategies_and_batch_sizes_never_run_are_predicted() -> None:
+    world, cost = SyntheticDecoding(seed=0, hiccup_share=0.0), PassCost()
+    for strategy in (OFF, *ARMS[:3]):
+        for batch_size in (1, 4, 16, 64):
+            for _ in range(9):
+                cost.observe(strategy, batch_size, world.step(strategy, batch_size)[1])
+    cost.refresh()
+    for strategy in (OFF, *ARMS):
+        for batch_size in (2, 8, 32, 64):
+            expected = world.seconds(strategy, batch_size)
+            assert cost.seconds(strategy, batch_size) == pytest.approx(expected, rel=0.2)
+
+
+def test_a_disturbed_pass_hardly_moves_a_known_cost() -> None:
+    cost = PassCost()
+    for seconds in [0.01] * 5 + [1.0]:
+        cost.observe(OFF, 4, seconds)
+    cost.refresh()
+    assert cost.seconds(OFF, 4) == pytest.approx(0.01, rel=0.1)
 
 
 def test_choice_that_the_engine_overrules_does_no_harm() -> None:
@@ -305,28 +371,26 @@ def test_state_round_trip_repeats_every_choice() -> None:
     restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     for step, size in enumerate(ROLLOUT):
         world.quality = 0.8 if step < 200 else 0.3
-        strategy = selector.choose(size)
-        assert restored.choose(size) == strategy
+        decision = selector.choose(size)
+        assert restored.choose(size) == decision
+        strategy = decision.strategy
         accepted, seconds = world.step(strategy, size)
         counts = [sum(a >= d for a in accepted) for d in range(1, strategy.depth + 1)]
         for each in (selector, restored):
-            each.observe(strategy, size, counts, seconds)
+            each.observe(strategy, size, counts, seconds, counts[: strategy.num_steps])
 
 
 def test_fresh_state_round_trip() -> None:
     restored = CostModelSelector(ARMS)
     restored.load_state_dict(json.loads(json.dumps(CostModelSelector(ARMS).state_dict())))
-    assert restored.choose(3) is OFF
+    assert restored.choose(3).strategy is OFF
 
 
 def test_without_arms_decoding_is_plain() -> None:
-    selector = CostModelSelector([OFF])
-    run_selector(selector, SyntheticDecoding(seed=0), [4] * 20)
-    assert {decision.strategy for decision in selector.decisions()} == {OFF}
+    chosen = run_selector(CostModelSelector([OFF]), SyntheticDecoding(seed=0), [4] * 20).chosen
+    assert set(chosen) == {OFF}
 
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="given twice"):
         CostModelSelector([ARMS[0], ARMS[0]])
-    with pytest.raises(ValueError, match="explore_share=0"):
-        CostModelSelector(ARMS, explore_share=0.0)

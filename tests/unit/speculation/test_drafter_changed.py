@@ -12,7 +12,7 @@ def decode(selector: CostModelSelector, num_steps: int, *, num_accepted: int) ->
     """Whether each step drafted. A plain step takes 1 ms, a drafting one 2 ms."""
     drafted = []
     for _ in range(num_steps):
-        strategy = selector.choose(4)
+        strategy = selector.choose(4).strategy
         drafted.append(not strategy.is_off)
         depths = [4 * (depth < num_accepted) for depth in range(strategy.depth)]
         selector.observe(strategy, 4, depths, 0.001 if strategy.is_off else 0.002)

@@ -20,10 +20,14 @@ from tests.toy_decoding import (
     random_table,
     row_states,
 )
-from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
+from tlt_megatron.speculation.calibration import (
+    AcceptanceCalibrator,
+    calibration_counts,
+    first_counts,
+)
 from tlt_megatron.speculation.sampling import gumbel_noise
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tlt_megatron.speculation.tree import Ranking, TreeGrower, chain_tree
+from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
 from tlt_megatron.speculation.verify import verify_noise_keyed
 
 VOCAB = 512
@@ -131,3 +135,18 @@ def test_calibrator_state_survives_json() -> None:
     assert calibrator.tau() == other.tau()
     with pytest.raises(ValueError, match="max_steps=4"):
         AcceptanceCalibrator(4).load_state_dict(calibrator.state_dict())
+
+
+def test_first_counts_of_a_small_tree_by_hand() -> None:
+    """root -> {7 -> {8, 5}, 9}. Row 0 takes 7 then 5, its second child; row 1 takes 9, the second child of the root."""
+    parents = torch.tensor([[-1, -1, 0, 0]]).expand(2, -1)
+    tree = DraftTree(
+        token_ids_BQ=torch.tensor([[7, 9, 8, 5]]).expand(2, -1),
+        parents_BQ=parents,
+        depths_BQ=torch.tensor([[1, 1, 2, 2]]).expand(2, -1),
+        scores_BQ=torch.ones(2, 4),
+        num_steps=2,
+    )
+    verdict = verify_noise_keyed(tree, torch.tensor([[7, 5, 1, 1, 1], [9, 1, 1, 1, 1]]))
+    assert verdict.num_accepted_B.tolist() == [2, 1]
+    assert first_counts(tree, verdict).tolist() == [1, 0]

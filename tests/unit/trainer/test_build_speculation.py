@@ -19,4 +19,4 @@ def test_buckets_of_beg_mab_follow_the_largest_batch(max_batch_size: int, is_off
     """Plain decoding begins above half of the largest batch: above 4 of 8, above 32 of 64."""
     config = load_config(None, [*OVERRIDES, f"rollout.max_batch_size={max_batch_size}"])
     selector = make_speculation(config, None).selector
-    assert selector.choose(5).is_off == is_off
+    assert selector.choose(5).strategy.is_off == is_off

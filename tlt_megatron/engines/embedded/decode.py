@@ -226,8 +226,9 @@ class DecodeBatch:
             self._place(scheduler)
         return layout.has_lanes
 
-    def speculate(self, strategy: SpeculationStrategy) -> list[int]:
-        """Draft, verify and commit in place of `forward`. Return the accepted tokens of each row.
+    def speculate(self, strategy: SpeculationStrategy) -> tuple[list[int], list[int] | None]:
+        """Draft, verify and commit in place of `forward`. Return the accepted tokens of each row, and of a tree also how
+        many rows accepted the first candidate at each depth.
 
         Commits are recorded here. The next `sample` takes the last of them as its draw.
         """
@@ -268,4 +269,5 @@ class DecodeBatch:
         self._layout.advance(max(counts))
         self._noise.start()
         self.num_passes += 1
-        return verdict.num_accepted_B.tolist()
+        first = committed.first_by_depth
+        return verdict.num_accepted_B.tolist(), None if first is None else first.tolist()

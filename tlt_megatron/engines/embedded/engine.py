@@ -6,7 +6,6 @@ sizes before it allocates anything. One iteration of its loop is prefill, sample
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -293,19 +292,7 @@ class EmbeddedEngine:
                 between_passes()
             run.advance(ended)
         self._stats = run.stats(time.perf_counter() - started)
-        self._note_reasons()
         return group_rollouts(prompts, params.num_samples, rollouts)
-
-    def _note_reasons(self) -> None:
-        """Fill in the selector's reasons for the latest passes. The selector keeps a limited number of them."""
-        if self._speculation is None:
-            return
-        decisions = self._speculation.selector.decisions()
-        start = max(len(self._passes) - len(decisions), 0)
-        latest = zip(self._passes[start:], decisions[-len(self._passes) :], strict=True)
-        self._passes[start:] = [
-            dataclasses.replace(record, reason=decision.reason) for record, decision in latest
-        ]
 
     def _ready_cache(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool

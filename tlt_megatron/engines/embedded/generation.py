@@ -26,7 +26,9 @@ class _Step:
 
     strategy: SpeculationStrategy
     batch_size: int
+    reason: str  # why this strategy was chosen
     accepted: Sequence[int]  # drafted tokens of each row; empty for a plain pass
+    first_by_depth: Sequence[int] | None  # see `StrategySelector.observe`
 
 
 class Generation:
@@ -116,19 +118,26 @@ class Generation:
         """Run one pass, plain or speculative as the selector chooses."""
         batch, speculation = self._batch, self._speculation
         batch_size = len(batch.requests)
-        strategy, accepted = OFF, []
+        strategy, reason, accepted, first = OFF, "plain", [], None
         if speculation is not None:
-            strategy = speculation.selector.choose(batch_size)
+            decision = speculation.selector.choose(batch_size)
+            strategy, reason = decision.strategy, decision.reason
             if strategy.is_learned and speculation.is_suspended:
-                strategy = OFF
+                strategy, reason = OFF, "suspended"
         if not strategy.is_off and not batch.enter_lanes(self._scheduler):
             self._num_unspeculated += 1
-            strategy = OFF
+            strategy, reason = OFF, "no memory"
         if strategy.is_off:
             batch.forward(self._scheduler)
         else:
-            accepted = batch.speculate(strategy)
-        return _Step(strategy=strategy, batch_size=batch_size, accepted=accepted)
+            accepted, first = batch.speculate(strategy)
+        return _Step(
+            strategy=strategy,
+            batch_size=batch_size,
+            reason=reason,
+            accepted=accepted,
+            first_by_depth=first,
+        )
 
     def _record(self, step: _Step) -> None:
         """Report the step's cost to the selector and store a PassRecord."""
@@ -136,14 +145,16 @@ class Generation:
         depths = accepted_by_depth(step.accepted, step.strategy.depth)
         if self._speculation is not None:
             selector = self._speculation.selector
-            selector.observe(step.strategy, step.batch_size, depths, clock.seconds)
+            selector.observe(
+                step.strategy, step.batch_size, depths, clock.seconds, step.first_by_depth
+            )
         self.passes.append(
             PassRecord(
                 start_s=clock.start_s,
                 seconds=clock.seconds,
                 batch_size=step.batch_size,
                 strategy=str(step.strategy),
-                reason="plain",
+                reason=step.reason,
                 num_committed=step.batch_size + sum(step.accepted),
                 accepted_by_depth=tuple(depths),
             )

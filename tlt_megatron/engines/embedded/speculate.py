@@ -14,6 +14,7 @@ only its own layer over the positions that it has not seen.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,11 @@ from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
+from tlt_megatron.speculation.calibration import (
+    AcceptanceCalibrator,
+    calibration_counts,
+    first_counts,
+)
 from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, sample
 from tlt_megatron.speculation.selector import StrategySelector
@@ -50,6 +55,7 @@ class Committed:
     verdict: Verdict
     logprobs_BS: Tensor
     policy_logprobs_BS: Tensor
+    first_by_depth: Tensor | None = None  # of a tree: see `calibration.first_counts`
 
 
 class Speculation:
@@ -108,7 +114,7 @@ class Speculation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. ValueError if it is of another selector or other strategies."""
+        """Restore `state_dict`. A selector's state that does not fit is ignored with a warning."""
         self.selector.load_state_dict(state["selector"])
         self.calibrator.load_state_dict(state["calibrator"])
 
@@ -188,6 +194,9 @@ class Speculator:
             tree = graft(tree, retrieved_BN)
         committed = self._verifier.verify(view, roots, tree, noise_BSV)
         self._calibrate(tree, committed.verdict)
+        if strategy.topk > 1:
+            first = first_counts(tree, committed.verdict)
+            committed = dataclasses.replace(committed, first_by_depth=first)
         return committed
 
     def _grow(

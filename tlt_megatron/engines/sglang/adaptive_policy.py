@@ -181,9 +181,8 @@ class SelectorPolicy:
         started = time.perf_counter()
         chosen, reason = OFF, "suspended"
         if not self.is_off:
-            chosen = self.selector.choose(batch_size)
-            decisions = self.selector.decisions()
-            reason = decisions[-1].reason if decisions else ""
+            decision = self.selector.choose(batch_size)
+            chosen, reason = decision.strategy, decision.reason
         strategy = self._by_steps[self._agree(chosen.num_steps)]
         self._unmarked = _Choice(strategy=strategy, reason=reason, started=started)
         return strategy.num_steps
