@@ -9,13 +9,10 @@ time. The selector uses no clock and no random numbers, so it is deterministic i
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.selector import Decision, fits
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
@@ -26,15 +23,6 @@ _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
 _DOUBT = 20.0  # requests; weight left of old counts when a probe measures the drafter again
 _WIDTH_GAIN = 3.0  # about 1 / (change of a tree's acceptance per unit of log w)
 _COLLAPSE = 1e4  # likelihood ratio at which the drafter counts as collapsed, against a quarter
-# ---- seconds
-_WINDOW = 9  # passes of a median: it survives 4 disturbed ones
-_STALE = 100.0  # passes after which a median weighs half: machine and context lengths change
-_NOISE = 0.15  # relative error of a median around the plane
-_MAX_ERROR = 0.3  # of log seconds; a median further from the plane was disturbed
-_REACH = 0.5  # octaves of batch size at which a neighbouring median weighs half
-_OPTIMISM = 0.08  # relative discount on the seconds of a strategy that was not measured near by
-# Seconds before anything is measured, in units of a plain pass of few rows. See `_terms`.
-_COST_PRIOR = np.array([1.0, 0.01, 0.015, 0.08, 0.003, 0.003])
 # ---- choice
 _PROBE_SHARE = 0.005  # of the time that probes of one kind may lose
 _FIRST_BUDGET = 2.0  # passes that they may lose at the start
@@ -174,97 +162,6 @@ def _rates(counts: Sequence[Sequence[float]], num_depths: int) -> list[float]:
             rate = (accepted + _PRIOR * rate) / (tried + _PRIOR)
         rates.append(rate)
     return rates
-
-
-class PassCost:
-    """Seconds of a pass: medians by strategy and batch size, and a plane through all of them for what was not measured."""
-
-    def __init__(self) -> None:
-        # By strategy and quarter octave of the batch size: the latest seconds, in units of what `_COST_PRIOR` says for their
-        # exact batch size, and the pass at which they were seen.
-        self._cells: dict[SpeculationStrategy, dict[int, tuple[deque[float], int]]] = {}
-        self._now = 0
-        self._plane = _COST_PRIOR
-        # By strategy: (log2 batch size, weight, relative distance from the plane) of every median.
-        self._errors: dict[SpeculationStrategy, list[tuple[float, float, float]]] = {}
-
-    def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
-        """Add a pass."""
-        self._now += 1
-        cells = self._cells.setdefault(strategy, {})
-        quarter = round(4.0 * math.log2(batch_size))
-        latest = cells[quarter][0] if quarter in cells else deque(maxlen=_WINDOW)
-        latest.append(seconds / float(_terms(strategy, batch_size) @ _COST_PRIOR))
-        cells[quarter] = latest, self._now
-
-    def refresh(self) -> None:
-        """Fit the plane to everything observed so far: least squares of the relative error, with a prior, no term < 0."""
-        cells = [
-            (strategy, quarter / 4.0, statistics.median_low(latest), len(latest), seen_at)
-            for strategy, by_quarter in self._cells.items()
-            for quarter, (latest, seen_at) in by_quarter.items()
-        ]
-        if not cells:
-            return
-        weights_N = np.array([n * 0.5 ** ((self._now - at) / _STALE) for *_, n, at in cells])
-        terms_NF = np.array([_terms(strategy, 2.0**octave) for strategy, octave, *_ in cells])
-        terms_NF *= _COST_PRIOR
-        unit_s = statistics.median_low([ratio for _, _, ratio, *_ in cells])
-        seconds_N = np.array([ratio for _, _, ratio, *_ in cells]) * terms_NF.sum(axis=1)
-        scaled_NF = terms_NF * (np.sqrt(weights_N) / seconds_N * unit_s / _NOISE)[:, None]
-        matrix_FF = scaled_NF.T @ scaled_NF + np.eye(len(_COST_PRIOR))
-        target_F = scaled_NF.T @ (np.sqrt(weights_N) / _NOISE) + 1.0
-        slopes_F = np.zeros(len(_COST_PRIOR))
-        active = list(range(len(_COST_PRIOR)))
-        while active:
-            part = np.linalg.solve(matrix_FF[np.ix_(active, active)], target_F[active])
-            slopes_F[active] = part
-            if part.min() >= 0.0:
-                break
-            slopes_F[active.pop(int(part.argmin()))] = 0.0
-        self._plane = slopes_F * _COST_PRIOR * unit_s
-        errors_N = np.log(seconds_N / (terms_NF @ slopes_F * unit_s)).tolist()
-        self._errors = {strategy: [] for strategy in self._cells}
-        weights = weights_N.tolist()
-        for (strategy, octave, *_), weight, error in zip(cells, weights, errors_N, strict=True):
-            error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
-            self._errors[strategy].append((octave, weight, error))
-
-    def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
-        """Return the plane, corrected by the strategy's medians near by. Slightly optimistic where there are none."""
-        plane_s = float(_terms(strategy, batch_size) @ self._plane)
-        octave, total, moved = math.log2(batch_size), 0.0, 0.0
-        for other, weight, error in self._errors.get(strategy, ()):
-            weight *= 0.5 ** (abs(other - octave) / _REACH)
-            total += weight
-            moved += weight * error
-        # Plain decoding gets the whole discount, so that optimism alone never turns drafting on.
-        discount = _OPTIMISM if strategy.is_off else _OPTIMISM / (1.0 + total)
-        return plane_s * math.exp(moved / (1.0 + total)) * (1.0 - discount)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the medians' passes as values that JSON can hold."""
-        cells = [
-            [str(strategy), quarter, list(latest), seen_at]
-            for strategy, by_quarter in self._cells.items()
-            for quarter, (latest, seen_at) in by_quarter.items()
-        ]
-        return {"now": self._now, "cells": cells}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self._now, self._cells = state["now"], {}
-        for text, quarter, latest, seen_at in state["cells"]:
-            cells = self._cells.setdefault(SpeculationStrategy.parse(text), {})
-            cells[quarter] = deque(latest, maxlen=_WINDOW), seen_at
-        self.refresh()
-
-
-def _terms(strategy: SpeculationStrategy, batch_size: float) -> np.ndarray:
-    """Return the terms of a pass: constant, requests, rows to verify, draft steps, drafted rows, retrieved rows."""
-    steps, size = strategy.num_steps, batch_size
-    drafted, retrieved = steps * size * strategy.topk, size * strategy.num_retrieved
-    return np.array([1.0, size, size * strategy.num_rows, steps, drafted, retrieved])
 
 
 class CostModelSelector:

@@ -22,7 +22,8 @@ from tests.synthetic_decoding import (
     run_selector,
 )
 from tlt_megatron.speculation.beg_mab import BegMabSelector
-from tlt_megatron.speculation.cost_model import AcceptanceTable, CostModelSelector, PassCost
+from tlt_megatron.speculation.cost_model import AcceptanceTable, CostModelSelector
+from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 ROLLOUT = long_tail(64, scale=60)  # 64 requests, some 420 steps
