@@ -8,6 +8,7 @@ time. The selector uses no clock and no random numbers, so it is deterministic i
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,15 +41,14 @@ class AcceptanceTable:
     """
 
     def __init__(self) -> None:
-        self._first: list[
-            list[float]
-        ] = []  # of the drafter's first candidate, by depth: tried, accepted
+        # [tried, accepted] by depth, of the drafter's first candidate and of retrieved tokens.
+        self._first: list[list[float]] = []
         self._retrieved: list[list[float]] = []
-        self._widths: dict[
-            str, list[float]
-        ] = {}  # by tree: log w, requests that it was learned from
-        self._evidence = 0.0  # that the drafter has collapsed: log likelihood ratio,
-        self._recent: list[list[float]] = []  # and the counts that it comes from
+        # By tree: log w, and the requests that it was learned from.
+        self._widths: dict[str, list[float]] = {}
+        # That the drafter has collapsed: a log likelihood ratio, and the counts that it comes from.
+        self._evidence = 0.0
+        self._recent: list[list[float]] = []
 
     def tokens(self, strategy: SpeculationStrategy) -> float:
         """Return the expected tokens of a request in one pass, the bonus token included."""
@@ -137,12 +137,12 @@ class AcceptanceTable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as values that JSON can hold."""
-        return {name.strip("_"): value for name, value in vars(self).items()}
+        return {name.strip("_"): copy.deepcopy(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         for name in vars(self):
-            setattr(self, name, state[name.strip("_")])
+            setattr(self, name, copy.deepcopy(state[name.strip("_")]))
 
 
 def _add(counts: list[list[float]], new: Sequence[Sequence[float]], fade: float) -> None:
