@@ -21,7 +21,7 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 _HALF_LIFE = 300.0  # requests after which a count weighs half: some passes of a large batch
 _PRIOR = 2.0  # requests; weight of a rate that stands in for missing counts
 _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
-_DOUBT = 20.0  # requests; weight left of old counts when a probe measures the drafter again
+_DISCOUNTED = 20.0  # requests; weight left of old counts when a probe measures the drafter again
 _WIDTH_GAIN = 3.0  # about 1 / (change of a tree's acceptance per unit of log w)
 _COLLAPSE = 1e4  # likelihood ratio at which the drafter counts as collapsed, against a quarter
 # ---- choice
@@ -97,11 +97,11 @@ class AcceptanceTable:
             self._widths[str(strategy)] = [log_width, weight]
         return False
 
-    def doubt(self) -> None:
+    def discount(self) -> None:
         """Let old counts weigh little, because a drafter that did not run is measured again."""
         for counts in (self._first, self._retrieved):
-            if counts and counts[0][0] > _DOUBT:
-                _add(counts, [], _DOUBT / counts[0][0])
+            if counts and counts[0][0] > _DISCOUNTED:
+                _add(counts, [], _DISCOUNTED / counts[0][0])
 
     def _chances(self, strategy: SpeculationStrategy) -> list[tuple[float, float, float]]:
         """Return by depth the chance of the first candidate, of the retrieved token, and of any part of the strategy."""
@@ -131,7 +131,7 @@ class AcceptanceTable:
         _add(self._recent, counts, 1.0)
         if self._evidence < math.log(_COLLAPSE):
             return False
-        self._first = [[max(n, _DOUBT), accepted] for n, accepted in self._recent if n > 0.0]
+        self._first = [[max(n, _DISCOUNTED), accepted] for n, accepted in self._recent if n > 0.0]
         self._recent, self._evidence = [], 0.0
         return True
 
@@ -232,7 +232,7 @@ class CostModelSelector:
             self._cost.observe(strategy, batch_size, seconds)
         self._last = strategy, batch_size
         if is_probe and num_tokens > batch_size * self._table.tokens(strategy):
-            self._table.doubt()  # better than what is known of the drafter
+            self._table.discount()  # better than what is known of the drafter
         if not strategy.is_off and self._table.observe(
             strategy, batch_size, accepted_by_depth, first_by_depth
         ):
