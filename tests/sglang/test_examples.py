@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +15,16 @@ import torch
 from tests.tiny_task import REPO
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.checkpoint import save_draft_config
-from tlt_megatron.engines.sglang.arguments import engine_arguments, plan_speculation
+from tlt_megatron.engines.sglang import engine as engine_module
+from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import fingerprint_target, make_draft_config
+from tlt_megatron.runtime.device import Device
 
-# (ranks, layers, sizes) of Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct.
+# (ranks, sizes) of Qwen2.5-7B-Instruct and Qwen2.5-32B-Instruct, from config.json in their Hugging Face repositories
+# (Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen2.5-32B-Instruct). The CPU examples get a tiny policy.
 SHAPES = {
     "qwen2_5_7b_8gpu": (
         8,
@@ -29,6 +37,12 @@ SHAPES = {
         | {"num_attention_heads": 40, "num_key_value_heads": 8},
     ),
 }
+TINY = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 64}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+SHAPES |= {"quickstart": (2, TINY), "bench_step": (2, TINY)}
+GPU_EXAMPLES = ("qwen2_5_7b_8gpu", "qwen2_5_32b_slurm")
+_GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
+_CPU = Device(torch_device=torch.device("cpu"), backend="gloo")
 
 
 def write_policy(folder: Path, sizes: dict[str, int]) -> None:
@@ -57,36 +71,48 @@ def write_drafter(folder: Path, policy: Path) -> None:
     save_draft_config(folder, config, fingerprint_target(embedding), torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_an_example_passes_sglangs_own_model_config(name: str, tmp_path: Path) -> None:
+class Started:
+    """An engine of an example up to the start of SGLang's processes: the options that they would get."""
+
+    def __init__(self, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        num_ranks, sizes = SHAPES[name]
+        self.policy, self.drafter, data = folder / "policy", folder / "drafter", folder / "d.jsonl"
+        write_policy(self.policy, sizes)
+        write_drafter(self.drafter, self.policy)
+        data.write_text("{}\n", encoding="utf-8")
+        paths = {"model.path": self.policy, "data.train": data, "data.eval": data}
+        overrides = [f"{key}={path}" for key, path in paths.items()]
+        overrides.append("rollout.engine=sglang")
+        self.config: RunConfig = load_config(REPO / "examples" / f"{name}.yaml", overrides)
+        check_layout(self.config, num_ranks)
+        self.arguments: dict[str, Any] = {}
+        monkeypatch.setattr(engine_module, "Connection", self._note)
+        monkeypatch.setattr(SglangEngine, "_count", lambda *_: None)
+        speculation = dataclasses.replace(self.config.speculation, drafter=str(self.drafter))
+        self._engine = SglangEngine(  # it owns the folder of SGLang's adaptive configuration
+            str(self.policy),
+            self.config.rollout,
+            self.config.sglang,
+            _GPU if name in GPU_EXAMPLES else _CPU,
+            rank=0,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            speculation=speculation,
+        )
+
+    def _note(self, arguments: dict[str, Any], *_: object, **__: object) -> None:
+        self.arguments |= arguments
+
+
+@pytest.mark.parametrize("name", GPU_EXAMPLES)
+def test_an_example_passes_sglangs_own_model_config(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
-    num_ranks, sizes = SHAPES[name]
-    policy, drafter, data = tmp_path / "policy", tmp_path / "drafter", tmp_path / "data.jsonl"
-    write_policy(policy, sizes)
-    write_drafter(drafter, policy)
-    data.write_text("{}\n", encoding="utf-8")
-    overrides = [f"model.path={policy}", f"data.train={data}", f"data.eval={data}"]
-    config = load_config(REPO / "examples" / f"{name}.yaml", overrides)
-    check_layout(config, num_ranks)
-    section = type(config.speculation)(
-        enabled=True,
-        drafter=str(drafter),
-        strategies=config.speculation.strategies,
-        selector=config.speculation.selector,
-    )
-    arguments = engine_arguments(
-        str(policy),
-        config.rollout,
-        config.sglang,
-        speculation=plan_speculation(section),
-        device_type="cuda",
-        device_index=0,
-        rank=0,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
+    started = Started(name, tmp_path, monkeypatch)
+    config, arguments = started.config, started.arguments
     needed = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    for folder, is_draft in ((policy, False), (drafter, True)):
+    for folder, is_draft in ((started.policy, False), (started.drafter, True)):
         found = ModelConfig(
             str(folder),
             context_length=arguments["context_length"],
@@ -94,3 +120,35 @@ def test_an_example_passes_sglangs_own_model_config(name: str, tmp_path: Path) -
             is_draft_model=is_draft,
         )
         assert needed < found.context_len == arguments["context_length"] <= 32768
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sglang_resolves_the_options_of_an_example_and_changes_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(name, tmp_path, monkeypatch)
+    asked, is_gpu = started.arguments, name in GPU_EXAMPLES
+    (tmp_path / "options.json").write_text(json.dumps(asked), encoding="utf-8")
+    machine = "H100" if is_gpu else "cpu"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sglang.resolve_arguments"]
+    told = subprocess.run(
+        [*command, str(tmp_path / "options.json"), machine],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    resolved = json.loads(told.stdout.splitlines()[-1])
+    assert {key: resolved[key] for key in asked} == asked
+    if started.config.speculation.enabled:  # SGLang turns it off in silence where it cannot adapt
+        assert resolved["speculative_adaptive"]
+        assert resolved["speculative_num_draft_tokens"] == resolved["speculative_num_steps"] + 1
+        steps = json.loads(Path(asked["speculative_adaptive_config"]).read_text(encoding="utf-8"))
+        depths = [int(text.split("_")[0]) for text in started.config.speculation.strategies]
+        assert steps["1"]["candidate_steps"] == sorted({0, *depths})
+    if is_gpu:
+        assert not resolved["disable_overlap_schedule"]
+        decode = resolved["cuda_graph_config"]["decode"]
+        assert decode["backend"] == "full"
+        assert max(decode["bs"]) == started.config.rollout.max_batch_size  # no batch runs without
