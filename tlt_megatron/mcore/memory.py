@@ -10,10 +10,11 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _GRAD_BYTES = 4  # Megatron sums gradients in float32
 # Adam: two moments, plus a float32 copy of the weights unless they are float32.
 _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
-# Elements that one layer saves for its backward pass, per token. On CUDA: 17 D; tensor parallelism does not split 5 of the 17
-# (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2, in 16 bits). CPU
-# kernels are not fused: 7.25 D, 5 F and 5.5 of the query width, counted with torch's saved-tensor hooks.
-_FUSED_UNCUT, _FUSED_CUT = 5.0, 12.0  # of D
+# Elements that one layer saves for its backward pass, per token. On CUDA: the inputs and outputs of both norms, which tensor
+# parallelism splits only along the sequence; q, k and the fused projection that v is a view of, the attention's output; gate,
+# up and their product (tests/distributed/test_memory_claims.py). CPU kernels are not fused: counted with torch's saved-tensor
+# hooks.
+_FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
 # The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) times the memory of one micro-batch.
 _HEAP_FACTOR = 1.3
@@ -45,6 +46,7 @@ def policy_claims(
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
     micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
+    activations, logits = _bytes_of_a_pass(sizes, micro_tokens, item, parallel, mcore, is_cuda)
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
     gradients_in = optimizer_in = ALL_PHASES
@@ -70,13 +72,13 @@ def policy_claims(
         ),
         MemoryClaim(
             name="activations",
-            num_bytes=micro_tokens * _activation_bytes(sizes, item, parallel, mcore, is_cuda),
+            num_bytes=activations,
             phases=kept_in,
             lower=f"{micro_batch} or mcore.recompute={mcore.recompute!r}",
         ),
         MemoryClaim(
             name="logits and their gradient",
-            num_bytes=2 * 4 * micro_tokens * sizes.vocab // parallel.tensor,
+            num_bytes=logits,
             phases=frozenset({Phase.UPDATE}),
             lower=micro_batch,
         ),
@@ -100,19 +102,33 @@ def _parameters_of_a_rank(sizes: ModelSizes, parallel: ParallelSection) -> int:
     return (layers + num_tables * sizes.table) // parallel.tensor
 
 
-def _activation_bytes(
-    sizes: ModelSizes, item: int, parallel: ParallelSection, mcore: McoreSection, is_cuda: bool
-) -> int:
-    """Return the activation bytes of one token.
+def _bytes_of_a_pass(
+    sizes: ModelSizes,
+    num_tokens: int,
+    item: int,
+    parallel: ParallelSection,
+    mcore: McoreSection,
+    is_cuda: bool,
+) -> tuple[int, int]:
+    """Return the bytes of activations and of logits on the fuller of the first and the last stage.
 
-    The first of p stages holds the activations of p micro-batches, each of L / p layers.
+    The first of p stages holds the activations of p micro-batches, the last those of one and the logits. With full
+    recomputation each layer keeps its input. When one layer is computed again, the logits are gone, and its activations are
+    there twice, once as gradients.
     """
     if is_cuda:
-        uncut, cut = _FUSED_UNCUT * sizes.hidden, _FUSED_CUT * sizes.hidden
+        uncut = _FUSED_D * sizes.hidden
+        cut = _FUSED_F * sizes.ffn + _FUSED_Q * sizes.query + _FUSED_KV * sizes.kv
     else:
         uncut = _UNFUSED_D * sizes.hidden
         cut = _UNFUSED_F * sizes.ffn + _UNFUSED_Q * sizes.query
+    sequence_cut = parallel.tensor if parallel.sequence else 1
+    element_bytes = num_tokens * item * (1.0 if is_cuda else _HEAP_FACTOR)
+    layer = int(element_bytes * (uncut / sequence_cut + cut / parallel.tensor))
+    kept, again = layer, 0
     if mcore.recompute == "full":
-        uncut, cut = sizes.hidden, 0.0
-    elements = uncut / (parallel.tensor if parallel.sequence else 1) + cut / parallel.tensor
-    return int(sizes.num_layers * elements * item * (1.0 if is_cuda else _HEAP_FACTOR))
+        kept, again = int(element_bytes * sizes.hidden / sequence_cut), 2 * layer
+    logits = 2 * 4 * num_tokens * sizes.vocab // parallel.tensor
+    first = sizes.num_layers * kept + again, 0
+    last = sizes.num_layers // parallel.pipeline * kept, logits
+    return max(last, first, key=sum)
