@@ -231,8 +231,16 @@ def _num_extended(strategy: SpeculationStrategy) -> int:
 
 
 def _batch_buckets(max_batch_size: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, 16, 24, ... and `max_batch_size` itself."""
-    sizes = [1, 2, 4, *range(_BATCH_STEP, max_batch_size, _BATCH_STEP)]
+    """Return 1, 2, 4, 8, 16, ... and `max_batch_size` itself.
+
+    Steps are of 8, and from 128 on of an eighth of the last power of two: few buckets for a large
+    batch, and at most an eighth of the rows of a pass are padding.
+    """
+    sizes = [1, 2, 4]
+    size = _BATCH_STEP
+    while size < max_batch_size:
+        sizes.append(size)
+        size += max(_BATCH_STEP, (1 << size.bit_length()) // 16)
     return (*(size for size in sizes if size < max_batch_size), max_batch_size)
 
 
