@@ -35,6 +35,9 @@ $(VENV)/.done: setup.py
 	@$(PY) -m pip install -q -e ".[dev,report]"
 	@touch $@; echo "set-up: done"
 
+doctor: setup  ## what this machine can run, what is missing and how to get it
+	@$(PY) -m tlt_megatron.doctor
+
 quickstart-policy: setup
 	@echo "quickstart 1/2: the tiny policy and its task (made once, cached in build/tiny_policy)"
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
@@ -112,4 +115,4 @@ bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm drafter test faults test-gpu lint bench bench-gpu clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm drafter test faults test-gpu lint bench bench-gpu clean
