@@ -41,14 +41,13 @@ def build_sglang_engine(
     check_communication(world)
     speculation = _with_drafter(config, run_dir, world)
     replica = Replica(_replica_group(config, world))
-    if not replica.is_leader:
-        dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-        has_drafter = speculation.enabled and speculation.is_learned
-        return _together(
-            lambda: FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica), world
-        )
-    return _together(
-        lambda: SglangEngine(
+
+    def start() -> SglangEngine | FollowerEngine:
+        if not replica.is_leader:
+            dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+            has_drafter = speculation.enabled and speculation.is_learned
+            return FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica)
+        return SglangEngine(
             config.model.path,
             config.rollout,
             config.sglang,
@@ -57,9 +56,9 @@ def build_sglang_engine(
             max_prompt_tokens=config.data.max_prompt_tokens,
             speculation=speculation,
             replica=replica,
-        ),
-        world,
-    )
+        )
+
+    return _together(start, world)
 
 
 def check_communication(world: Group) -> None:
@@ -115,19 +114,17 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
 
 def _together(make: Callable[[], _Made], world: Group) -> _Made:
     """Return the result of `make` on each rank. If it fails on any rank, all ranks raise one error."""
-    made: list[_Made] = []
-    error = None
+    made = error = None
     try:
-        made.append(make())
+        made = make()
     except (RuntimeError, ValueError) as caught:
         error = caught
     reasons = gather_objects(None if error is None else str(error), world)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if not failed:
-        return made[0]
-    for engine in made:
-        if isinstance(engine, SglangEngine | FollowerEngine):
-            engine.close()
+        return made
+    if isinstance(made, SglangEngine | FollowerEngine):
+        made.close()
     kind = ValueError if isinstance(error, ValueError) else RuntimeError
     first, reason = next(iter(failed.items()))
     raise kind(f"rollout engines of ranks {list(failed)} failed; rank {first}: {reason}") from error
