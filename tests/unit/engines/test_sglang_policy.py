@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tlt_megatron.engines.sglang.adaptive_policy import (
-    PolicyFactory,
+    AdaptiveHooks,
     SelectorPolicy,
-    StepResults,
     write_config,
 )
 from tlt_megatron.speculation.selector import FixedSelector
@@ -47,17 +46,17 @@ def make_policy(selector: FixedSelector, agree=lambda steps: steps) -> SelectorP
 IDS = ("a", "b", "c")
 
 
-def launch(policy: SelectorPolicy, ids: Sequence[str] = IDS) -> int | None:
-    """Choose a step and launch its pass, as SGLang's worker does; the number that the pass's result carries."""
+def launch(policy: SelectorPolicy, ids: Sequence[str] = IDS) -> object:
+    """Choose a step and launch its pass, as SGLang's worker does; what the pass's result carries."""
     policy.get_steps_for_batch(len(ids))
     return policy.launched(ids)
 
 
 def finish(
-    policy: SelectorPolicy, number: int | None, correct: list[int], ids: Sequence[str] = IDS
+    policy: SelectorPolicy, step: object, correct: list[int], ids: Sequence[str] = IDS
 ) -> None:
     """The result of a pass, as SGLang's scheduler processes it."""
-    policy.expect(number, ids)
+    policy.expect(step, ids)
     assert policy.on_verify_complete(correct, len(ids)) is None
 
 
@@ -123,10 +122,9 @@ def test_a_result_without_a_step_is_ignored() -> None:
     assert policy.take_passes() == []
 
 
-def test_hooks_carry_the_number_of_a_step_on_its_result() -> None:
-    factory = PolicyFactory(lambda **settings: None)
-    factory.policy = policy = make_policy(NotingSelector())
-    steps = StepResults(factory)
+def test_hooks_carry_a_step_on_its_result() -> None:
+    hooks = AdaptiveHooks(lambda **settings: None)
+    hooks.policy = policy = make_policy(NotingSelector())
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid=rid) for rid in IDS])
 
     def forward(worker: object, batch: SimpleNamespace) -> SimpleNamespace:
@@ -137,11 +135,11 @@ def test_hooks_carry_the_number_of_a_step_on_its_result() -> None:
         policy.on_verify_complete([4, 4, 4], len(batch.reqs))
         return "tokens"
 
-    results = [steps.launch(forward, None, batch) for _ in range(2)]
+    results = [hooks.launch(forward, None, batch) for _ in range(2)]
     # Matched by number: the first result is lost on the way.
-    assert steps.resolve(resolve, None, results[1], batch) == "tokens"
+    assert hooks.resolve(resolve, None, results[1], batch) == "tokens"
     assert len(policy.take_passes()) == 1
-    steps.resolve(resolve, None, results[0], batch)
+    hooks.resolve(resolve, None, results[0], batch)
     assert policy.take_passes() == []
 
 
@@ -153,7 +151,7 @@ def test_the_ranks_follow_the_first_one() -> None:
 
 
 def test_the_file_makes_our_policy_and_another_file_sglangs(tmp_path: Path) -> None:
-    factory = PolicyFactory(lambda **settings: ("upstream", settings))
+    factory = AdaptiveHooks(lambda **settings: ("upstream", settings))
     path = tmp_path / "policy.json"
     write_config(path, [CHAIN], "cost_model", [], max_batch_size=64)
     assert json.loads(path.read_text())["1"]["candidate_steps"] == [0, 4]
@@ -173,6 +171,6 @@ def test_buckets_of_beg_mab_follow_the_largest_batch(tmp_path: Path) -> None:
     for max_batch_size, at_three in ((9, 2), (64, 4)):
         path = tmp_path / f"{max_batch_size}.json"
         write_config(path, chains, "beg_mab", [], max_batch_size=max_batch_size)
-        factory = PolicyFactory(lambda **settings: settings)
+        factory = AdaptiveHooks(lambda **settings: settings)
         policy = factory.make(initial_steps=4, cfg_path=str(path))
         assert policy.selector.choose(3).strategy.num_steps == at_three

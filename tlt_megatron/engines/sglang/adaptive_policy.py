@@ -50,15 +50,17 @@ def write_config(
     path.write_text(json.dumps({"1": {"candidate_steps": steps}, CONFIG_KEY: ours}))
 
 
-class PolicyFactory:
-    """Replaces the class `AdaptiveSpeculativeParams`. Keeps the policy that it made, for access to its state."""
+class AdaptiveHooks:
+    """The hooks of adaptive speculation, and the policy of this process. Each result carries the step that it is of."""
+
+    _STEP = "tlt_megatron_step"  # our attribute of a GenerationBatchResult
 
     def __init__(self, upstream: Callable[..., object]) -> None:
         self._upstream = upstream
         self.policy: SelectorPolicy | None = None
 
     def make(self, initial_steps: int, cfg_path: str | None = None) -> object:
-        """Return our policy if the configuration is ours, else SGLang's."""
+        """In place of `AdaptiveSpeculativeParams`: return our policy if the configuration is ours, else SGLang's."""
         config: dict[str, Any] = json.loads(Path(cfg_path).read_text()) if cfg_path else {}
         if CONFIG_KEY not in config:
             return self._upstream(initial_steps=initial_steps, cfg_path=cfg_path)
@@ -73,15 +75,6 @@ class PolicyFactory:
         self.policy = SelectorPolicy(selector, strategies, _agree)
         return self.policy
 
-
-class StepResults:
-    """Hooks that attach the number of a step to the result of its pass, for when SGLang processes it."""
-
-    _NUMBER = "tlt_megatron_step"  # attribute of a GenerationBatchResult
-
-    def __init__(self, policies: PolicyFactory) -> None:
-        self._policies = policies
-
     def launch(
         self,
         original: Callable[..., GenerationBatchResult],
@@ -90,11 +83,10 @@ class StepResults:
         *args: object,
         **kwargs: object,
     ) -> GenerationBatchResult:
-        """Around `EAGLEWorkerV2.forward_batch_generation`, which chooses a step: number its result."""
+        """Around `EAGLEWorkerV2.forward_batch_generation`, which chooses a step: attach it to the result."""
         result = original(worker, batch, *args, **kwargs)
-        if self._policies.policy is not None:
-            number = self._policies.policy.launched([request.rid for request in batch.reqs])
-            setattr(result, self._NUMBER, number)
+        if self.policy is not None:
+            setattr(result, self._STEP, self.policy.launched([r.rid for r in batch.reqs]))
         return result
 
     def resolve(
@@ -105,9 +97,8 @@ class StepResults:
         batch: ScheduleBatch,
     ) -> object:
         """Around `_resolve_spec_v2_tokens`, which gives the result to the policy: say which step it is of."""
-        if self._policies.policy is not None:
-            number = getattr(result, self._NUMBER, None)
-            self._policies.policy.expect(number, [request.rid for request in batch.reqs])
+        if self.policy is not None:
+            self.policy.expect(getattr(result, self._STEP, None), [r.rid for r in batch.reqs])
         return original(processor, result, batch)
 
 
@@ -134,9 +125,9 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One running speculative step. The result of its pass carries `number`, which identifies the step."""
+    """One launched speculative step."""
 
-    number: int
+    number: int  # in the order of the launches
     request_ids: tuple[str, ...]
     choice: _Choice
 
@@ -155,11 +146,11 @@ class SelectorPolicy:
         self._by_steps = {strategy.num_steps: strategy for strategy in (OFF, *strategies)}
         self._agree = agree
         self._graph_sizes: list[int] | None = None
-        # By number: with overlap scheduling a result arrives after the next step was chosen.
-        self._running: dict[int, _Step] = {}
-        self._num_chosen = 0
+        self._num_launched = 0
+        self._num_resolved = 0  # number of the last step that got its result
         self._unmarked: _Choice | None = None  # until its pass is launched
-        self._result_of: _Step | None = None  # step whose result `on_verify_complete` receives next
+        # Step whose result `on_verify_complete` receives next. With overlap scheduling a later one may be chosen already.
+        self._result_of: _Step | None = None
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
@@ -187,30 +178,26 @@ class SelectorPolicy:
         self._unmarked = _Choice(strategy=strategy, reason=reason, started=started)
         return strategy.num_steps
 
-    def launched(self, request_ids: Sequence[str]) -> int | None:
-        """Number the step whose pass over these requests was just launched. Return None if no step was chosen for it."""
+    def launched(self, request_ids: Sequence[str]) -> _Step | None:
+        """Return the step whose pass over these requests was just launched, or None if none was chosen for it."""
         choice, self._unmarked = self._unmarked, None
         if choice is None:
             return None
-        self._num_chosen += 1
-        self._running[self._num_chosen] = _Step(
-            number=self._num_chosen, request_ids=tuple(request_ids), choice=choice
-        )
-        return self._num_chosen
+        self._num_launched += 1
+        return _Step(number=self._num_launched, request_ids=tuple(request_ids), choice=choice)
 
-    def expect(self, number: int | None, request_ids: Sequence[str]) -> None:
-        """Note that the next result is of the step `number`. RuntimeError if that step was for other requests.
+    def expect(self, step: _Step | None, request_ids: Sequence[str]) -> None:
+        """Note that the next result is of `step`. RuntimeError if that step was for other requests.
 
-        Earlier steps are dropped: SGLang processes passes in launch order, so they get no result any more."""
+        A step before the last one is ignored: SGLang processes passes in launch order."""
         self._result_of = None
-        if number is None:
+        if step is None or step.number <= self._num_resolved:
             return
-        for earlier in [n for n in self._running if n < number]:
-            del self._running[earlier]
-        step = self._running.pop(number, None)
-        if step is not None and step.request_ids != tuple(request_ids):
+        self._num_resolved = step.number
+        if step.request_ids != tuple(request_ids):
             raise RuntimeError(
-                f"speculative step {number} was for requests {list(step.request_ids)}: its result is of {list(request_ids)}"
+                f"speculative step {step.number} was for requests {list(step.request_ids)}: its result is of"
+                f" {list(request_ids)}"
             )
         self._result_of = step
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory
+from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.held_weights import held_checksum
 from tlt_megatron.engines.sglang.noise import is_active
 
@@ -27,23 +27,23 @@ ACCEPT_LENGTHS = "accept_lengths"  # key of a response's meta_info
 
 
 class Question(StrEnum):
-    """Questions to a scheduler. Answers are JSON."""
+    """Questions to a scheduler. Answers are JSON; those from SELECTOR_STATE on are null without adaptive speculation."""
 
     ALIVE = "alive"  # shows that the scheduler responds
     MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
     CHECKSUM = "checksum"  # of the loaded weights, as the sender computes it
     COUNTERS = "counters"  # since the last such question
-    SELECTOR_STATE = "selector_state"  # None without adaptive speculation
+    SELECTOR_STATE = "selector_state"
     LOAD_SELECTOR_STATE = "load_selector_state"  # argument: the state
-    TURN_OFF = "turn_off"  # argument: whether to decode plainly; answer: whether it can
-    PASSES = "passes"  # of adaptive speculation, since the last such question
+    TURN_OFF = "turn_off"  # argument: whether to decode plainly; answer: True
+    PASSES = "passes"  # since the last such question
 
 
 class Answers:
     """Counters of one scheduler process, and its answers."""
 
-    def __init__(self, policies: PolicyFactory, targets: set[str]) -> None:
-        self._policies = policies
+    def __init__(self, adaptive: AdaptiveHooks, targets: set[str]) -> None:
+        self._adaptive = adaptive
         self._targets = targets
         self._num_passes = 0
         self._peak_tokens = 0
@@ -65,21 +65,12 @@ class Answers:
             return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
         question = Question(action.removeprefix(PREFIX))
         argument = json.loads(skip_tensor_list[0]) if skip_tensor_list else None
-        answers = {
-            Question.ALIVE: lambda: True,
-            Question.MISSING_HOOKS: self._missing_hooks,
-            Question.CHECKSUM: lambda: held_checksum(runner.model, is_draft=role != "target"),
-            Question.COUNTERS: self._take_counters,
-            Question.SELECTOR_STATE: self._selector_state,
-            Question.LOAD_SELECTOR_STATE: lambda: self._load_selector_state(argument),
-            Question.TURN_OFF: lambda: self._turn_off(argument),
-            Question.PASSES: self._take_passes,
-        }
+        answer = self._answer(question, argument, runner, is_draft=role != "target")
         place = dict.fromkeys(
             ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size"), 0
         )
         return {
-            "checksums": {question: json.dumps(answers[question]())},
+            "checksums": {question: json.dumps(answer)},
             "per_gpu_checksum": "",
             "parallelism_info": place | {"role": role},
         }
@@ -122,32 +113,35 @@ class Answers:
         """After `is_request_level_customized_info_key`: accept lengths are per request, not sliced by tokens."""
         return original or key == ACCEPT_LENGTHS
 
-    # ---- answers
+    # ----
 
-    def _missing_hooks(self) -> list[str]:
-        from sglang.srt.plugins.hook_registry import HookRegistry
+    def _answer(
+        self, question: Question, argument: object, runner: ModelRunner, *, is_draft: bool
+    ) -> object:
+        """Return the answer; None without adaptive speculation if the question is about it."""
+        policy = self._adaptive.policy
+        match question:
+            case Question.ALIVE:
+                return True
+            case Question.MISSING_HOOKS:
+                from sglang.srt.plugins.hook_registry import HookRegistry
 
-        return sorted(self._targets - HookRegistry._patched)
-
-    def _take_counters(self) -> dict[str, int]:
-        counters = {"num_passes": self._num_passes, "peak_tokens": self._peak_tokens}
-        self._num_passes = self._peak_tokens = 0
-        return counters
-
-    def _selector_state(self) -> dict[str, object] | None:
-        policy = self._policies.policy
-        return None if policy is None else policy.selector.state_dict()
-
-    def _load_selector_state(self, state: dict[str, object]) -> None:
-        if self._policies.policy is not None:
-            self._policies.policy.selector.load_state_dict(state)
-
-    def _turn_off(self, is_off: bool) -> bool:
-        policy = self._policies.policy
-        if policy is not None:
-            policy.is_off = is_off
-        return policy is not None
-
-    def _take_passes(self) -> list[dict[str, object]]:
-        policy = self._policies.policy
-        return [] if policy is None else [asdict(record) for record in policy.take_passes()]
+                return sorted(self._targets - HookRegistry._patched)
+            case Question.CHECKSUM:
+                return held_checksum(runner.model, is_draft=is_draft)
+            case Question.COUNTERS:
+                counters = {"num_passes": self._num_passes, "peak_tokens": self._peak_tokens}
+                self._num_passes = self._peak_tokens = 0
+                return counters
+            case _ if policy is None:
+                return None
+            case Question.SELECTOR_STATE:
+                return policy.selector.state_dict()
+            case Question.LOAD_SELECTOR_STATE:
+                policy.selector.load_state_dict(argument)
+            case Question.TURN_OFF:
+                policy.is_off = argument
+                return True
+            case Question.PASSES:
+                return [asdict(record) for record in policy.take_passes()]
+        return None

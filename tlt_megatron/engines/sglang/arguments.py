@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.config.layout import draft_slack
@@ -32,10 +32,8 @@ class SpeculationPlan:
 
     algorithm: str  # EAGLE | EAGLE3 | NGRAM
     strategies: tuple[SpeculationStrategy, ...]  # one strategy, or several chains to choose from
-    selector: str
-    ranking: Ranking = Ranking.NOISE
-    drafter: str = ""
-    options: Mapping[str, object] = field(default_factory=dict)
+    ranking: Ranking
+    options: Mapping[str, object]
 
     @property
     def is_adaptive(self) -> bool:
@@ -72,33 +70,25 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
     if not drafting:
         raise ValueError(f"speculation.strategies={section.strategies}: all are off")
     if drafting[0].num_retrieved:
-        width = drafting[0].num_retrieved + 1
-        return SpeculationPlan(
-            algorithm="NGRAM",
-            strategies=drafting,
-            selector="fixed",
-            options={"speculative_num_draft_tokens": width},
-        )
-    return _plan_learned(section, drafting)
-
-
-def _plan_learned(
-    section: SpeculationSection, drafting: tuple[SpeculationStrategy, ...]
-) -> SpeculationPlan:
-    widest = max(drafting, key=lambda strategy: strategy.num_steps)
-    return SpeculationPlan(
-        algorithm=_algorithm_of(section.drafter),
-        strategies=drafting,
-        selector=section.selector,
-        ranking=Ranking(section.ranking),
-        drafter=section.drafter,
-        options={
+        algorithm = "NGRAM"
+        options: dict[str, object] = {
+            "speculative_num_draft_tokens": drafting[0].num_retrieved + 1,
+        }
+    else:
+        algorithm = _algorithm_of(section.drafter)
+        widest = max(drafting, key=lambda strategy: strategy.num_steps)
+        options = {
             "speculative_draft_model_path": section.drafter,
             "speculative_num_steps": widest.num_steps,
             "speculative_eagle_topk": widest.topk,
             "speculative_num_draft_tokens": widest.num_draft_tokens + 1,  # the root's row counts
             "speculative_adaptive": widest.is_chain,
-        },
+        }
+    return SpeculationPlan(
+        algorithm=algorithm,
+        strategies=drafting,
+        ranking=Ranking(section.ranking),
+        options=options,
     )
 
 

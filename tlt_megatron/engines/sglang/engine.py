@@ -28,9 +28,8 @@ from tlt_megatron.engines.sglang.arguments import (
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
 from tlt_megatron.engines.sglang.noise import SamplingSettings
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
-from tlt_megatron.engines.sglang.requests import answer_all
-from tlt_megatron.engines.sglang.responses import make_rollout
-from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender, cast_tensors
+from tlt_megatron.engines.sglang.responses import answer_all, make_rollout
+from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
@@ -64,8 +63,7 @@ class SglangEngine:
         self._longest = max_prompt_tokens + rollout.max_new_tokens
         self._version: int | None = None
         self._drafter_version: int | None = None
-        self._is_asleep = self._is_closed = False
-        self._is_suspended = self._is_paused = False
+        self._is_asleep = self._is_suspended = self._is_paused = False
         self._plan = None if speculation is None else plan_speculation(speculation)
         arguments = engine_arguments(
             model_path,
@@ -78,7 +76,7 @@ class SglangEngine:
             max_prompt_tokens=max_prompt_tokens,
         )
         has_drafter = self._plan is not None and self._plan.has_draft_model
-        self._borrowed = BorrowedTensors() if has_drafter else None
+        self._borrowed: dict[str, Tensor] | None = {} if has_drafter else None
         self._capacity = int(arguments["max_total_tokens"])
         self._num_ranks = int(arguments.get("tp_size", 1))
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
@@ -87,7 +85,7 @@ class SglangEngine:
             write_config(
                 path,
                 self._plan.strategies,
-                self._plan.selector,
+                speculation.selector,
                 speculation.beg_thresholds,
                 max_batch_size=rollout.max_batch_size,
             )
@@ -106,7 +104,7 @@ class SglangEngine:
             num_ranks=self._num_ranks,
             offers_own=device.is_cuda,
         )
-        self._stats = self._count([], 0.0, {"num_passes": 0, "peak_tokens": 0})
+        self._stats = EngineStats(kv_capacity_tokens=self._capacity)
 
     # ---- weights and lifetime
 
@@ -117,17 +115,13 @@ class SglangEngine:
         """See `RolloutEngine`. The sender sums its tensors as cast to the engine's dtype."""
         self._require_awake()
         self._version = None
-        self._weights.send(self._cast(tensors), role=TARGET, version=str(version))
-        with self._replica.in_step(LOADING):
-            self._verify(TARGET, checksum(), f"weights of policy_version={version}")
+        self._load(TARGET, self._cast(tensors), version, checksum)
         self._version = version
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. Returns this process's copies, because SGLang's tensors are in its scheduler. RuntimeError
         without a learned drafter, because copies are kept only for one, or before `load_weights`."""
-        if self._borrowed is None or self._version is None:
-            raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
-        return self._borrowed.embedding_VD, self._borrowed.lm_head_VD
+        return target_tensors(self._borrowed)
 
     @torch.no_grad()
     def load_drafter_weights(
@@ -144,9 +138,7 @@ class SglangEngine:
         named = list(self._cast(tensors.items()))
         cast = sum(checksum_tensor(name, t) for name, t in named) % CHECKSUM_MODULUS
         self._drafter_version = None
-        self._weights.send(named, role=DRAFT, version=str(version))
-        with self._replica.in_step(LOADING):
-            self._verify(DRAFT, cast, f"weights of drafter version {version}")
+        self._load(DRAFT, named, version, lambda: cast)
         self._drafter_version = version
 
     def suspend_drafter(self, is_suspended: bool) -> None:
@@ -180,10 +172,22 @@ class SglangEngine:
             raise RuntimeError(f"sglang's ranks hold different {role} weights: {sorted(answers)}")
         return answers.pop()
 
-    def _verify(self, role: str, expected: int, what: str) -> None:
-        held = self.checksum(role)
-        if held != expected:
-            raise RuntimeError(f"{what} have checksum {held} in {self._dtype}: must be {expected}")
+    def _load(
+        self,
+        role: str,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        checksum: Callable[[], int],
+    ) -> None:
+        """Send cast tensors and compare checksums."""
+        self._weights.send(tensors, role=role, version=str(version))
+        with self._replica.in_step(LOADING):
+            expected, held = checksum(), self.checksum(role)
+            if held != expected:
+                what = "policy_version=" if role == TARGET else "drafter version "
+                raise RuntimeError(
+                    f"weights of {what}{version} have checksum {held} in {self._dtype}: must be {expected}"
+                )
 
     def _cast(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return cast_tensors(tensors, self._device.torch_device, self._dtype, self._borrowed)
@@ -194,7 +198,6 @@ class SglangEngine:
     def sleep(self) -> None:
         """Free the cached keys and values. On a GPU also release the memory of KV, weights and graphs. The policy's weights are
         dropped, because `load_weights` sends them again; the drafter's are kept on the host."""
-        self._require_open()
         if self._is_asleep:
             return
         with self._replica.in_step(SLEEPING):
@@ -208,7 +211,6 @@ class SglangEngine:
 
     def wake(self) -> None:
         """Undo `sleep`. On a GPU, release this process's cached memory before, and load weights again after."""
-        self._require_open()
         if self._is_asleep:
             with self._replica.in_step(WAKING):
                 self._memory("resume_memory_occupation")
@@ -227,9 +229,6 @@ class SglangEngine:
 
     def close(self) -> None:
         """See `RolloutEngine`. Ends all SGLang processes."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._sglang.close()
         self._folder.cleanup()
 
@@ -267,9 +266,16 @@ class SglangEngine:
             answer_all(requests, should_stop, abort_all=self._sglang.abort_all)
         )
         counters = self._sglang.ask(Question.COUNTERS)[0]
-        seconds = time.perf_counter() - started
-        self._stats = self._count([meta for _, meta in answered], seconds, counters)
-        rollouts = [rollout for rollout, _ in answered]
+        rollouts, metas = [r for r, _ in answered], [meta for _, meta in answered]
+        self._stats = EngineStats(
+            num_prompt_tokens=sum(m["prompt_tokens"] - m["cached_tokens"] for m in metas),
+            num_generated_tokens=sum(m["completion_tokens"] for m in metas),
+            num_decode_passes=counters["num_passes"],
+            num_preemptions=sum(m["num_retractions"] for m in metas),
+            seconds=time.perf_counter() - started,
+            peak_kv_tokens=counters["peak_tokens"],
+            kv_capacity_tokens=self._capacity,
+        )
         g = params.num_samples
         return [
             RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[n * g : (n + 1) * g]))
@@ -315,19 +321,6 @@ class SglangEngine:
                     f"{params.max_new_tokens} needs {needed} positions: at most {min(self._longest, self._capacity)}"
                 )
 
-    def _count(
-        self, metas: Sequence[Mapping[str, object]], seconds: float, counters: Mapping[str, int]
-    ) -> EngineStats:
-        return EngineStats(
-            num_prompt_tokens=sum(m["prompt_tokens"] - m["cached_tokens"] for m in metas),
-            num_generated_tokens=sum(m["completion_tokens"] for m in metas),
-            num_decode_passes=counters["num_passes"],
-            num_preemptions=sum(m["num_retractions"] for m in metas),
-            seconds=seconds,
-            peak_kv_tokens=counters["peak_tokens"],
-            kv_capacity_tokens=self._capacity,
-        )
-
     def stats(self) -> EngineStats:
         """See `RolloutEngine`. Does not count recomputed prompt tokens of preempted requests separately."""
         return self._stats
@@ -336,7 +329,7 @@ class SglangEngine:
         """See `RolloutEngine`. Returns passes only with adaptive speculation."""
         return [
             PassRecord(**{**record, "accepted_by_depth": tuple(record["accepted_by_depth"])})
-            for record in self._sglang.ask(Question.PASSES)[0]
+            for record in self._sglang.ask(Question.PASSES)[0] or []
         ]
 
     def state_dict(self) -> dict[str, object]:
@@ -348,13 +341,6 @@ class SglangEngine:
         if state.get("selector") is not None:
             self._sglang.ask(Question.LOAD_SELECTOR_STATE, argument=state["selector"])
 
-    # ----
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
-
     def _require_awake(self) -> None:
-        self._require_open()
         if self._is_asleep:
             raise RuntimeError("the engine sleeps: call wake() first")

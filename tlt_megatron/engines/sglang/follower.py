@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.base import EngineStats, PassRecord
+from tlt_megatron.engines.base import EngineStats, PassRecord, RolloutEngine
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
-from tlt_megatron.engines.sglang.weights import BorrowedTensors, WeightSender, cast_tensors
+from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 
-class FollowerEngine:
-    """Satisfies `engines.base.RolloutEngine`, but accepts no prompts."""
+class FollowerEngine(RolloutEngine):
+    """Accepts no prompts. Methods that are not defined here do nothing, as in the Protocol."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class FollowerEngine:
         """`replica`: the ranks of the engine, including this one."""
         self._device = device.torch_device
         self._dtype = dtype
-        self._borrowed = BorrowedTensors() if has_drafter else None
+        self._borrowed: dict[str, Tensor] | None = {} if has_drafter else None
         self._replica = replica or Replica()
         self._is_asleep = False
         self._weights = WeightSender(
@@ -66,10 +66,8 @@ class FollowerEngine:
             pass  # the leader compares checksums
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """See `RolloutEngine`. RuntimeError without a learned drafter."""
-        if self._borrowed is None:
-            raise RuntimeError("target_tensors: the engine needs a learned drafter")
-        return self._borrowed.embedding_VD, self._borrowed.lm_head_VD
+        """See `RolloutEngine`. RuntimeError without a learned drafter or before `load_weights`."""
+        return target_tensors(self._borrowed)
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
@@ -80,15 +78,9 @@ class FollowerEngine:
         with self._replica.in_step(LOADING):
             pass  # the leader compares checksums
 
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        """Do nothing: the first rank suspends the drafter."""
-
     def pause_speculation(self, is_paused: bool) -> bool:
         """Return False: an engine that spans several ranks cannot pause."""
         return False
-
-    def free_kv(self) -> None:
-        """See `RolloutEngine`. SGLang keeps its KV until `sleep`."""
 
     def sleep(self) -> None:
         """Wait until the engine has freed this rank's GPU memory."""
@@ -106,15 +98,7 @@ class FollowerEngine:
 
     def stats(self) -> EngineStats:
         """Return zeros."""
-        return EngineStats(
-            num_prompt_tokens=0,
-            num_generated_tokens=0,
-            num_decode_passes=0,
-            num_preemptions=0,
-            seconds=0.0,
-            peak_kv_tokens=0,
-            kv_capacity_tokens=0,
-        )
+        return EngineStats()
 
     def take_passes(self) -> list[PassRecord]:
         """Return []."""
@@ -123,9 +107,3 @@ class FollowerEngine:
     def state_dict(self) -> dict[str, object]:
         """Return {}."""
         return {}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from tlt_megatron.engines.sglang import noise
-from tlt_megatron.engines.sglang.adaptive_policy import PolicyFactory, StepResults
+from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.answers import Answers
 from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
 from tlt_megatron.runtime.environment import engine_owner
@@ -37,10 +37,10 @@ def register() -> None:
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
     _end_with_owner()
-    policies = PolicyFactory(AdaptiveSpeculativeParams)
+    adaptive = AdaptiveHooks(AdaptiveSpeculativeParams)
     targets: set[str] = set()
-    answers = Answers(policies, targets)
-    for when, target, hook in _hooks(policies, answers, DraftRanking(), StepResults(policies)):
+    answers = Answers(adaptive, targets)
+    for when, target, hook in _hooks(adaptive, answers, DraftRanking()):
         HookRegistry.register(target, hook, HookType(when))
         targets.add(target)
 
@@ -60,7 +60,7 @@ def _end_with_owner() -> None:
 
 
 def _hooks(
-    policies: PolicyFactory, answers: Answers, ranking: DraftRanking, steps: StepResults
+    adaptive: AdaptiveHooks, answers: Answers, ranking: DraftRanking
 ) -> Iterator[tuple[str, str, Callable[..., object]]]:
     """Yield (type, target, hook)."""
     yield "after", _BATCH_INFO + "from_schedule_batch", noise.keep_seeds
@@ -91,11 +91,11 @@ def _hooks(
     yield (
         "replace",
         "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams",
-        policies.make,
+        adaptive.make,
     )
 
-    yield "around", _WORKER + "forward_batch_generation", steps.launch
-    yield "around", _RESULTS + "_resolve_spec_v2_tokens", steps.resolve
+    yield "around", _WORKER + "forward_batch_generation", adaptive.launch
+    yield "around", _RESULTS + "_resolve_spec_v2_tokens", adaptive.resolve
 
     yield "around", _RUNNER + "check_weights", answers.answer
     yield "around", _RESULTS + "process_batch_result_decode", answers.count_pass

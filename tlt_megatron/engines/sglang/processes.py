@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import FrameType
 
 import psutil
@@ -55,15 +56,11 @@ class EngineProcesses:
         """Kill all of them and their descendants, and wait until they have ended."""
         processes = self._own or self._new()
         for process in list(processes):
-            try:
+            with suppress(psutil.NoSuchProcess):
                 processes += process.children(recursive=True)
-            except psutil.NoSuchProcess:
-                continue
         for process in processes:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         _, alive = psutil.wait_procs(processes, timeout=_END_TIMEOUT_S)
         if alive:
             pids = ", ".join(str(process.pid) for process in alive)
@@ -133,13 +130,12 @@ class Signals:
         if self._is_main:
             self._before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGQUIT)}
 
-    def take_back(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def take_back(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replace SGLang's handlers: install ours for SIGQUIT and the former one for SIGTERM."""
         if not self._is_main:
             return
         for number in (signal.SIGTERM, signal.SIGQUIT):
-            if loop is not None:
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(number)
         signal.signal(signal.SIGTERM, self._before[signal.SIGTERM] or signal.SIG_DFL)
         signal.signal(signal.SIGQUIT, self._on_quit)
 

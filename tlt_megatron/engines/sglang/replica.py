@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Replica:
     def in_step(self, what: str) -> Iterator[None]:
         """Enter the block when all ranks have arrived, and leave it when all have finished. A collective. A rank whose block
         fails raises its own error; the other ranks raise a RuntimeError that names `what` and that rank."""
-        barrier(self._group)
+        self.gather(None)
         error: Exception | None = None
         try:
             yield

@@ -1,4 +1,4 @@
-"""Turns SGLang's answer to one request into a checked `Rollout`. Called by the engine for every response.
+"""Waits for many responses of SGLang at once, and turns each into a checked `Rollout`. Called by the engine's `generate`.
 
 SGLang returns token ids and log-probabilities in separate lists. They are compared entry by entry, because a log-probability
 of another token would silently corrupt training.
@@ -6,13 +6,57 @@ of another token would silently corrupt training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS
 from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+
+T = TypeVar("T")
+_POLL_S = 0.2
+
+
+async def answer_all(
+    requests: Sequence[Callable[[], Awaitable[T]]],
+    should_stop: Callable[[], bool] | None,
+    *,
+    abort_all: Callable[[], Awaitable[None]],
+) -> list[T]:
+    """Return the answers in the order of the requests.
+
+    GenerationStopped if `should_stop` returns True. The first error of a request is raised. In both cases all requests are
+    aborted and have ended in SGLang before this raises, so that the engine can be used afterwards.
+    """
+    tasks = [asyncio.ensure_future(request()) for request in requests]
+    pending = set(tasks)
+    try:
+        while pending:
+            if should_stop is not None and should_stop():
+                raise GenerationStopped(
+                    f"should_stop: {len(pending)} of {len(tasks)} responses were given up"
+                )
+            done, pending = await asyncio.wait(
+                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in done:
+                task.result()
+        return [task.result() for task in tasks]
+    except asyncio.CancelledError:  # the engine is lost and cannot answer
+        for task in tasks:
+            task.cancel()
+        raise
+    except Exception:
+        # One abort is not enough: a request may reach the scheduler after it.
+        while not all(task.done() for task in tasks):
+            await abort_all()
+            await asyncio.wait(tasks, timeout=_POLL_S)
+        await asyncio.gather(*tasks, return_exceptions=True)  # errors of aborted requests
+        raise
 
 
 def make_rollout(
@@ -78,12 +122,8 @@ def _checked_logprobs(
 
 def _cut(accept_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Remove tokens that the last passes committed after the end of the response."""
-    excess = max(sum(accept_lengths) - num_tokens, 0)
-    lengths = list(accept_lengths)
-    while excess:
-        taken = min(excess, lengths[-1])
-        lengths[-1] -= taken
-        excess -= taken
-        if not lengths[-1]:
-            lengths.pop()
-    return tuple(lengths)
+    kept = []
+    for length in accept_lengths:
+        kept.append(min(length, num_tokens))
+        num_tokens -= kept[-1]
+    return tuple(length for length in kept if length)

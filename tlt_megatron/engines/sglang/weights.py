@@ -44,8 +44,13 @@ class WeightSender:
         """Load named tensors into the model of one role. All ranks of the replica must call it, with the same names in the same
         order. RuntimeError if SGLang refuses a bucket."""
         with self._session(role):
-            for bucket, is_last in _with_last(self._buckets(tensors)):
-                self._send_bucket(bucket, role=role, version=version, is_last=is_last)
+            for bucket, is_last in self._buckets(tensors):
+                # On a GPU `flat` is sent as an IPC handle and must outlive the update; on a CPU through shared memory.
+                has_reader = self._connection is not None or self._offers_own
+                flat = _flatten(bucket) if has_reader else None
+                payloads = self._payloads(flat)
+                with self._replica.in_step(f"sending {role} weights"):
+                    self._update(payloads, role, version if is_last else None)
 
     @contextmanager
     def _session(self, role: str) -> Iterator[None]:
@@ -60,16 +65,6 @@ class WeightSender:
         finally:
             self._connection.call("end_weight_update", EndWeightUpdateReqInput())
 
-    def _send_bucket(
-        self, bucket: list[tuple[str, Tensor]], *, role: str, version: str, is_last: bool
-    ) -> None:
-        """Send one bucket. On a GPU it is sent as an IPC handle and must outlive the call; on a CPU through shared memory."""
-        flat = _flatten(bucket) if self._connection is not None or self._offers_own else None
-        payloads = self._payloads(flat)
-        with self._replica.in_step(f"sending {role} weights"):
-            if self._connection is not None:
-                self._update(payloads, role=role, version=version, is_last=is_last)
-
     def _payloads(self, flat: dict[str, object] | None) -> list[bytes]:
         """Return one payload per rank of the engine. A payload can be read only once. Followers return none."""
         if self._replica.size == 1 and self._connection is not None:
@@ -79,31 +74,38 @@ class WeightSender:
             return []
         return [_serialize(flat) if payload is None else payload for payload in offered]
 
-    def _update(self, payloads: list[bytes], *, role: str, version: str, is_last: bool) -> None:
+    def _update(self, payloads: list[bytes], role: str, last_of: str | None) -> None:
+        """Give SGLang one bucket. `last_of`: the version whose last bucket it is."""
+        if self._connection is None:
+            return
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
+        # Drafter weights do not change the policy's KV. The last bucket of the policy drops the old KV.
+        is_complete = last_of is not None and role == TARGET
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
             load_format="flattened_bucket",
             selector=role,
-            # Drafter weights do not change the policy's KV. The last bucket of the policy drops the old KV.
-            flush_cache=is_last and role == TARGET,
-            weight_version=version if is_last and role == TARGET else None,
+            flush_cache=is_complete,
+            weight_version=last_of if is_complete else None,
         )
         self._connection.call("update_weights_from_tensor", request)
 
-    def _buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    def _buckets(
+        self, tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+        """Yield (bucket, whether it is the last)."""
         bucket: list[tuple[str, Tensor]] = []
         num_bytes = 0
         for name, tensor in tensors:
             tensor = tensor.detach().contiguous()
             if bucket and num_bytes + tensor.nbytes > self._bucket_bytes:
-                yield bucket
+                yield bucket, False
                 bucket, num_bytes = [], 0
             bucket.append((name, tensor))
             num_bytes += tensor.nbytes
         if bucket:
-            yield bucket
+            yield bucket, True
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 
@@ -121,49 +123,26 @@ def _serialize(flat: dict[str, object] | None) -> bytes:
     return MultiprocessingSerializer.serialize(flat)
 
 
-def _with_last(buckets: Iterator[list]) -> Iterator[tuple[list, bool]]:
-    held = next(buckets, None)
-    while held is not None:
-        following = next(buckets, None)
-        yield held, following is None
-        held = following
-
-
-class BorrowedTensors:
-    """Embedding and LM head of the policy, for a drafter that trains in this process. `keep` updates them in place."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-
-    def keep(self, name: str, tensor: Tensor) -> None:
-        """Copy `tensor` if it is one of the two."""
-        if name not in (_EMBEDDING, _HEAD):
-            return
-        if name in self._held:
-            self._held[name].copy_(tensor)
-        else:
-            self._held[name] = tensor.clone()
-
-    @property
-    def embedding_VD(self) -> Tensor:
-        """Return [V, D]."""
-        return self._held[_EMBEDDING]
-
-    @property
-    def lm_head_VD(self) -> Tensor:
-        """Return [V, D]; the embedding itself if the policy ties them."""
-        return self._held.get(_HEAD, self._held[_EMBEDDING])
-
-
 def cast_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     device: torch.device,
     dtype: torch.dtype,
-    borrowed: BorrowedTensors | None,
+    borrowed: dict[str, Tensor] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors on the engine's device and in its dtype. Copy those that a drafter borrows to `borrowed`."""
+    """Yield the tensors on the engine's device and in its dtype. Copy embedding and LM head, which a drafter borrows, to
+    `borrowed`, in place from the second time on."""
     for name, tensor in tensors:
         tensor = tensor.detach().to(device, dtype)
-        if borrowed is not None:
-            borrowed.keep(name, tensor)
+        if borrowed is not None and name in (_EMBEDDING, _HEAD):
+            if name in borrowed:
+                borrowed[name].copy_(tensor)
+            else:
+                borrowed[name] = tensor.clone()
         yield name, tensor
+
+
+def target_tensors(borrowed: dict[str, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return embedding and LM head [V, D]; twice the embedding if the policy ties them. RuntimeError if none were kept."""
+    if not borrowed:
+        raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
+    return borrowed[_EMBEDDING], borrowed.get(_HEAD, borrowed[_EMBEDDING])
