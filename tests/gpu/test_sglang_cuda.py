@@ -24,13 +24,13 @@ from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.runtime.process_groups import group_of, init_world
+from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of, init_world
 from tlt_megatron.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from tlt_megatron.engines.sglang.engine import SglangEngine
-    from tlt_megatron.engines.sglang.replica import Replica
 
 pytestmark = needs_gpus()
 VERSION = "0.5.23"
@@ -82,7 +82,7 @@ def start(
     drafter: Path | None,
     rank: int,
     *,
-    replica: Replica | None = None,
+    replica: Group = SINGLE,
     **engine_args: object,
 ) -> SglangEngine:
     """In float32, for which the kernels that SGLang picks on Hopper (fa3) have no code: Triton's do."""
@@ -191,25 +191,24 @@ def test_a_stopped_generation_leaves_the_engine_usable(eagle: SglangEngine) -> N
 def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
     """Of each rank: tokens before and after a sleep, and whether its own GPU had more free memory in between."""
     from tlt_megatron.engines.sglang.follower import FollowerEngine
-    from tlt_megatron.engines.sglang.replica import Replica
 
     device = select_device("cuda")
     init_world(device.backend, timeout_s=900.0)
-    replica = Replica(group_of(dist.new_group([0, 1], backend="gloo")))
-    if replica.is_leader:
+    replica = group_of(dist.new_group([0, 1], backend="gloo"))
+    if replica.is_first:
         engine = start(Path(policy), None, rank=2, replica=replica, tp_size=2)
     else:
         engine = FollowerEngine(device, torch.float32, has_drafter=False, replica=replica)
         load(engine, list(HfReader(policy).items()), version=1)
-    found = tokens(engine) if replica.is_leader else []
-    replica.gather(None)
+    found = tokens(engine) if replica.is_first else []
+    gather_objects(None, replica)
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()
     has_more = torch.cuda.mem_get_info()[0] > free
     engine.wake()
     load(engine, list(HfReader(policy).items()), version=2)
-    found += tokens(engine, version=2) if replica.is_leader else []
-    replica.gather(None)
+    found += tokens(engine, version=2) if replica.is_first else []
+    gather_objects(None, replica)
     engine.close()
     dist.destroy_process_group()
     return found, has_more

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.engines.sglang.connection import check_version
 from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.engines.sglang.follower import FollowerEngine
-from tlt_megatron.engines.sglang.replica import Replica
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import barrier, gather_objects
@@ -40,10 +39,10 @@ def build_sglang_engine(
     _together(check_version, world)
     check_communication(world)
     speculation = _with_drafter(config, run_dir, world)
-    replica = Replica(_replica_group(config, world))
+    replica = _replica_group(config, world)
 
     def start() -> SglangEngine | FollowerEngine:
-        if not replica.is_leader:
+        if not replica.is_first:
             dtype: torch.dtype = getattr(torch, config.rollout.dtype)
             has_drafter = speculation.enabled and speculation.is_learned
             return FollowerEngine(device, dtype, has_drafter=has_drafter, replica=replica)
@@ -114,7 +113,8 @@ def _with_drafter(config: RunConfig, run_dir: Path, world: Group) -> Speculation
 
 def _together(make: Callable[[], _Made], world: Group) -> _Made:
     """Return the result of `make` on each rank. If it fails on any rank, all ranks raise one error."""
-    made = error = None
+    made: _Made | None = None
+    error: Exception | None = None
     try:
         made = make()
     except (RuntimeError, ValueError) as caught:
@@ -122,7 +122,7 @@ def _together(make: Callable[[], _Made], world: Group) -> _Made:
     reasons = gather_objects(None if error is None else str(error), world)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if not failed:
-        return made
+        return cast(_Made, made)
     if isinstance(made, SglangEngine | FollowerEngine):
         made.close()
     kind = ValueError if isinstance(error, ValueError) else RuntimeError

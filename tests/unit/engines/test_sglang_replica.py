@@ -13,10 +13,10 @@ import torch
 from tests.ranks import run_ranks
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.follower import FollowerEngine
-from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
+from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.weights import WeightSender
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.runtime.process_groups import Group, group_of
+from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
 
 
 def world() -> Group:
@@ -26,15 +26,15 @@ def world() -> Group:
 def test_a_follower_waits_while_the_engine_takes_or_gives_back_memory(tmp_path: Path) -> None:
     released, ready, taken = (tmp_path / name for name in ("released", "ready", "taken"))
 
-    def leader(replica: Replica) -> bool:
-        with replica.in_step(SLEEPING):
+    def leader(replica: Group) -> bool:
+        with in_step(SLEEPING, replica):
             released.touch()
-        with replica.in_step(WAKING):
+        with in_step(WAKING, replica):
             saw_ready = ready.exists()
             taken.touch()
         return saw_ready
 
-    def follower(replica: Replica) -> bool:
+    def follower(replica: Group) -> bool:
         engine = FollowerEngine(
             select_device("cpu"), torch.float32, has_drafter=False, replica=replica
         )
@@ -47,21 +47,21 @@ def test_a_follower_waits_while_the_engine_takes_or_gives_back_memory(tmp_path: 
         return saw_released and taken.exists()
 
     def run() -> bool:
-        replica = Replica(world())
-        return leader(replica) if replica.is_leader else follower(replica)
+        replica = world()
+        return leader(replica) if replica.is_first else follower(replica)
 
     assert run_ranks(2, run) == [True, True]
 
 
 def test_a_failure_of_the_leader_is_an_error_of_all_its_ranks() -> None:
-    def wake(replica: Replica) -> None:
-        with replica.in_step(WAKING):
-            if replica.is_leader:
+    def wake(replica: Group) -> None:
+        with in_step(WAKING, replica):
+            if replica.is_first:
                 raise RuntimeError("out of memory")
 
     def run() -> str:
         with pytest.raises(RuntimeError) as caught:
-            wake(Replica(world()))
+            wake(world())
         return str(caught.value)
 
     others = "waking the engine failed on rank 0: out of memory"
@@ -128,11 +128,11 @@ def export(note: Callable[[str], None] = lambda name: None) -> Iterator[tuple[st
 
 
 def send(offers_own: bool) -> list[tuple[str, dict]]:
-    replica = Replica(world())
-    connection = FakeConnection() if replica.is_leader else None
+    replica = world()
+    connection = FakeConnection() if replica.is_first else None
     sender = WeightSender(connection, replica, num_ranks=2, offers_own=offers_own, bucket_bytes=16)
     sender.send(export(), role=TARGET, version="3")
-    with replica.in_step(LOADING):
+    with in_step(LOADING, replica):
         pass
     return [(method, vars(request)) for method, request in connection.calls] if connection else []
 
@@ -160,7 +160,7 @@ def test_on_a_cpu_the_leaders_copy_serves_all(messages: None) -> None:
 
 def test_one_process_with_an_engine_of_several_ranks_offers_a_copy_for_each(messages: None) -> None:
     connection = FakeConnection()
-    sender = WeightSender(connection, Replica(), num_ranks=2, offers_own=True)
+    sender = WeightSender(connection, SINGLE, num_ranks=2, offers_own=True)
     sender.send(export(), role=TARGET, version="3")
     calls = [(method, vars(request)) for method, request in connection.calls]
     assert payloads(calls) == [["rank 0: a b c", "rank 0: a b c"]]
@@ -174,8 +174,8 @@ def test_weights_that_sglang_refuses_are_an_error_of_all_ranks(messages: None) -
                 raise RuntimeError("sglang refused it: shapes")
 
     def run() -> tuple[str, list[str]]:
-        replica = Replica(world())
-        connection = Refusing() if replica.is_leader else None
+        replica = world()
+        connection = Refusing() if replica.is_first else None
         sender = WeightSender(connection, replica, num_ranks=2, offers_own=True)
         with pytest.raises(RuntimeError) as caught:
             sender.send(export(), role=TARGET, version="3")

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,20 +116,13 @@ def _agree(num_steps: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """The choice for the next step."""
+    """The choice for one speculative step. Number and requests are known when its pass is launched."""
 
     strategy: SpeculationStrategy
     reason: str
     started: float  # on the clock of time.perf_counter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """One launched speculative step."""
-
-    number: int  # in the order of the launches
-    request_ids: tuple[str, ...]
-    choice: _Choice
+    number: int = 0  # in the order of the launches
+    request_ids: tuple[str, ...] = ()
 
 
 class SelectorPolicy:
@@ -150,7 +143,7 @@ class SelectorPolicy:
         self._num_resolved = 0  # number of the last step that got its result
         self._unmarked: _Choice | None = None  # until its pass is launched
         # Step whose result `on_verify_complete` receives next. With overlap scheduling a later one may be chosen already.
-        self._result_of: _Step | None = None
+        self._result_of: _Choice | None = None
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
@@ -178,15 +171,15 @@ class SelectorPolicy:
         self._unmarked = _Choice(strategy=strategy, reason=reason, started=started)
         return strategy.num_steps
 
-    def launched(self, request_ids: Sequence[str]) -> _Step | None:
+    def launched(self, request_ids: Sequence[str]) -> _Choice | None:
         """Return the step whose pass over these requests was just launched, or None if none was chosen for it."""
         choice, self._unmarked = self._unmarked, None
         if choice is None:
             return None
         self._num_launched += 1
-        return _Step(number=self._num_launched, request_ids=tuple(request_ids), choice=choice)
+        return replace(choice, number=self._num_launched, request_ids=tuple(request_ids))
 
-    def expect(self, step: _Step | None, request_ids: Sequence[str]) -> None:
+    def expect(self, step: _Choice | None, request_ids: Sequence[str]) -> None:
         """Note that the next result is of `step`. RuntimeError if that step was for other requests.
 
         A step before the last one is ignored: SGLang processes passes in launch order."""
@@ -215,18 +208,18 @@ class SelectorPolicy:
                 f" {len(num_correct_drafts_per_req)}"
             )
         now = time.perf_counter()
-        started = max(step.choice.started, self._finished)
+        started = max(step.started, self._finished)
         self._finished = now
-        accepted = accepted_by_depth(num_correct_drafts_per_req, step.choice.strategy.num_steps)
+        accepted = accepted_by_depth(num_correct_drafts_per_req, step.strategy.num_steps)
         if not self.is_off:
-            self.selector.observe(step.choice.strategy, batch_size, accepted, now - started)
+            self.selector.observe(step.strategy, batch_size, accepted, now - started)
         self._passes.append(
             PassRecord(
                 start_s=started,
                 seconds=now - started,
                 batch_size=batch_size,
-                strategy=str(step.choice.strategy),
-                reason=step.choice.reason,
+                strategy=str(step.strategy),
+                reason=step.reason,
                 num_committed=batch_size + sum(num_correct_drafts_per_req),
                 accepted_by_depth=tuple(accepted),
             )

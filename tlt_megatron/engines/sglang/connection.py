@@ -119,7 +119,8 @@ class Connection:
         """Wait for an SGLang coroutine. If an engine process dies or hangs, RuntimeError names rank, host and process."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        silence = Silence(self._last_message, self._ask_for_life, self._timeout_s)
+        manager = self.engine.tokenizer_manager
+        silence = Silence(lambda: manager.last_receive_tstamp, self._ask_for_life, self._timeout_s)
 
         def failure() -> str | None:
             reason = self._processes.failure() or silence.failure()
@@ -128,9 +129,6 @@ class Connection:
             return f"{self._place}: the sglang engine is lost: {reason}; its processes: {self._processes.describe()}"
 
         return self.engine.loop.run_until_complete(watched(work, failure))
-
-    def _last_message(self) -> float:
-        return self.engine.tokenizer_manager.last_receive_tstamp
 
     def _ask_for_life(self) -> None:
         """Ask a question that the schedulers answer between two passes. It is never cancelled: SGLang would take its late

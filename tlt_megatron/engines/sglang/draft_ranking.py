@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,10 +31,10 @@ _MAX_PROBABILITY = 1.0 - 2.0**-23
 
 
 class DraftRanking:
-    """The hooks, and their state for each draft worker."""
+    """The hooks, and their state for the draft worker of this process."""
 
     def __init__(self) -> None:
-        self._buffers: WeakKeyDictionary[object, _Buffers] = WeakKeyDictionary()
+        self._buffers: _Buffers | None = None
         self._drafting: object | None = None  # the runner whose draft loop is running
         self._ancestors = _AncestorSlots()
         self._last: object | None = None  # logits output of the last draft pass outside a loop
@@ -51,7 +50,7 @@ class DraftRanking:
     ) -> object:
         """Around `EagleDraftWorker.draft`: fill the buffers before the loop runs or is replayed."""
         if ranks_by_noise() and not batch.forward_mode.is_idle():
-            self._of(worker).fill(batch.sampling_info)
+            self._buffers_of(worker).fill(batch.sampling_info)
         return original(worker, batch, **kwargs)
 
     def draft_forward(
@@ -60,7 +59,7 @@ class DraftRanking:
         """Around `EagleDraftWorker.draft_forward`, also during capture: mark the draft loop as running."""
         if not ranks_by_noise():
             return original(worker, forward_batch)
-        self._of(worker)
+        self._buffers_of(worker)
         self._drafting = worker.draft_runner
         self._ancestors = _AncestorSlots()
         try:
@@ -96,7 +95,7 @@ class DraftRanking:
             self._ancestors.write(runner.token_to_kv_pool, forward_batch.out_cache_loc)
             output = original(runner, forward_batch, *args, **kwargs)
             logits_PV = output.logits_output.next_token_logits
-            self._buffers[runner].perturb_(logits_PV, positions_P + 1)
+            self._buffers.perturb_(logits_PV, positions_P + 1)
             return output
         output = original(runner, forward_batch, *args, **kwargs)
         if runner.is_draft_worker:
@@ -151,7 +150,7 @@ class DraftRanking:
         is_idle = batch.forward_mode.is_idle() or self._last is None
         if not ranks_by_noise() or is_idle or lengths_B.numel() == 0:
             return
-        buffers = self._of(worker)
+        buffers = self._buffers_of(worker)
         buffers.fill(batch.sampling_info)
         logits_BV = self._last.next_token_logits.float().clone()
         self._last = None
@@ -163,11 +162,9 @@ class DraftRanking:
             probs_BV = logits_BV.softmax(-1).clamp(max=_MAX_PROBABILITY)
             draft_input.topk_p, draft_input.topk_index = probs_BV.topk(worker.topk, dim=-1)
 
-    def _of(self, worker: EagleDraftWorker) -> _Buffers:
-        runner = worker.draft_runner
-        if runner not in self._buffers:
-            self._buffers[runner] = _Buffers(worker)
-        return self._buffers[runner]
+    def _buffers_of(self, worker: EagleDraftWorker) -> _Buffers:
+        self._buffers = self._buffers or _Buffers(worker)
+        return self._buffers
 
 
 class _AncestorSlots:

@@ -27,11 +27,12 @@ from tlt_megatron.engines.sglang.arguments import (
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
 from tlt_megatron.engines.sglang.noise import SamplingSettings
-from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
+from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.responses import answer_all, make_rollout
 from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
 from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -54,7 +55,7 @@ class SglangEngine:
         rank: int,
         max_prompt_tokens: int = 1024,
         speculation: SpeculationSection | None = None,
-        replica: Replica | None = None,
+        replica: Group = SINGLE,
     ) -> None:
         """`replica`: the ranks whose GPUs the engine uses, this one first. All of them must call `sleep`, `wake` and the weight
         loads. ValueError for settings that SGLang does not support; RuntimeError if it does not start in time."""
@@ -97,7 +98,7 @@ class SglangEngine:
             is_cpu=not device.is_cuda,
             num_ranks=self._num_ranks,
         )
-        self._replica = replica or Replica()
+        self._replica = replica
         self._weights = WeightSender(
             self._sglang,
             self._replica,
@@ -129,7 +130,7 @@ class SglangEngine:
     ) -> None:
         """See `RolloutEngine`. ValueError if tensors that a drafter borrows are included."""
         self._require_awake()
-        if self._plan is None or not self._plan.has_draft_model:
+        if self._borrowed is None:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
         check_drafter_names(list(tensors))
         held = sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
@@ -181,7 +182,7 @@ class SglangEngine:
     ) -> None:
         """Send cast tensors and compare checksums."""
         self._weights.send(tensors, role=role, version=str(version))
-        with self._replica.in_step(LOADING):
+        with in_step(LOADING, self._replica):
             expected, held = checksum(), self.checksum(role)
             if held != expected:
                 what = "policy_version=" if role == TARGET else "drafter version "
@@ -200,7 +201,7 @@ class SglangEngine:
         dropped, because `load_weights` sends them again; the drafter's are kept on the host."""
         if self._is_asleep:
             return
-        with self._replica.in_step(SLEEPING):
+        with in_step(SLEEPING, self._replica):
             manager = self._sglang.engine.tokenizer_manager
             flushed = self._sglang.run(manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S))
             if not flushed.success:
@@ -212,7 +213,7 @@ class SglangEngine:
     def wake(self) -> None:
         """Undo `sleep`. On a GPU, release this process's cached memory before, and load weights again after."""
         if self._is_asleep:
-            with self._replica.in_step(WAKING):
+            with in_step(WAKING, self._replica):
                 self._memory("resume_memory_occupation")
         self._is_asleep = False
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tlt_megatron.engines.base import EngineStats, PassRecord, RolloutEngine
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
-from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, Replica
+from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 
@@ -28,13 +29,13 @@ class FollowerEngine(RolloutEngine):
         dtype: torch.dtype,
         *,
         has_drafter: bool,
-        replica: Replica | None = None,
+        replica: Group = SINGLE,
     ) -> None:
         """`replica`: the ranks of the engine, including this one."""
         self._device = device.torch_device
         self._dtype = dtype
         self._borrowed: dict[str, Tensor] | None = {} if has_drafter else None
-        self._replica = replica or Replica()
+        self._replica = replica
         self._is_asleep = False
         self._weights = WeightSender(
             None, self._replica, num_ranks=self._replica.size, offers_own=device.is_cuda
@@ -62,7 +63,7 @@ class FollowerEngine(RolloutEngine):
         """Take part in the export and offer this rank's copy. Keep the tensors that a drafter on this rank borrows."""
         cast = cast_tensors(tensors, self._device, self._dtype, self._borrowed)
         self._weights.send(cast, role=TARGET, version=str(version))
-        with self._replica.in_step(LOADING):
+        with in_step(LOADING, self._replica):
             pass  # the leader compares checksums
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ class FollowerEngine(RolloutEngine):
         """Offer this rank's copy of the drafter's weights."""
         cast = cast_tensors(tensors.items(), self._device, self._dtype, None)
         self._weights.send(cast, role=DRAFT, version=str(version))
-        with self._replica.in_step(LOADING):
+        with in_step(LOADING, self._replica):
             pass  # the leader compares checksums
 
     def pause_speculation(self, is_paused: bool) -> bool:
@@ -85,14 +86,14 @@ class FollowerEngine(RolloutEngine):
     def sleep(self) -> None:
         """Wait until the engine has freed this rank's GPU memory."""
         if not self._is_asleep:
-            with self._replica.in_step(SLEEPING):
+            with in_step(SLEEPING, self._replica):
                 pass
         self._is_asleep = True
 
     def wake(self) -> None:
         """Wait until the engine has allocated this rank's GPU memory, which must be free before the call."""
         if self._is_asleep:
-            with self._replica.in_step(WAKING):
+            with in_step(WAKING, self._replica):
                 pass
         self._is_asleep = False
 

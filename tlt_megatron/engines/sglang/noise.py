@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 # `sampling_backend`, does not work: on a CPU SGLang overwrites it.
 MARK = "tlt_megatron"
 _SETTINGS = "noise_settings"  # our attribute of SamplingBatchInfo
-_MOST_NOISE = (
-    1 << 25
-)  # elements per chunk: 256 MB of noise in float64, and a few times that while it is generated
+# Elements per chunk: 256 MB of noise in float64, and a few times that while it is generated.
+_MOST_NOISE = 1 << 25
 
 
 class SamplingSettings(NamedTuple):

@@ -19,16 +19,20 @@ from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
 from tlt_megatron.runtime.environment import engine_owner
 
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
-_DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
-_DRAFT_GRAPH = (
-    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner."
-)
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
 _SCHEDULER = "sglang.srt.managers.scheduler_components."
 _RESULTS = _SCHEDULER + "batch_result_processor.SchedulerBatchResultProcessor."
 _STREAMER = _SCHEDULER + "output_streamer.SchedulerOutputStreamer."
-_VERIFY = "sglang.srt.speculative.eagle_utils."
-_WORKER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2."
+_SPECULATIVE = "sglang.srt.speculative."
+_DRAFT_GRAPH = (
+    _SPECULATIVE + "eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner."
+)
+_DRAFT_WORKER = _SPECULATIVE + "eagle_worker_v2.EagleDraftWorker."
+_LOGPROBS = "sglang.srt.layers.logprob_processor."
+_PARAMS = _SPECULATIVE + "adaptive_spec_params."
+_UTILS = _SPECULATIVE + "spec_utils."
+_VERIFY = _SPECULATIVE + "eagle_utils."
+_WORKER = _SPECULATIVE + "eagle_worker_v2.EAGLEWorkerV2."
 
 
 def register() -> None:
@@ -70,30 +74,18 @@ def _hooks(
     yield "around", "sglang.srt.layers.sampler.create_sampler", noise.make_sampler
     yield "around", _VERIFY + "_verify_uses_greedy", noise.verify_greedily
     yield "around", _VERIFY + "eagle_sample", noise.verify_perturbed
-    yield (
-        "around",
-        "sglang.srt.layers.logprob_processor.compute_spec_logprobs",
-        noise.spec_logprobs,
-    )
+    yield "around", _LOGPROBS + "compute_spec_logprobs", noise.spec_logprobs
 
     yield "around", _DRAFT_WORKER + "draft", ranking.draft
     yield "around", _DRAFT_WORKER + "draft_forward", ranking.draft_forward
     yield "around", _DRAFT_WORKER + "_draft_extend_for_prefill", ranking.extend_for_prefill
     yield "around", _DRAFT_WORKER + "_draft_extend_for_decode", ranking.extend_for_decode
-    yield "around", "sglang.srt.speculative.spec_utils.select_top_k_tokens", ranking.select
+    yield "around", _UTILS + "select_top_k_tokens", ranking.select
     yield "around", _DRAFT_GRAPH + "execute", ranking.graph_execute
     yield "around", _RUNNER + "forward", ranking.runner_forward
-    yield (
-        "after",
-        "sglang.srt.speculative.spec_utils.renorm_draft_probs",
-        ranking.keep_order,
-    )
-    yield (
-        "replace",
-        "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams",
-        adaptive.make,
-    )
+    yield "after", _UTILS + "renorm_draft_probs", ranking.keep_order
 
+    yield "replace", _PARAMS + "AdaptiveSpeculativeParams", adaptive.make
     yield "around", _WORKER + "forward_batch_generation", adaptive.launch
     yield "around", _RESULTS + "_resolve_spec_v2_tokens", adaptive.resolve
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.sglang.connection import TARGET, Connection
-from tlt_megatron.engines.sglang.replica import Replica
+from tlt_megatron.engines.sglang.replica import in_step
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import Group
 
 _BUCKET_BYTES = 256 << 20
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -26,7 +28,7 @@ class WeightSender:
     def __init__(
         self,
         connection: Connection | None,
-        replica: Replica,
+        replica: Group,
         *,
         num_ranks: int,
         offers_own: bool,
@@ -49,7 +51,7 @@ class WeightSender:
                 has_reader = self._connection is not None or self._offers_own
                 flat = _flatten(bucket) if has_reader else None
                 payloads = self._payloads(flat)
-                with self._replica.in_step(f"sending {role} weights"):
+                with in_step(f"sending {role} weights", self._replica):
                     self._update(payloads, role, version if is_last else None)
 
     @contextmanager
@@ -69,7 +71,7 @@ class WeightSender:
         """Return one payload per rank of the engine. A payload can be read only once. Followers return none."""
         if self._replica.size == 1 and self._connection is not None:
             return [_serialize(flat) for _ in range(self._num_ranks)]
-        offered = self._replica.gather(_serialize(flat) if self._offers_own else None)
+        offered = gather_objects(_serialize(flat) if self._offers_own else None, self._replica)
         if self._connection is None:
             return []
         return [_serialize(flat) if payload is None else payload for payload in offered]
