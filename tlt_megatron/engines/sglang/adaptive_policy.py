@@ -115,8 +115,8 @@ def _agree(num_steps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """The choice for one speculative step. Number and requests are known when its pass is launched."""
+class _Step:
+    """One speculative step. Number and requests are known when its pass is launched."""
 
     strategy: SpeculationStrategy
     reason: str
@@ -141,9 +141,9 @@ class SelectorPolicy:
         self._graph_sizes: list[int] | None = None
         self._num_launched = 0
         self._num_resolved = 0  # number of the last step that got its result
-        self._unmarked: _Choice | None = None  # until its pass is launched
+        self._chosen: _Step | None = None  # until its pass is launched
         # Step whose result `on_verify_complete` receives next. With overlap scheduling a later one may be chosen already.
-        self._result_of: _Choice | None = None
+        self._result_of: _Step | None = None
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
@@ -168,18 +168,18 @@ class SelectorPolicy:
             decision = self.selector.choose(batch_size)
             chosen, reason = decision.strategy, decision.reason
         strategy = self._by_steps[self._agree(chosen.num_steps)]
-        self._unmarked = _Choice(strategy=strategy, reason=reason, started=started)
+        self._chosen = _Step(strategy=strategy, reason=reason, started=started)
         return strategy.num_steps
 
-    def launched(self, request_ids: Sequence[str]) -> _Choice | None:
+    def launched(self, request_ids: Sequence[str]) -> _Step | None:
         """Return the step whose pass over these requests was just launched, or None if none was chosen for it."""
-        choice, self._unmarked = self._unmarked, None
-        if choice is None:
+        step, self._chosen = self._chosen, None
+        if step is None:
             return None
         self._num_launched += 1
-        return replace(choice, number=self._num_launched, request_ids=tuple(request_ids))
+        return replace(step, number=self._num_launched, request_ids=tuple(request_ids))
 
-    def expect(self, step: _Choice | None, request_ids: Sequence[str]) -> None:
+    def expect(self, step: _Step | None, request_ids: Sequence[str]) -> None:
         """Note that the next result is of `step`. RuntimeError if that step was for other requests.
 
         A step before the last one is ignored: SGLang processes passes in launch order."""

@@ -61,10 +61,7 @@ class FollowerEngine(RolloutEngine):
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
     ) -> None:
         """Take part in the export and offer this rank's copy. Keep the tensors that a drafter on this rank borrows."""
-        cast = cast_tensors(tensors, self._device, self._dtype, self._borrowed)
-        self._weights.send(cast, role=TARGET, version=str(version))
-        with in_step(LOADING, self._replica):
-            pass  # the leader compares checksums
+        self._offer(TARGET, tensors, version)
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. RuntimeError without a learned drafter or before `load_weights`."""
@@ -74,8 +71,11 @@ class FollowerEngine(RolloutEngine):
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
         """Offer this rank's copy of the drafter's weights."""
-        cast = cast_tensors(tensors.items(), self._device, self._dtype, None)
-        self._weights.send(cast, role=DRAFT, version=str(version))
+        self._offer(DRAFT, tensors.items(), version)
+
+    def _offer(self, role: str, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        cast = cast_tensors(tensors, self._device, self._dtype, self._borrowed)
+        self._weights.send(cast, role=role, version=str(version))
         with in_step(LOADING, self._replica):
             pass  # the leader compares checksums
 
