@@ -1,1 +1,1 @@
-"""Unpatched SGLang behind the RolloutEngine protocol, in its rank's process. Only this package imports `sglang`, and lazily."""
+"""Unpatched SGLang behind the RolloutEngine protocol. Only this package imports `sglang`."""

@@ -1,8 +1,8 @@
 """Our StrategySelector as SGLang's adaptive speculation policy.
 
-Replaces `AdaptiveSpeculativeParams` in SGLang's scheduler processes. The engine writes its JSON configuration file.
-SGLang 0.5.23 holds one set of graphs per number of steps, all with `topk` 1 and steps + 1 rows. So the strategies here are
-chains and OFF, each captured for every batch size.
+Replaces `AdaptiveSpeculativeParams` in SGLang's scheduler processes. SGLang 0.5.23 holds one set of
+graphs per number of steps, all with `topk` 1 and steps + 1 rows. So the strategies here are chains
+and OFF, each captured for every batch size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_config(
     *,
     max_batch_size: int,
 ) -> None:
-    """Write the file for SGLang's `speculative_adaptive_config`. SGLang's part sizes buffers; ours configures the selector."""
+    """Write SGLang's `speculative_adaptive_config`: its part sizes buffers, ours the selector."""
     steps = sorted({0, *(strategy.num_steps for strategy in strategies)})
     ours = {
         "strategies": [str(strategy) for strategy in strategies],
@@ -51,7 +51,7 @@ def write_config(
 
 
 class AdaptiveHooks:
-    """The hooks of adaptive speculation, and the policy of this process. Each result carries the step that it is of."""
+    """Hooks of adaptive speculation, and the policy of this process. A result carries its step."""
 
     _STEP = "tlt_megatron_step"  # our attribute of a GenerationBatchResult
 
@@ -60,7 +60,7 @@ class AdaptiveHooks:
         self.policy: SelectorPolicy | None = None
 
     def make(self, initial_steps: int, cfg_path: str | None = None) -> object:
-        """In place of `AdaptiveSpeculativeParams`: return our policy if the configuration is ours, else SGLang's."""
+        """Replaces `AdaptiveSpeculativeParams`: our policy if the configuration is ours."""
         config: dict[str, Any] = json.loads(Path(cfg_path).read_text()) if cfg_path else {}
         if CONFIG_KEY not in config:
             return self._upstream(initial_steps=initial_steps, cfg_path=cfg_path)
@@ -83,7 +83,7 @@ class AdaptiveHooks:
         *args: object,
         **kwargs: object,
     ) -> GenerationBatchResult:
-        """Around `EAGLEWorkerV2.forward_batch_generation`, which chooses a step: attach it to the result."""
+        """Around `forward_batch_generation`, which chooses a step: attach it to the result."""
         result = original(worker, batch, *args, **kwargs)
         if self.policy is not None:
             setattr(result, self._STEP, self.policy.launched([r.rid for r in batch.reqs]))
@@ -96,14 +96,14 @@ class AdaptiveHooks:
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> object:
-        """Around `_resolve_spec_v2_tokens`, which gives the result to the policy: say which step it is of."""
+        """Around `_resolve_spec_v2_tokens`, which calls the policy: say of which step."""
         if self.policy is not None:
             self.policy.expect(getattr(result, self._STEP, None), [r.rid for r in batch.reqs])
         return original(processor, result, batch)
 
 
 def _agree(num_steps: int) -> int:
-    """Return the choice of tensor-parallel rank 0. A collective: selectors use clocks, and ranks that disagree would hang."""
+    """Return rank 0's choice: selectors use clocks, and ranks that disagree hang. A collective."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group
@@ -142,8 +142,7 @@ class SelectorPolicy:
         self._num_launched = 0
         self._num_resolved = 0  # number of the last step that got its result
         self._chosen: _Step | None = None  # until its pass is launched
-        # Step whose result `on_verify_complete` receives next. With overlap scheduling a later one may be chosen already.
-        self._result_of: _Step | None = None
+        self._result_of: _Step | None = None  # whose result `on_verify_complete` receives next
         self._passes: deque[PassRecord] = deque(maxlen=_MAX_PASSES)
         self._finished = 0.0
 
@@ -172,7 +171,7 @@ class SelectorPolicy:
         return strategy.num_steps
 
     def launched(self, request_ids: Sequence[str]) -> _Step | None:
-        """Return the step whose pass over these requests was just launched, or None if none was chosen for it."""
+        """Return the step of the pass just launched, or None if none was chosen for it."""
         step, self._chosen = self._chosen, None
         if step is None:
             return None
@@ -197,8 +196,9 @@ class SelectorPolicy:
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int
     ) -> int | None:
-        """Observe the step that `expect` named. Return None: do not switch before the next choice. RuntimeError for another
-        number of requests."""
+        """Observe the step that `expect` named. RuntimeError for another number of requests.
+
+        Return None: SGLang does not switch before the next choice."""
         step, self._result_of = self._result_of, None
         if step is None:
             return None

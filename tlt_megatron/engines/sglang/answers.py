@@ -1,8 +1,7 @@
-"""Counters in the scheduler processes, and the questions that the engine asks them through SGLang's `check_weights` request.
+"""Counters in the scheduler processes, and what the engine asks them through `check_weights`.
 
-`plugin.register` hooks `Answers` into the scheduler; `Question` is shared with the engine. Only `check_weights` is answered by
-every tensor-parallel rank, and separately by the model runners of target and drafter. An action that starts with `PREFIX` is
-our question.
+`check_weights` is SGLang's only request that every tensor-parallel rank answers, and separately the
+model runners of target and drafter. An action that starts with `PREFIX` is our question.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ACCEPT_LENGTHS = "accept_lengths"  # key of a response's meta_info
 
 
 class Question(StrEnum):
-    """Questions to a scheduler. Answers are JSON; those from SELECTOR_STATE on are null without adaptive speculation."""
+    """Questions to a scheduler. From SELECTOR_STATE on: null without adaptive speculation."""
 
     ALIVE = "alive"  # shows that the scheduler responds
     MISSING_HOOKS = "missing_hooks"  # targets of our hooks that SGLang did not patch
@@ -60,7 +59,7 @@ class Answers:
         *,
         role: str,
     ) -> object:
-        """Around `ModelRunner.check_weights`: answer our questions. `skip_tensor_list` carries the argument of a question."""
+        """Around `check_weights`: answer our questions. `skip_tensor_list` carries an argument."""
         if not action.startswith(PREFIX):
             return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
         question = Question(action.removeprefix(PREFIX))
@@ -82,7 +81,7 @@ class Answers:
         batch: ScheduleBatch,
         result: GenerationBatchResult,
     ) -> None:
-        """Around `process_batch_result_decode`, which SGLang calls once per pass of a decode batch: update the counters."""
+        """Around `process_batch_result_decode`, called once per decode pass: count it."""
         allocator = processor.token_to_kv_pool_allocator
         used = allocator.size - allocator.available_size()
         self._num_passes += 1
@@ -96,9 +95,9 @@ class Answers:
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> None:
-        """After `_resolve_spec_v2_tokens`: record each request's tokens out of this verify pass. Skip plain passes.
+        """After `_resolve_spec_v2_tokens`: record each request's tokens out of this verify pass.
 
-        SGLang's own rates divide by the initial width. These lengths are counted, so they are also right when it adapts."""
+        SGLang's own rates divide by the initial width, which is wrong when it adapts."""
         if not is_active() or result.speculative_num_draft_tokens == 1:
             return
         for request, committed in zip(batch.reqs, tokens, strict=True):
@@ -110,7 +109,7 @@ class Answers:
 
     @staticmethod
     def is_whole_response(original: bool, streamer: object, key: str) -> bool:
-        """After `is_request_level_customized_info_key`: accept lengths are per request, not sliced by tokens."""
+        """After `is_request_level_customized_info_key`: accept lengths are not per token."""
         return original or key == ACCEPT_LENGTHS
 
     # ----

@@ -1,8 +1,4 @@
-"""Turns settings into the options of SGLang's Engine. Called by the engine; nothing is started here.
-
-Our options come from the other sections of the configuration. `sglang.engine_args` is passed on unchanged; a key that both
-set is an error.
-"""
+"""Turns settings into the options of SGLang's Engine; `sglang.engine_args` are passed on."""
 
 from __future__ import annotations
 
@@ -37,8 +33,9 @@ class SpeculationPlan:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether SGLang can switch strategies before every step. True for chains of a draft model, so that even a fixed one
-        can be turned off and on."""
+        """Whether SGLang can switch strategies before every step: chains of a draft model.
+
+        Also true for one fixed chain, so that it can be turned off and on."""
         return self.has_draft_model and all(strategy.is_chain for strategy in self.strategies)
 
     @property
@@ -48,8 +45,9 @@ class SpeculationPlan:
 
 
 def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
-    """Return the plan, or None if speculation is off. ValueError for what SGLang does not support: it keeps graphs for one
-    `topk`, adapts only chains, and does not mix learned and retrieved drafts."""
+    """Return the plan, or None if speculation is off. ValueError for what SGLang does not support.
+
+    It keeps graphs for one `topk`, adapts chains alone, and does not mix two kinds of drafts."""
     if not section.enabled:
         return None
     strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
@@ -115,7 +113,7 @@ def engine_arguments(
     rank: int,
     max_prompt_tokens: int,
 ) -> dict[str, object]:
-    """Return all options of the engine of one rank. ValueError names keys of `sglang.engine_args` that we set ourselves."""
+    """Return all options of one rank's engine. ValueError names keys that we set ourselves."""
     if rollout.dtype == "float64":
         raise ValueError("rollout.dtype='float64': sglang knows float32 and bfloat16")
     strategies = speculation.strategies if speculation else ()
@@ -168,7 +166,7 @@ def _cpu_defaults(speculation: SpeculationPlan | None) -> dict[str, object]:
 
 
 def free_ports(rank: int, count: int) -> list[int]:
-    """Return `count` free ports. Ranks of a node search separate ranges. RuntimeError if too few are free."""
+    """Return `count` free ports from the rank's own range. RuntimeError if too few are free."""
     start = _FIRST_PORT + rank % _RANKS_PER_NODE * _PORTS_PER_RANK
     found = [port for port in range(start, start + _PORTS_PER_RANK) if _is_free(port)]
     if len(found) < count:
@@ -188,7 +186,7 @@ def _is_free(port: int) -> bool:
 
 
 def check_drafter_names(names: Sequence[str]) -> None:
-    """Raise ValueError if a drafter's tensors include borrowed ones: SGLang would overwrite the policy's with them."""
+    """Raise ValueError for borrowed tensors: SGLang would overwrite the policy's with them."""
     borrowed = [name for name in names if "embed_tokens" in name or "lm_head" in name]
     if borrowed:
         raise ValueError(

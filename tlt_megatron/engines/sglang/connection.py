@@ -1,7 +1,7 @@
-"""Starts an `sglang.Engine` within a timeout, waits for its answers, asks it questions and ends it. Made by the engine.
+"""Starts an `sglang.Engine` within a timeout, waits for its answers, asks it questions and ends it.
 
-SGLang sets environment variables and installs signal and exit handlers that kill every child of this process. This module
-undoes both. If an SGLang process dies, reports a failure or hangs, the wait for it raises an error.
+SGLang sets environment variables and installs handlers that kill every child of this process. This
+module undoes both. If an SGLang process dies, reports a failure or hangs, the wait raises an error.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Connection:
         is_cpu: bool,
         num_ranks: int,
     ) -> None:
-        """Start the engine. ValueError if another release of SGLang is installed. RuntimeError if it does not start within
-        `sglang.start_timeout_s` or the plugin is not loaded."""
+        """Start the engine. ValueError for another release of SGLang. RuntimeError if it does not
+        start within `sglang.start_timeout_s` or the plugin is not loaded."""
         check_version()
         self._timeout_s = section.request_timeout_s
         self._place = f"rank {rank} on {socket.gethostname()}"
@@ -116,7 +116,7 @@ class Connection:
             )
 
     def run(self, work: Awaitable[object]) -> object:
-        """Wait for an SGLang coroutine. If an engine process dies or hangs, RuntimeError names rank, host and process."""
+        """Wait for an SGLang coroutine. RuntimeError if an engine process dies or hangs."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
         manager = self.engine.tokenizer_manager
@@ -131,19 +131,19 @@ class Connection:
         return self.engine.loop.run_until_complete(watched(work, failure))
 
     def _ask_for_life(self) -> None:
-        """Ask a question that the schedulers answer between two passes. It is never cancelled: SGLang would take its late
-        answer for that of the next question."""
+        """Ask a question that the schedulers answer between two passes. It is never cancelled:
+        SGLang would take its late answer for that of the next question."""
         if self._probe is None or self._probe.done():
             request = _check_weights(Question.ALIVE, TARGET, None)
             work = self.engine.tokenizer_manager.check_weights(request, None)
             self._probe = asyncio.ensure_future(work)
 
     async def abort_all(self) -> None:
-        """Tell SGLang to abort every running or queued request. Each then answers that it was aborted."""
+        """Abort every running or queued request. Each then answers that it was aborted."""
         self.engine.tokenizer_manager.abort_request(abort_all=True)
 
     def call(self, method: str, request: object) -> object:
-        """Send a control request to SGLang's tokenizer manager and return the answer. RuntimeError if it is refused."""
+        """Send a control request to SGLang's tokenizer manager. RuntimeError if it is refused."""
         answer = self.run(getattr(self.engine.tokenizer_manager, method)(request, None))
         if isinstance(answer, tuple) and not answer[0]:
             raise RuntimeError(f"sglang refused {method}: {answer[1]}")
@@ -175,7 +175,7 @@ class Connection:
         self._signals.restore()
 
     def _drop_messages(self) -> None:
-        """Drop messages to ended processes. They would keep their sockets open, and this process could not exit."""
+        """Drop messages to ended processes: with open sockets this process could not exit."""
         for context in _message_contexts():
             if id(context) not in self._contexts_before and not context.closed:
                 context.destroy(linger=0)
@@ -204,7 +204,7 @@ def _check_weights(question: Question, role: str, argument: object) -> CheckWeig
 
 
 def _message_contexts() -> list[object]:
-    """Return all ZeroMQ contexts of this process. SGLang keeps no reference to some of them, nor does a failed start."""
+    """Return all ZeroMQ contexts of this process. SGLang keeps no reference to some of them."""
     zmq = sys.modules.get("zmq")
     if zmq is None:
         return []

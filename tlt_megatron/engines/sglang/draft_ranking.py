@@ -1,11 +1,11 @@
-"""Grows draft trees in SGLang's EAGLE worker as the embedded engine does: the target's noise ranks candidates, and each branch
-reads its own ancestors.
+"""Grows draft trees in SGLang's EAGLE worker as the embedded engine does: the target's noise ranks
+candidates, and each branch reads its own ancestors.
 
-`plugin.register` hooks it into SGLang's scheduler processes. A drafter's pass at position t predicts the token that the target
-samples from position t + 1. So the noise of t + 1 is added to its logits before SGLang ranks them. Seeds and temperatures are
-in buffers at fixed addresses, because a captured draft loop reads them on every replay. SGLang gives each of the `topk`
-branches its own KV slots. When a branch continues from another branch's node, SGLang does not copy the keys and values;
-`_AncestorSlots` does.
+A drafter's pass at position t predicts the token that the target samples from position t + 1. So
+the noise of t + 1 is added to its logits before SGLang ranks them. Seeds and temperatures are in
+buffers at fixed addresses, because a captured draft loop reads them on every replay. SGLang gives
+each of the `topk` branches its own KV slots. When a branch continues from another branch's node,
+SGLang does not copy the keys and values; `_AncestorSlots` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
-# A child of probability 1 would tie with its parent. The best nodes could then lack one of their ancestors.
+# A child of probability 1 would tie with its parent. The best nodes could then lack an ancestor.
 _MAX_PROBABILITY = 1.0 - 2.0**-23
 
 
@@ -56,7 +56,7 @@ class DraftRanking:
     def draft_forward(
         self, original: Callable[..., object], worker: EagleDraftWorker, forward_batch: object
     ) -> object:
-        """Around `EagleDraftWorker.draft_forward`, also during capture: mark the draft loop as running."""
+        """Around `draft_forward`, also during capture: mark the draft loop as running."""
         if not ranks_by_noise():
             return original(worker, forward_batch)
         self._buffers_of(worker)
@@ -73,7 +73,7 @@ class DraftRanking:
         step: int,
         *args: object,
     ) -> tuple[object, ...]:
-        """Around `select_top_k_tokens`: record from which branches the nodes of the next draft pass continue."""
+        """Around `select_top_k_tokens`: record from which branches the next nodes continue."""
         selected = original(step, *args)
         if self._drafting is not None and step > 0:
             topk = args[-1]
@@ -89,7 +89,7 @@ class DraftRanking:
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Around `ModelRunner.forward`: perturb the logits of a draft loop, and keep those of other draft passes."""
+        """Around `forward`: perturb the logits of a draft loop, keep other draft logits."""
         if runner is self._drafting:
             positions_P = forward_batch.positions.clone()  # SGLang advances them in place
             self._ancestors.write(runner.token_to_kv_pool, forward_batch.out_cache_loc)
@@ -105,7 +105,7 @@ class DraftRanking:
     def graph_execute(
         self, original: Callable[..., object], runner: object, *args: object, **kwargs: object
     ) -> object:
-        """Around the draft-extend graph's `execute`, which replaces `ModelRunner.forward`: keep its logits."""
+        """Around the draft-extend graph's `execute`, in place of `forward`: keep its logits."""
         self._last = original(runner, *args, **kwargs)
         return self._last
 
@@ -179,7 +179,7 @@ class _AncestorSlots:
         self._parents_BK = parents_BK
 
     def write(self, pool: KVCache, slots_P: Tensor) -> None:
-        """Copy keys and values of earlier steps from parent branches. Call it before the pass that writes `slots_P`."""
+        """Copy earlier keys and values from parents, before the pass that writes `slots_P`."""
         if self._slots_SP and self._parents_BK is not None and self._parents_BK.shape[1] > 1:
             parents_BK = self._parents_BK
             to_SBK = torch.stack(self._slots_SP).view(-1, *parents_BK.shape)
@@ -189,8 +189,8 @@ class _AncestorSlots:
 
     @staticmethod
     def _move(pool: KVCache, to_P: Tensor, from_P: Tensor) -> None:
-        """Copy slots. Branches may swap, so all rows of a buffer are read before any is written. SGLang's fast copy needs rows
-        that do not overlap."""
+        """Copy slots. Branches may swap, so all rows of a buffer are read before any is written.
+        SGLang's fast copy needs rows that do not overlap."""
         if pool.use_hnd:  # another layout, which SGLang copies by indexing
             pool.move_kv_cache(to_P, from_P)
             return

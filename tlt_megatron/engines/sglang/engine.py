@@ -1,8 +1,8 @@
-"""SGLang as a rollout engine: satisfies `engines.base.RolloutEngine` with an in-process `sglang.Engine`.
+"""SGLang as a rollout engine: `engines.base.RolloutEngine` with an in-process `sglang.Engine`.
 
-The trainer makes one per rollout replica, on its first rank; the rollout worker and the weight sync call it. SGLang's
-scheduler and detokenizer run in separate processes. Every wait for them is watched: this rank raises an error within a second
-if one dies, and after `sglang.request_timeout_s` if one hangs.
+The trainer makes one per rollout replica, on its first rank. SGLang's scheduler and detokenizer run
+in separate processes. Every wait for them is watched: this rank raises an error within a second if
+one dies, and after `sglang.request_timeout_s` if one hangs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _IDLE_TIMEOUT_S = 30.0
 
 
 class SglangEngine:
-    """See `engines.base.RolloutEngine`. The constructor starts the processes; `load_weights` gives them their weights."""
+    """See `RolloutEngine`. The constructor starts the processes."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class SglangEngine:
         speculation: SpeculationSection | None = None,
         replica: Group = SINGLE,
     ) -> None:
-        """`replica`: the ranks whose GPUs the engine uses, this one first. All of them must call `sleep`, `wake` and the weight
-        loads. ValueError for settings that SGLang does not support; RuntimeError if it does not start in time."""
+        """`replica`: the ranks whose GPUs the engine uses, this one first. All of them must call
+        `sleep`, `wake` and the weight loads. ValueError for settings that SGLang does not support;
+        RuntimeError if it does not start in time."""
         self._dtype: torch.dtype = getattr(torch, rollout.dtype)
         self._device = device
         self._longest = max_prompt_tokens + rollout.max_new_tokens
@@ -120,8 +121,9 @@ class SglangEngine:
         self._version = version
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
-        """See `RolloutEngine`. Returns this process's copies, because SGLang's tensors are in its scheduler. RuntimeError
-        without a learned drafter, because copies are kept only for one, or before `load_weights`."""
+        """See `RolloutEngine`. Returns copies, because SGLang's tensors are in its scheduler.
+
+        RuntimeError without a learned drafter or before `load_weights`."""
         return target_tensors(self._borrowed)
 
     @torch.no_grad()
@@ -143,19 +145,19 @@ class SglangEngine:
         self._drafter_version = version
 
     def suspend_drafter(self, is_suspended: bool) -> None:
-        """See `RolloutEngine`. SGLang cannot turn off a fixed tree. It stays on, which costs time but changes no token."""
+        """See `RolloutEngine`. SGLang cannot turn off a fixed tree, which changes no token."""
         self._is_suspended = is_suspended
         self._turn_off()
 
     def pause_speculation(self, is_paused: bool) -> bool:
-        """See `RolloutEngine`. Returns False if the engine spans several ranks: the other ranks cannot tell if it paused."""
+        """See `RolloutEngine`. Returns False over several ranks: the others cannot tell."""
         if self._num_ranks > 1:
             return False
         self._is_paused = is_paused
         return self._turn_off()
 
     def _turn_off(self) -> bool:
-        """Send the current on/off state to the schedulers. Return whether all of them applied it."""
+        """Send the on/off state to the schedulers. Return whether all of them applied it."""
         if self._plan is None:
             return True
         is_off = self._is_suspended or self._is_paused
@@ -167,7 +169,7 @@ class SglangEngine:
         return self._drafter_version
 
     def checksum(self, role: str) -> int:
-        """Return the checksum of the schedulers' weights for `target` or `draft`. RuntimeError if their ranks disagree."""
+        """Return the checksum of the weights in use. RuntimeError if SGLang's ranks disagree."""
         answers = {int(answer) for answer in self._sglang.ask(Question.CHECKSUM, role=role)}
         if len(answers) != 1:
             raise RuntimeError(f"sglang's ranks hold different {role} weights: {sorted(answers)}")
@@ -197,8 +199,10 @@ class SglangEngine:
         """See `RolloutEngine`. SGLang keeps its KV until `sleep`."""
 
     def sleep(self) -> None:
-        """Free the cached keys and values. On a GPU also release the memory of KV, weights and graphs. The policy's weights are
-        dropped, because `load_weights` sends them again; the drafter's are kept on the host."""
+        """Free cached keys and values. On a GPU also release the memory of KV, weights and graphs.
+
+        The policy's weights are dropped, because `load_weights` sends them again; the drafter's are
+        kept on the host."""
         if self._is_asleep:
             return
         with in_step(SLEEPING, self._replica):
@@ -211,7 +215,7 @@ class SglangEngine:
         self._version = None if self._device.is_cuda else self._version
 
     def wake(self) -> None:
-        """Undo `sleep`. On a GPU, release this process's cached memory before, and load weights again after."""
+        """Undo `sleep`. On a GPU, release cached memory before, and load weights again after."""
         if self._is_asleep:
             with in_step(WAKING, self._replica):
                 self._memory("resume_memory_occupation")
@@ -246,8 +250,8 @@ class SglangEngine:
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `on_features` and `between_passes` are never called, because decoding runs in SGLang's
-        processes. `should_stop` is called every 0.2 s."""
+        """See `RolloutEngine`. `on_features` and `between_passes` are never called: decoding runs in
+        SGLang's processes. `should_stop` is called every 0.2 s."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
@@ -323,7 +327,7 @@ class SglangEngine:
                 )
 
     def stats(self) -> EngineStats:
-        """See `RolloutEngine`. Does not count recomputed prompt tokens of preempted requests separately."""
+        """See `RolloutEngine`. Recomputed tokens are not counted separately."""
         return self._stats
 
     def take_passes(self) -> list[PassRecord]:

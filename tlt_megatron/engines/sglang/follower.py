@@ -1,7 +1,7 @@
 """The engine object of a rank whose GPU is used by the first rank's SGLang engine (`tp_size` > 1).
 
-The trainer makes one for every rank of a replica except the first. It generates nothing but takes part in every collective, so
-that all ranks run the same loop. It waits while the engine allocates or frees memory of its GPU.
+It generates nothing but takes part in every collective, so that all ranks run the same loop. It
+waits while the engine allocates or frees memory of its GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FollowerEngine(RolloutEngine):
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
-        """Return []. ValueError if there are prompts: they belong to the first rank of the replica."""
+        """Return []. ValueError if there are prompts: they belong to the first rank."""
         if prompts:
             raise ValueError(f"{len(prompts)} prompts for a rank without an engine of its own")
         return []
@@ -60,7 +60,7 @@ class FollowerEngine(RolloutEngine):
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
     ) -> None:
-        """Take part in the export and offer this rank's copy. Keep the tensors that a drafter on this rank borrows."""
+        """Take part in the export and offer this rank's copy. Keep what a drafter borrows."""
         self._offer(TARGET, tensors, version)
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class FollowerEngine(RolloutEngine):
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Wait until the engine has allocated this rank's GPU memory, which must be free before the call."""
+        """Wait until the engine has allocated this rank's GPU memory, which must be free before."""
         if self._is_asleep:
             with in_step(WAKING, self._replica):
                 pass

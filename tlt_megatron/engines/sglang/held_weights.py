@@ -1,7 +1,7 @@
-"""Reads the weights of an SGLang model under Hugging Face names: splits fused matrices and gathers shards.
+"""Reads the weights of an SGLang model under Hugging Face names, for the checksum of an update.
 
-Runs in SGLang's scheduler processes to compute the checksum that verifies a weight update. It reads the parameters that the
-forward pass uses, after SGLang's own loading. So the checksum detects a lost or misplaced tensor.
+Runs in SGLang's scheduler processes. It reads the parameters that the forward pass uses, so the
+checksum detects a lost or misplaced tensor.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
 
 
 def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
-    """Return the checksum over all tensors, as the sender computes it. All tensor-parallel ranks must call it."""
+    """Return the checksum as the sender computes it. All tensor-parallel ranks must call it."""
     tensors = named_held_tensors(model, is_draft=is_draft)
     return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors by name. For a drafter yield only its own: embedding and LM head belong to the target."""
+    """Yield whole tensors by name; of a drafter without embedding and LM head, the target's."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     is_eagle3 = is_draft and "Eagle3" in type(model).__name__
@@ -64,7 +64,7 @@ def _parts(name: str, kind: str, module: nn.Module, shard: Tensor) -> Iterator[t
 
 
 def _gather(shard: Tensor, dim: int, num_copies: int = 1) -> Tensor:
-    """Return the whole tensor from all ranks. KV heads that `num_copies` ranks share are taken once."""
+    """Return the whole tensor. KV heads that `num_copies` ranks share are taken once."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group

@@ -1,8 +1,8 @@
-"""Noise-keyed exact sampling in SGLang: decoding and verifying sample the same tokens as the embedded engine.
+"""Noise-keyed exact sampling in SGLang: it samples the same tokens as the embedded engine.
 
-`plugin.register` hooks it into SGLang's scheduler processes. The seed of a request is shifted by its prompt length
-(`sampling.seed_at_origin`): SGLang's batches carry only sequence positions, so these key the noise. In the verify pass the
-argmax of perturbed logits is an exact sample. So SGLang's fast greedy verification samples exactly at any temperature.
+SGLang's batches carry only sequence positions, so these key the noise, and the seed of a request is
+shifted by its prompt length (`sampling.seed_at_origin`). In the verify pass the argmax of perturbed
+logits is an exact sample, so SGLang's greedy verification samples exactly at any temperature.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-# `served_model_name` starts with this in our engines and turns these hooks on. The option for custom samplers,
-# `sampling_backend`, does not work: on a CPU SGLang overwrites it.
+# Start of `served_model_name` in our engines, which turns these hooks on. `sampling_backend`, meant
+# for custom samplers, does not work: on a CPU SGLang overwrites it.
 MARK = "tlt_megatron"
 _SETTINGS = "noise_settings"  # our attribute of SamplingBatchInfo
 # Elements per chunk: 256 MB of noise in float64, and a few times that while it is generated.
@@ -32,7 +32,7 @@ _MOST_NOISE = 1 << 25
 
 
 class SamplingSettings(NamedTuple):
-    """Settings that all requests of a batch share, on the host. Reading SGLang's tensors would synchronize the device."""
+    """What all requests of a batch share, on the host: reading SGLang's tensors would wait."""
 
     temperature: float
     top_p: float
@@ -66,7 +66,7 @@ def _served_name() -> str:
 
 
 def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterator[slice]:
-    """Return slices of rows with at most `most` elements, but at least one row each. Zero rows give one empty slice."""
+    """Return slices of at most `most` elements, at least one row each. No rows: one empty slice."""
     step = max(most // row_size, 1)
     starts = range(0, max(num_rows, 1), step)
     return (slice(start, min(start + step, num_rows)) for start in starts)
@@ -78,7 +78,7 @@ def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterato
 def keep_seeds(
     info: SamplingBatchInfo, info_class: type, batch: ScheduleBatch, vocab_size: int
 ) -> SamplingBatchInfo:
-    """After `SamplingBatchInfo.from_schedule_batch`: add the seeds (SGLang: only in deterministic mode) and the settings."""
+    """After `from_schedule_batch`: add seeds (SGLang: in deterministic mode only) and settings."""
     if not is_active():
         return info
     params = [request.sampling_params for request in batch.reqs]
@@ -89,7 +89,7 @@ def keep_seeds(
 
 
 def _normalized(params: object) -> SamplingSettings:
-    """Return the settings of SGLang's `params`. SGLang writes greedy as top_k=1 and "all tokens" as a huge top_k."""
+    """Return the settings. SGLang writes greedy as top_k=1 and "all tokens" as a huge top_k."""
     if params.top_k == 1:
         return SamplingSettings(0.0, 1.0, 0)
     top_k = params.top_k if params.top_k < 1 << 30 else 0
@@ -115,7 +115,7 @@ def check_merged(
 
 
 def keep_settings(copied: SamplingBatchInfo, info: SamplingBatchInfo) -> SamplingBatchInfo:
-    """After `SamplingBatchInfo.copy_for_forward`, which copies only declared fields: copy the settings too."""
+    """After `copy_for_forward`, which copies only declared fields: copy the settings too."""
     if hasattr(info, _SETTINGS):
         setattr(copied, _SETTINGS, settings_of(info))
     return copied
@@ -180,7 +180,7 @@ def _write_logprobs(
     settings: SamplingSettings,
     top_logprobs_nums: list[int] | None,
 ) -> None:
-    """Write log-probabilities of the sampled distribution (greedy: the policy). If requested, write the policy's as "top"."""
+    """Write log-probabilities of the sampled distribution; on request the policy's as "top"."""
     is_greedy = settings.temperature == 0.0
     logits_output.next_token_logprobs = (
         sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
@@ -194,7 +194,7 @@ def _write_logprobs(
 
 
 def verify_greedily(original: Callable[..., bool], **facts: bool) -> bool:
-    """Around `_verify_uses_greedy`: always True for our engine, as perturbed logits make the greedy path exact."""
+    """Around `_verify_uses_greedy`: True, as perturbed logits make the greedy path exact."""
     return True if is_active() else original(**facts)
 
 
@@ -206,7 +206,7 @@ def verify_perturbed(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Around `eagle_sample`, which takes the argmax at every tree node: pass it logits that encode our samples."""
+    """Around `eagle_sample`, which takes an argmax per node: pass logits with our samples."""
     settings = settings_of(batch.sampling_info)
     if not is_active() or batch.forward_mode.is_idle() or settings.temperature == 0.0:
         return eagle_sample(verify_input, batch, logits_output, *args, **kwargs)
@@ -240,8 +240,8 @@ def tree_draws(
 ) -> Tensor:
     """Return the target's samples [B * Q], one after every node of the draft trees.
 
-    `positions_BQ` are the positions of the nodes, `lengths_B` those of the roots. A chunk has at most `most` elements, or one
-    request."""
+    `positions_BQ` are the positions of the nodes, `lengths_B` those of the roots. A chunk has at
+    most `most` elements, or one request."""
     num_requests, num_nodes = positions_BQ.shape
     vocab_size = logits_PV.shape[-1]
     logits_BQV = logits_PV.view(num_requests, num_nodes, vocab_size)
@@ -288,7 +288,7 @@ def spec_logprobs(
     accept_index: Tensor | None = None,
     chain_stride: int | None = None,
 ) -> None:
-    """Around `compute_spec_logprobs`, which applies temperature but not top-p and top-k: apply all three."""
+    """Around `compute_spec_logprobs`, which ignores top-p and top-k: apply them too."""
     settings = settings_of(batch.sampling_info)
     if not is_active() or accept_index is None or settings.temperature == 0.0 or settings.is_plain:
         original(
@@ -305,7 +305,7 @@ def spec_logprobs(
         sampled.append(sampled_PV.gather(1, tokens_P1[rows]))
         if wants_policy:
             policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
-    # Rows after the accepted ones hold no sample of their own, so their token may be outside the cut.
+    # Rows after the accepted ones hold no sample, so their token may be outside the cut.
     sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
     logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
     if wants_policy:

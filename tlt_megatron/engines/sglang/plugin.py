@@ -1,8 +1,8 @@
-"""The entry point `sglang.srt.plugins`: adds this project's hooks to SGLang through SGLang's own hook registry.
+"""The entry point `sglang.srt.plugins`: adds our hooks through SGLang's own hook registry.
 
-SGLang calls it in each of its processes, also for engines that are not ours. If a plugin fails, SGLang only logs it. So the
-connection asks the scheduler which hooks are in place (`answers.py`) and refuses a start without all of them. Hooks change
-only engines that were started with our mark (`noise.mark`).
+SGLang calls it in each of its processes, also for engines that are not ours. If a plugin fails,
+SGLang only logs it. So the connection asks the scheduler for the hooks in place (`answers.py`) and
+refuses a start without all of them. Hooks change only engines with our mark (`noise.mark`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def register() -> None:
 def _end_with_owner() -> None:
     """Make a process of our engine die with its rank. SystemExit if the rank has already died.
 
-    SGLang requests this from the kernel too, but only after its imports. A rank that died before then sends no signal."""
+    SGLang asks the kernel for this too, but only after its imports."""
     owner = engine_owner()
     if owner is None or owner == os.getpid():
         return

@@ -1,7 +1,8 @@
-"""Finds the processes of an SGLang engine, checks that they live and answer, and ends them. Called by the connection.
+"""Finds the processes of an SGLang engine, checks that they live and answer, and ends them.
 
-If a child dies, SGLang kills its parent's whole process tree. SGLang's shutdown kills every child of the process, including
-reward workers. Here a death or a hang raises an error on this rank, and only the engine's own processes are ended.
+If a child dies, SGLang kills its parent's whole process tree. SGLang's shutdown kills every child,
+including reward workers. Here a death or a hang raises an error on this rank, and only the engine's
+own processes are ended.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class EngineProcesses:
         return None
 
     def describe(self) -> str:
-        """Return name, pid and state of each process. Example: `sglang::scheduler (pid 812, stopped)`."""
+        """Return name, pid and state of each, such as `sglang::scheduler (pid 812, stopped)`."""
         return ", ".join(_describe(process) for process in self._own) or "no process"
 
     def end(self) -> None:
@@ -122,7 +123,7 @@ class StartWatch:
 
 
 class Signals:
-    """Restores the handlers of SIGTERM and SIGQUIT, which SGLang replaces. Does nothing outside the main thread."""
+    """Restores the handlers that SGLang replaces. Does nothing outside the main thread."""
 
     def __init__(self, on_quit: Callable[[int, FrameType | None], None]) -> None:
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -146,10 +147,10 @@ class Signals:
 
 
 class Silence:
-    """Detects an engine that hangs: it lives, but sends no message for `timeout_s` seconds of a wait.
+    """Detects an engine that lives but sends no message for `timeout_s` seconds of a wait.
 
-    `last_message` returns a value that every message of the engine changes. `probe` sends a request whose answer is a message,
-    so a long phase without results does not count as silence. Use one object per wait.
+    `last_message` returns a value that every message of the engine changes. `probe` sends a request
+    whose answer is a message, so a long phase without results does not count. Use one per wait.
     """
 
     def __init__(
@@ -164,9 +165,9 @@ class Silence:
         self._has_probed = False
 
     def failure(self) -> str | None:
-        """Return what is wrong, or None. Call it every `_POLL_S`. It calls `probe` after half of the timeout.
+        """Return what is wrong, or None. Call it every `_POLL_S`. Probes after half of the timeout.
 
-        Each call adds at most 2 * `_POLL_S`: while this process was stopped or busy, it received no messages either."""
+        A call adds at most 2 * `_POLL_S`: a rank that was stopped received no messages either."""
         now, seen = time.monotonic(), self._last_message()
         self._silent_s += min(now - self._asked, 2 * _POLL_S)
         self._asked = now

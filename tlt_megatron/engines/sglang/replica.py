@@ -1,8 +1,8 @@
-"""Keeps the ranks whose GPUs one SGLang engine uses in step. The group is formed by the trainer; it uses gloo.
+"""Keeps the ranks whose GPUs one SGLang engine uses in step. The trainer forms their gloo group.
 
-The first rank owns the engine. The others must not use their GPU's memory while the engine allocates or frees it. Each rank
-must offer its own copy of the weights. So every exchange with the engine is a collective of these ranks, and an error on one
-rank is raised on all.
+The first rank owns the engine. The others must not use their GPU's memory while the engine
+allocates or frees it, and must offer their own copy of the weights. So every exchange with the
+engine is a collective of these ranks, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ LOADING, SLEEPING, WAKING = "loading weights", "putting the engine to sleep", "w
 
 @contextmanager
 def in_step(what: str, replica: Group) -> Iterator[None]:
-    """Enter the block when all ranks have arrived, and leave it when all have finished. A collective. A rank whose block fails
-    raises its own error; the other ranks raise a RuntimeError that names `what` and that rank."""
+    """Enter the block when all ranks have arrived, leave it when all have finished. A collective.
+
+    A rank whose block fails raises its own error; the others a RuntimeError that names it."""
     gather_objects(None, replica)
     error: Exception | None = None
     try:

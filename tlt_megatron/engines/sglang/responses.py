@@ -1,7 +1,7 @@
-"""Waits for many responses of SGLang at once, and turns each into a checked `Rollout`. Called by the engine's `generate`.
+"""Waits for many responses of SGLang at once, and turns each into a checked `Rollout`.
 
-SGLang returns token ids and log-probabilities in separate lists. They are compared entry by entry, because a log-probability
-of another token would silently corrupt training.
+SGLang returns token ids and log-probabilities in separate lists. They are compared entry by entry,
+because a log-probability of another token would silently corrupt training.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ async def answer_all(
 ) -> list[T]:
     """Return the answers in the order of the requests.
 
-    GenerationStopped if `should_stop` returns True. The first error of a request is raised. In both cases all requests are
-    aborted and have ended in SGLang before this raises, so that the engine can be used afterwards.
+    GenerationStopped if `should_stop` returns True; the first error of a request is raised. In both
+    cases all requests are aborted and have ended in SGLang before, so the engine can be used again.
     """
     tasks = [asyncio.ensure_future(request()) for request in requests]
     pending = set(tasks)
@@ -66,8 +66,8 @@ def make_rollout(
     policy_version: int,
     output: Mapping[str, object],
 ) -> Rollout:
-    """Return the rollout of one answer. RuntimeError if it was aborted, ended unexpectedly, has another weight version, or its
-    log-probabilities do not match its tokens. The message names request and position."""
+    """Return the rollout of one answer. RuntimeError if it was aborted, ended unexpectedly, has
+    another weight version, or its log-probabilities do not match its tokens."""
     request = f"response {sample_index} to prompt {prompt.prompt_id!r}"
     meta, token_ids = output["meta_info"], list(output["output_ids"])
     if meta["weight_version"] != str(policy_version):
@@ -105,7 +105,7 @@ def make_rollout(
 def _checked_logprobs(
     entries: Sequence[Sequence[float]], token_ids: Sequence[int], request: str
 ) -> Tensor:
-    """Return [T] float32 from SGLang's (log-probability, token id, text). RuntimeError if they do not match `token_ids`."""
+    """Return [T] float32 from (log-probability, token id, text), compared with `token_ids`."""
     if len(entries) != len(token_ids):
         raise RuntimeError(
             f"sglang: {request} has {len(entries)} log-probabilities for {len(token_ids)} tokens: the numbers differ from"

@@ -1,8 +1,8 @@
-"""Sends weights to a running SGLang engine: update sessions, in buckets, separately for target and drafter.
+"""Sends weights to a running SGLang engine: update sessions, in buckets, for target or drafter.
 
-Called by the engine and by its followers. Without `selector` SGLang loads tensors into both target and drafter, so every
-session here names its role. Each rank of a tensor-parallel engine offers its own copy, so that a scheduler reads the memory of
-its own GPU. The CUDA part (IPC handles) follows SGLang's sources and has not run on hardware yet.
+Without `selector` SGLang loads tensors into both, so every session names its role. Each rank of a
+tensor-parallel engine offers its own copy, so that a scheduler reads the memory of its own GPU. The
+CUDA part (IPC handles) follows SGLang's sources and has not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightSender:
-    """Weight sessions of one engine. Only the leader has a `connection`; followers offer their copies and wait."""
+    """Weight sessions of one engine. Only the leader has a `connection`; followers wait."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class WeightSender:
         offers_own: bool,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        """`offers_own`: every rank offers its own copy. On a CPU it is False and all use the leader's copy: only children of a
-        process can open its shared memory."""
+        """`offers_own`: every rank offers its own copy. False on a CPU, where all use the leader's:
+        only children of a process can open its shared memory."""
         self._connection = connection
         self._offers_own = offers_own
         self._replica = replica
@@ -43,11 +43,11 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, role: str, version: str) -> None:
-        """Load named tensors into the model of one role. All ranks of the replica must call it, with the same names in the same
-        order. RuntimeError if SGLang refuses a bucket."""
+        """Load named tensors into the model of one role. All ranks must call it, with the same
+        names in the same order. RuntimeError if SGLang refuses a bucket."""
         with self._session(role):
             for bucket, is_last in self._buckets(tensors):
-                # On a GPU `flat` is sent as an IPC handle and must outlive the update; on a CPU through shared memory.
+                # On a GPU `flat` is sent as an IPC handle and must outlive the update.
                 has_reader = self._connection is not None or self._offers_own
                 flat = _flatten(bucket) if has_reader else None
                 payloads = self._payloads(flat)
@@ -68,7 +68,7 @@ class WeightSender:
             self._connection.call("end_weight_update", EndWeightUpdateReqInput())
 
     def _payloads(self, flat: dict[str, object] | None) -> list[bytes]:
-        """Return one payload per rank of the engine. A payload can be read only once. Followers return none."""
+        """Return one payload per rank of the engine, as each can be read once. Followers: none."""
         if self._replica.size == 1 and self._connection is not None:
             return [_serialize(flat) for _ in range(self._num_ranks)]
         offered = gather_objects(_serialize(flat) if self._offers_own else None, self._replica)
@@ -82,7 +82,7 @@ class WeightSender:
             return
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        # Drafter weights do not change the policy's KV. The last bucket of the policy drops the old KV.
+        # Drafter weights do not change the policy's KV; the policy's last bucket drops it.
         is_complete = last_of is not None and role == TARGET
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
@@ -131,8 +131,8 @@ def cast_tensors(
     dtype: torch.dtype,
     borrowed: dict[str, Tensor] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors on the engine's device and in its dtype. Copy embedding and LM head, which a drafter borrows, to
-    `borrowed`, in place from the second time on."""
+    """Yield the tensors on the engine's device and in its dtype. Copy embedding and LM head, which
+    a drafter borrows, to `borrowed`, in place from the second time on."""
     for name, tensor in tensors:
         tensor = tensor.detach().to(device, dtype)
         if borrowed is not None and name in (_EMBEDDING, _HEAD):
@@ -144,7 +144,7 @@ def cast_tensors(
 
 
 def target_tensors(borrowed: dict[str, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Return embedding and LM head [V, D]; twice the embedding if the policy ties them. RuntimeError if none were kept."""
+    """Return embedding and LM head [V, D], one tensor if tied. RuntimeError if none were kept."""
     if not borrowed:
         raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
     return borrowed[_EMBEDDING], borrowed.get(_HEAD, borrowed[_EMBEDDING])
