@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.fake_megatron import measure_policy
 from tests.ranks import run_ranks
-from tests.unit.config.test_cluster_examples import EXAMPLES, QWEN_7B, QWEN_32B
-from tlt_megatron.config.load import load_config
-from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.runtime.device import Device
+from tests.unit.config.test_cluster_examples import EXAMPLES, QWEN_7B, QWEN_32B, write_example
 from tlt_megatron.runtime.memory import MemoryLedger
 from tlt_megatron.trainer.memory_ledger import make_ledger
-
-GPU = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
-
-
-def example(folder: Path, name: str, sizes: dict[str, object], *overrides: str) -> RunConfig:
-    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-    for file in ("train.parquet", "eval.parquet"):
-        (folder / file).touch()
-    paths = [f"model.path={folder}", f"data.train={folder}/train.parquet"]
-    paths.append(f"data.eval={folder}/eval.parquet")
-    return load_config(EXAMPLES / f"{name}.yaml", [*paths, *overrides])
 
 
 def claimed(ledger: MemoryLedger, *names: str) -> int:
@@ -45,8 +29,8 @@ def claimed(ledger: MemoryLedger, *names: str) -> int:
 def test_the_claims_of_the_policy_are_what_megatron_allocates(
     tmp_path: Path, name: str, sizes: dict[str, object], world_size: int, overrides: list[str]
 ) -> None:
-    config = example(tmp_path, name, sizes, *overrides)
-    ledger = make_ledger(config, world_size, GPU)
+    config, gpu = write_example(tmp_path, EXAMPLES / f"{name}.yaml", sizes, *overrides)
+    ledger = make_ledger(config, world_size, gpu)
     stages = [
         run_ranks(
             1,

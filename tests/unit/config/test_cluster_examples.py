@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.trainer.memory_ledger import make_ledger
 
@@ -35,6 +37,19 @@ QWEN_32B = QWEN_7B | {
 }
 
 
+def write_example(
+    folder: Path, example: Path, sizes: dict[str, Any], *overrides: str
+) -> tuple[RunConfig, Device]:
+    """The settings of an example with a model of `sizes` in `folder`, and a GPU."""
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    for file in ("train.parquet", "eval.parquet"):
+        (folder / file).touch()
+    paths = [f"model.path={folder}", f"data.train={folder}/train.parquet"]
+    paths += [f"data.eval={folder}/eval.parquet", *overrides]
+    config = load_config(example, paths)
+    return config, Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
+
+
 @pytest.mark.parametrize(
     "name, sizes, world_size",
     [("qwen2_5_7b_8gpu", QWEN_7B, 8), ("qwen2_5_32b_slurm", QWEN_32B, 32)],
@@ -42,13 +57,8 @@ QWEN_32B = QWEN_7B | {
 def test_a_cluster_example_fits(
     tmp_path: Path, name: str, sizes: dict[str, int], world_size: int
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-    for file in ("train.parquet", "eval.parquet"):
-        (tmp_path / file).touch()
-    here = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.parquet"]
-    config = load_config(EXAMPLES / f"{name}.yaml", [*here, f"data.eval={tmp_path}/eval.parquet"])
+    config, gpu = write_example(tmp_path, EXAMPLES / f"{name}.yaml", sizes)
     check_layout(config, world_size)
-    gpu = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
     ledger = make_ledger(config, world_size, gpu)
     ledger.check(GPU_FREE_BYTES)
     # Not by a wide margin: a third of it is not enough, so the ledger counts what there is.
