@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlt_megatron.runtime.collective_errors import is_collective_error
 from tlt_megatron.runtime.environment import environment
 
 
@@ -137,11 +138,12 @@ class PrivateWork:
 
 @contextmanager
 def _telling_loss(name: str) -> Iterator[None]:
+    """Turn errors of gloo, NCCL and the store into MemberLost. Others, as memory that is out, pass."""
     try:
         yield
-    except MemberLost:
-        raise
-    except RuntimeError as error:  # all that gloo, NCCL and the store raise
+    except RuntimeError as error:
+        if isinstance(error, MemberLost) or not is_collective_error(error):
+            raise
         lines = str(error).splitlines()
         raise MemberLost(f"private group {name}: {lines[0] if lines else error!r}") from None
 
@@ -179,9 +181,12 @@ def _form_nccl(
 ) -> dist.ProcessGroup:
     """Return an NCCL communicator whose waits block the host and raise.
 
-    The constructor reads the variable. Without it, a watchdog thread would end the process instead. TODO: if a member dies
-    while the communicator forms, the others stay in ncclCommInitRank, which has no timeout.
+    The constructor reads the variable. Without it, a watchdog thread would end the process instead.
+    ncclCommInitRank has no timeout, so the members meet in the store first. TODO: if one dies
+    between that and the end of ncclCommInitRank, the others stay in it.
     """
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{member}" for member in range(size)], timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     with environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
