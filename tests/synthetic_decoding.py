@@ -105,7 +105,7 @@ class SyntheticDecoding:
         texts: Sequence[float] = (),
         num_unread: int = 0,
     ) -> tuple[list[int], float]:
-        """Accepted tokens of each request, and noisy seconds: 5 %, and now and then a hiccup."""
+        """Accepted tokens of each request, and noisy seconds: 5 %, and now and then one slow pass."""
         accepted = []
         for index in range(batch_size):
             rates, count = self.rates(strategy, text=texts[index] if texts else 0.0), 0

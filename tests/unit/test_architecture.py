@@ -240,15 +240,6 @@ RULES = (
 )
 # rule -> files that still break it -> what has to happen.
 PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
-    check_constructors: {},
-    check_assignments: {
-        "tlt_megatron/rewards/workers.py": "a method that replaces a worker",
-        "tlt_megatron/speculation/ngram.py": "a dataclass",
-    },
-    check_language: {
-        "tests/synthetic_decoding.py": "rewrite",
-        "tests/unit/speculation/test_cost_model.py": "rewrite",
-    },
     check_file: {
         "tests/distributed/test_mcore_parity.py": "split",
         "tests/unit/rewards/test_reward_workers.py": "split",

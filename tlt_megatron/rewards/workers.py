@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from tlt_megatron.rewards.keeper import STOP_SIGNALS
@@ -235,12 +235,12 @@ class RewardPool:
             )
 
 
+@dataclass(slots=True, eq=False)
 class _Seat:
     """A place for a worker, which may be replaced."""
 
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.worker: WorkerProcess | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    worker: WorkerProcess | None = None
 
 
 def _raise_first_error(futures: list[Future]) -> None:

@@ -11,6 +11,7 @@ So no response is stored, and a proposal can continue past the end of the respon
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +21,12 @@ from torch import Tensor
 _PAD = "\0"
 
 
+@dataclass(slots=True, eq=False)
 class IndexedText:
     """A prompt and its growing response. `NgramIndex.start` makes it and the request keeps it."""
 
-    __slots__ = ("table", "tail")
-
-    def __init__(self, table: dict[str, str]) -> None:
-        self.table = table  # shared by the responses to one prompt
-        self.tail = ""  # the latest tokens, up to the length of the longest context
+    table: dict[str, str]  # shared by the responses to one prompt
+    tail: str = ""  # the latest tokens, up to the length of the longest context
 
 
 class NgramIndex:

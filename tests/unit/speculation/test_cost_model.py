@@ -171,7 +171,7 @@ def test_a_new_batch_that_begins_badly_goes_on_drafting() -> None:
 
 
 def test_a_bad_drafter_is_never_given_up_for_good() -> None:
-    """Though what it would have to read grows with every step that it does not run, and with it the price of a look."""
+    """Though what it would have to read grows with every step that it does not run, and with it the price of a probe."""
     for seed in range(8):
         world, selector = SyntheticDecoding(seed=seed, quality=0.02), CostModelSelector(ARMS)
         run_selector(selector, world, [8] * 300)
