@@ -87,7 +87,6 @@ class Started:
         check_layout(self.config, num_ranks)
         self.arguments: dict[str, Any] = {}
         monkeypatch.setattr(engine_module, "Connection", self._note)
-        monkeypatch.setattr(SglangEngine, "_count", lambda *_: None)
         speculation = dataclasses.replace(self.config.speculation, drafter=str(self.drafter))
         self._engine = SglangEngine(  # it owns the folder of SGLang's adaptive configuration
             str(self.policy),
