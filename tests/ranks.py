@@ -5,10 +5,12 @@ Fork is safe after torch has run only while no OpenMP pool exists: conftest.py s
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -33,7 +35,7 @@ def run_ranks(
     their own hand without a result, None here; the others then do not wait for one another at the end.
     """
     context = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
@@ -115,7 +117,13 @@ def _rank_main(
     os._exit(0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port that nothing listens on, below those that the system and SGLang's ranks take.
+
+    A port of the system's own choice may go to another process before its user listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 21_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port

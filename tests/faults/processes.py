@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tests.faults import probe
-from tests.ranks import _free_port as free_port
+from tests.ranks import free_port
 
 REPO = Path(__file__).resolve().parent.parent.parent
 PROGRAM = REPO / "launch" / "pretrain_rl.py"

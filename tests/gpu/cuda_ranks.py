@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.ranks import free_port
 
 _CHECK_S = 1.0  # between two checks that all ranks are alive
 
@@ -39,9 +40,7 @@ def run_cuda_ranks(
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_main, args=(rank, world_size, port, results, function, args))
         for rank in range(world_size)
