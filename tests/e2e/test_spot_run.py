@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
+
+REPO = Path(__file__).resolve().parents[2]
 
 # Rank 0 has twice the work of rank 1, in two waves, so there is idle time for more than one step of the drafter.
 UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_tokens=40")
@@ -65,6 +69,14 @@ def test_the_run_leaves_its_drafter_and_says_what_became_of_the_idle_time(
     reader = HfReader(straight / "hf")
     embedding, head = reader["model.embed_tokens.weight"], reader["lm_head.weight"]
     load_drafter(straight / "hf_drafter", embedding_VD=embedding, lm_head_VD=head)
+
+
+def test_every_metric_is_documented(straight: Path) -> None:
+    page = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
+    documented = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    written = {name for row in metric_rows(straight) for name in row}
+    assert [m for m in sorted(written) if not any(fnmatch(m, d) for d in documented)] == []
 
 
 def test_a_resumed_run_goes_on_with_drafter_data_and_policy(

@@ -1,0 +1,92 @@
+"""The documentation names only files, settings, targets and messages that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import RunConfig
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "examples" / "README.md"]
+PAGES += sorted((REPO / "docs").glob("*.md"))
+SECTIONS = {field.name: field.default_factory for field in dataclasses.fields(RunConfig)}
+
+
+@functools.cache
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def code(page: Path) -> list[str]:
+    """What stands between backticks: blocks, then spans."""
+    content = text(page)
+    if page.name == "coming_from.md":  # the other columns hold names of other trainers
+        content = re.sub(r"^(\|[^|]*\|).*", r"\1", content, flags=re.MULTILINE)
+    blocks = re.findall(r"^```.*?^```", content, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^```.*?^```", "", content, flags=re.MULTILINE | re.DOTALL)
+    return blocks + re.findall(r"`([^`\n]+)`", rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    problems = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        file, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = (page.parent / file).resolve() if file else page
+        if not linked.exists():
+            problems.append(f"link {target}")
+        elif anchor and anchor not in anchors(linked):
+            problems.append(f"heading {target}")
+    makefile = text(REPO / "Makefile")
+    for part in code(page):
+        for section, key in re.findall(r"(?<![\w./-])([a-z]+)\.([a-z_]+)(?=$|[=\s,`:;)\]])", part):
+            is_file = key in ("py", "json", "jsonl", "yaml")
+            if section in SECTIONS and not is_file and not hasattr(SECTIONS[section](), key):
+                problems.append(f"setting {section}.{key}")
+        for target in re.findall(r"\bmake ([a-z-]+)", part):
+            if f"\n{target}:" not in makefile:
+                problems.append(f"make {target}")
+        for module in re.findall(r"python -m ((?:tools|tests|tlt_megatron)[\w.]*)", part):
+            place = REPO / module.replace(".", "/")
+            if not (place.is_dir() or place.with_suffix(".py").is_file()):
+                problems.append(f"module {module}")
+        for path in re.findall(
+            r"(?<![\w./<-])((?:tools|launch|examples|tests|docker)/[\w./-]+\w)", part
+        ):
+            if not (REPO / path).exists():
+                problems.append(f"file {path}")
+    assert problems == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    source = "".join(text(file) for file in (REPO / "tlt_megatron").rglob("*.py"))
+    joined = re.sub(r"\"\s*f?\"", "", source)  # literals that Python joins
+    messages = re.findall(
+        r"^\| `([^`]+)` \|", text(REPO / "docs" / "troubleshooting.md"), re.MULTILINE
+    )
+    assert len(messages) >= 20
+    parts = [part.strip() for message in messages for part in message.split("...")]
+    missing = [part for part in parts if part and part not in joined]
+    assert missing == []
+
+
+def test_every_recipe_passes_the_checks_of_settings() -> None:
+    page = text(REPO / "docs" / "algorithms.md").partition("## Recipes")[2]
+    recipes = re.findall(r"^\| [^|`]+ \| [^`|]*`([^`]+)` \|", page, re.MULTILINE)
+    assert len(recipes) >= 7
+    for recipe in recipes:
+        load_config(None, recipe.split())
