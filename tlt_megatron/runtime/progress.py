@@ -30,7 +30,7 @@ _FACTS = {  # metric -> its text in the display
     "critic/rewards/mean": "reward {}",
     "eval/accuracy": "accuracy {}",
     "response_length/mean": "length {}",
-    "perf/throughput": "{} tokens/s",
+    "perf/rollout_tokens_per_s": "{} tokens/s",
     "timing_s/step": "{} s/step",
 }
 _HEADERS = {
@@ -38,7 +38,7 @@ _HEADERS = {
     "eval/accuracy": "eval acc",
     "response_length/mean": "mean length",
     "response_length/max": "max length",
-    "perf/throughput": "tokens /s",
+    "perf/rollout_tokens_per_s": "tokens /s",
     "timing_s/update_actor": "update s",
 }
 _ETA_WINDOW = 20  # newest steps whose mean duration predicts the rest

@@ -4,10 +4,12 @@ prompts every time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 
 class Evaluator:
@@ -32,4 +34,17 @@ class Evaluator:
             f"eval/pass@{self.params.num_samples}": sum(max(g.rewards) >= 1 for g in groups)
             / len(groups),
             "eval/response_length/mean": sum(lengths) / len(lengths),
-        }
+        } | by_data_source(groups)
+
+
+def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean and the mean best reward of each data source, under verl's names."""
+    rewards: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for group in groups:
+        rewards[group.group.prompt.data_source or "unknown"].append(group.rewards)
+    metrics = {}
+    for source, rows in rewards.items():
+        name, num_samples = f"val-core/{source}/reward", len(rows[0])
+        metrics[f"{name}/mean@{num_samples}"] = fmean(fmean(row) for row in rows)
+        metrics[f"{name}/best@{num_samples}/mean"] = fmean(max(row) for row in rows)
+    return metrics

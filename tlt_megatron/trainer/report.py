@@ -51,8 +51,15 @@ class RunReport:
         timings = gather_objects(self.phases.take_timings(), self.world)
         metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
-        metrics["perf/throughput"] = metrics["rollout/num_tokens"] / metrics["timing_s/step"]
-        metrics["training/policy_version"] = float(step)
+        num_tokens = metrics["rollout/num_tokens"]
+        metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / self.world.size
+        num_response_tokens = sum(
+            r.token_ids.numel() for g in collected.groups for r in g.group.rollouts
+        )
+        for phase, count in (("gen", num_response_tokens), ("update_actor", num_tokens)):
+            seconds = metrics[f"timing_s/{phase}"]
+            metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds / count
+        metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
         metrics |= self.add_memory()
         self.history.add_step(metrics)
         self._write(step, metrics)

@@ -199,9 +199,14 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rollouts = [r for g in groups for r in g.group.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.float64)
+    prompts = torch.tensor([len(g.group.prompt.token_ids) for g in groups], dtype=torch.float64)
     cut = torch.tensor([r.finish_reason == FinishReason.LENGTH for r in rollouts]).double()
     metrics = {"response_length/clip_ratio": float(cut.mean())}
-    for name, values in (("critic/rewards", rewards), ("response_length", lengths)):
+    for name, values in (
+        ("critic/rewards", rewards),
+        ("response_length", lengths),
+        ("prompt_length", prompts),
+    ):
         metrics[f"{name}/mean"] = float(values.mean())
         metrics[f"{name}/max"] = float(values.max())
         metrics[f"{name}/min"] = float(values.min())
@@ -210,7 +215,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     accepted = [n for r in rollouts for n in r.accept_lengths]
     if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
-    metrics["prompt_length/mean"] = sum(len(g.group.prompt.token_ids) for g in groups) / len(groups)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: min(g.rewards) >= 1)
     return metrics

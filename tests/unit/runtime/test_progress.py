@@ -17,7 +17,7 @@ from tlt_megatron.runtime.progress import Progress, pick_evenly
 METRICS = {
     "critic/rewards/mean": 0.25,
     "response_length/mean": 187.3,
-    "perf/throughput": 3412.0,
+    "perf/rollout_tokens_per_s": 3412.0,
     "timing_s/step": 30.0,
     "actor/grad_norm": 0.5,
 }
@@ -27,7 +27,7 @@ COLUMNS = (
     "step",
     "critic/rewards/mean",
     "response_length/mean",
-    "perf/throughput",
+    "perf/rollout_tokens_per_s",
     "timing_s/step",
 )
 

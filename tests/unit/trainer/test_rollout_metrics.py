@@ -8,13 +8,16 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.runtime.process_groups import group_of
+from tlt_megatron.trainer.evaluate import by_data_source
 from tlt_megatron.trainer.rollout_worker import rollout_metrics
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
 
 
-def scored(lengths: tuple[int, ...], rewards: tuple[float, ...], limit: int) -> ScoredGroup:
-    prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1, 2))
+def scored(
+    lengths: tuple[int, ...], rewards: tuple[float, ...], limit: int, data_source: str = ""
+) -> ScoredGroup:
+    prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1, 2), data_source=data_source)
     rollouts = tuple(
         Rollout(
             prompt_id="p",
@@ -38,8 +41,23 @@ def test_rollout_metrics_by_hand() -> None:
     assert (metrics["critic/rewards/max"], metrics["critic/rewards/min"]) == (1.0, -0.5)
     assert metrics["response_length/mean"] == 5
     assert metrics["response_length/clip_ratio"] == 0.25
+    assert (metrics["prompt_length/max"], metrics["prompt_length/min"]) == (2, 2)
     assert metrics["rollout/num_tokens"] == 20 + 4 * 2
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
+
+
+def test_rewards_of_an_evaluation_by_data_source() -> None:
+    groups = [
+        scored((1, 1), (0.0, 1.0), 8, "gsm8k"),
+        scored((1, 1), (0.0, 0.0), 8, "gsm8k"),
+        scored((1, 1), (1.0, 0.5), 8),
+    ]
+    assert by_data_source(groups) == {
+        "val-core/gsm8k/reward/mean@2": 0.25,
+        "val-core/gsm8k/reward/best@2/mean": 0.5,
+        "val-core/unknown/reward/mean@2": 0.75,
+        "val-core/unknown/reward/best@2/mean": 1.0,
+    }
 
 
 def test_ranks_that_are_sent_other_weights_are_named() -> None:
