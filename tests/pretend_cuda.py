@@ -102,6 +102,23 @@ class PretendTensor(Tensor):
         return _the_device().__torch_dispatch__(func, types, args, kwargs)
 
 
+class PretendEvent:
+    """A mark in the queue of the pretended GPU, as `torch.cuda.Event`."""
+
+    def __init__(self) -> None:
+        self._gpu = _the_device()
+        self._position: int | None = None
+
+    def record(self) -> None:
+        """Mark the end of what is queued now."""
+        self._position = self._gpu.num_launches
+
+    def synchronize(self) -> None:
+        """The host waits until the GPU is there."""
+        assert self._position is not None, "waited for an event that is not recorded"
+        self._gpu.wait_until(self._position)
+
+
 _running: list[PretendGpu] = []
 
 
@@ -125,6 +142,9 @@ class PretendGpu(TorchDispatchMode):
         self.is_capturing = self._is_replaying = False
         self.num_captures = 0
         self.read_backs: Counter[str] = Counter()  # by operation
+        self.num_launches = 0  # operations that the host has queued
+        self.num_done = 0  # of these, those that the host has waited for
+        self.max_ahead = 0  # the most operations that the host was ahead by
 
     def __enter__(self) -> PretendGpu:
         _running.append(self)
@@ -134,10 +154,12 @@ class PretendGpu(TorchDispatchMode):
         # Module.to replaces parameters instead of changing what is in them.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
+        self._event, torch.cuda.Event = torch.cuda.Event, PretendEvent
         return super().__enter__()
 
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
+        torch.cuda.Event = self._event
         torch._C._set_only_lift_cpu_tensors(self._lifted)
         torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
         _running.pop()
@@ -146,6 +168,11 @@ class PretendGpu(TorchDispatchMode):
         """The host waits for the device."""
         assert not self.is_capturing, f"{name} reads back in a captured pass"
         self.read_backs[name] += 1
+        self.wait_until(self.num_launches)
+
+    def wait_until(self, position: int) -> None:
+        """The host waits until the first `position` operations are done."""
+        self.num_done = max(self.num_done, position)
 
     def __torch_dispatch__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
@@ -166,6 +193,9 @@ class PretendGpu(TorchDispatchMode):
         out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if has_moved:  # what is a copy on a GPU must not be the same memory here
             out = out.clone()
+        if ours:
+            self.num_launches += 1
+            self.max_ahead = max(self.max_ahead, self.num_launches - self.num_done)
         is_here = asked.type == "cuda" if asked is not None else self._stays(func, args, ours)
         if not is_here:
             return out

@@ -10,6 +10,7 @@ always those of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,17 @@ class DraftLoss:
 
 
 def draft_loss(
-    model: DraftModel, batch: DraftBatch, objective: Objective, *, head_chunk_tokens: int
+    model: DraftModel,
+    batch: DraftBatch,
+    objective: Objective,
+    *,
+    head_chunk_tokens: int,
+    between_chunks: Callable[[], None] = lambda: None,
 ) -> DraftLoss:
-    """Return the loss of the unrolled drafter. Logits exist for `head_chunk_tokens` rows."""
+    """Return the loss of the unrolled drafter. Logits exist for `head_chunk_tokens` rows.
+
+    `between_chunks` is called after the rows of each chunk; it may raise to abandon the pass.
+    """
     outputs_PD, head_inputs_PD = unroll_draft(model, batch, objective)
     targets_M = batch.loss_mask.nonzero().squeeze(-1)  # rows whose next token is predicted
     steps_K = torch.arange(objective.num_steps, device=targets_M.device)
@@ -77,7 +86,7 @@ def draft_loss(
     )
     target_MD = batch.target_hidden.index_select(0, targets_M)
     loss_sum, agreed_K, accepted_K = _HeadLoss.apply(
-        head_KMD, target_MD, model.lm_head_VD, weights_KM, head_chunk_tokens
+        head_KMD, target_MD, model.lm_head_VD, weights_KM, head_chunk_tokens, between_chunks
     )
     if objective.feature_weight > 0:
         for output_PD, rows, weights_M in zip(outputs_PD, sources_KM, weights_KM, strict=True):
@@ -135,6 +144,7 @@ class _HeadLoss(torch.autograd.Function):
         lm_head_VD: Tensor,
         weights_KM: Tensor,
         chunk_tokens: int,
+        between_chunks: Callable[[], None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps, num_rows, _ = head_KMD.shape
         accumulate = _accumulation_dtype(head_KMD)
@@ -158,6 +168,7 @@ class _HeadLoss(torch.autograd.Function):
                     continue
                 grad_CV = q_CV.sub_(p_CV).mul_(weights_C.unsqueeze(-1)).to(lm_head_VD.dtype)
                 grad_KMD[step, rows] = (grad_CV @ lm_head_VD).to(grad_KMD.dtype)
+            between_chunks()
         ctx.save_for_backward(grad_KMD)
         loss_sum, agreed_K, accepted_K = totals[0].sum(), totals[1], totals[2]
         ctx.mark_non_differentiable(agreed_K, accepted_K)
@@ -166,4 +177,4 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad_KMD,) = ctx.saved_tensors
-        return grad_KMD * grad.to(grad_KMD.dtype), None, None, None, None
+        return grad_KMD * grad.to(grad_KMD.dtype), None, None, None, None, None

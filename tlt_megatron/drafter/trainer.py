@@ -21,6 +21,7 @@ from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.loss import DraftLoss, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.runtime.device import QueueLimit
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 
 log = logging.getLogger(__name__)
@@ -61,16 +62,22 @@ class PassAbandoned(Exception):
 
 
 @contextmanager
-def interruptible(model: nn.Module, should_abandon: Callable[[], bool] | None) -> Iterator[None]:
+def interruptible(
+    model: nn.Module, should_abandon: Callable[[], bool] | None
+) -> Iterator[Callable[[], None]]:
     """Make passes of `model` raise PassAbandoned soon after `should_abandon` returns True.
 
-    `should_abandon` is called dozens of times per pass, between kernels, so it must be fast.
+    `should_abandon` is called dozens of times per pass, after each matrix, so it must be fast. On a
+    GPU the host waits there, so that it is never more than one matrix ahead. Yields the same check
+    for work outside the model.
     """
     if should_abandon is None:
-        yield
+        yield _go_on
         return
+    limit_queue = QueueLimit(next(model.parameters()).device)
 
     def ask(_: Tensor | None = None) -> None:
+        limit_queue()
         if should_abandon():
             raise PassAbandoned
 
@@ -82,10 +89,14 @@ def interruptible(model: nn.Module, should_abandon: Callable[[], bool] | None) -
     matrices = (module for module in model.modules() if isinstance(module, nn.Linear))
     handles = [module.register_forward_hook(on_output) for module in matrices]
     try:
-        yield
+        yield ask
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _go_on() -> None:
+    """Never abandon a pass."""
 
 
 class DrafterTrainer:
@@ -164,8 +175,8 @@ class DrafterTrainer:
         """
         num_steps, sums, is_out_of_memory = self.num_unroll_steps, None, False
         try:
-            with interruptible(self.model, should_abandon):
-                sums = self._backward(batch)
+            with interruptible(self.model, should_abandon) as ask:
+                sums = self._backward(batch, ask)
         except PassAbandoned:
             pass
         except torch.OutOfMemoryError as error:
@@ -216,7 +227,7 @@ class DrafterTrainer:
         """Return loss and counts on one batch. Runs on this rank only and changes no state."""
         return self._loss(batch)
 
-    def _loss(self, batch: DraftBatch) -> DraftLoss:
+    def _loss(self, batch: DraftBatch, between_chunks: Callable[[], None] = _go_on) -> DraftLoss:
         is_bfloat16 = self._section.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
             return draft_loss(
@@ -224,15 +235,16 @@ class DrafterTrainer:
                 batch.to(self.device),
                 self._objective,
                 head_chunk_tokens=self._section.head_chunk_tokens,
+                between_chunks=between_chunks,
             )
 
-    def _backward(self, batch: DraftBatch | None) -> Tensor:
+    def _backward(self, batch: DraftBatch | None, ask: Callable[[], None] = _go_on) -> Tensor:
         """Fill the flat buffer with this member's gradients and sums. Returns the sums."""
         self._flat.zero_()
         sums = self._flat[self._num_weights :]
         if batch is None:
             return sums
-        loss = self._loss(batch)
+        loss = self._loss(batch, ask)
         if loss.count:
             loss.loss_sum.backward()
         sums[0] = loss.loss_sum.detach()

@@ -123,6 +123,23 @@ class GraphMemory:
         return graph.replay
 
 
+class QueueLimit:
+    """Keeps the host at most one stretch of kernels ahead of a GPU. Each call ends a stretch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._last: torch.cuda.Event | None = None  # the end of the stretch before this one
+
+    def __call__(self) -> None:
+        """Wait until the GPU has finished what was queued before the previous call."""
+        if not self._is_cuda:
+            return
+        last, self._last = self._last, torch.cuda.Event()
+        self._last.record()
+        if last is not None:
+            last.synchronize()
+
+
 def select_device(name: str) -> Device:
     """Return the device for `auto`, `cpu` or `cuda`. On GPUs the local rank selects the card.
 

@@ -4,6 +4,7 @@ back, and the tokens are those of the CPU. What a real GPU adds is in tests/gpu.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.pretend_cuda import CUDA, PretendDevice, PretendGpu, pretend_device
+from tests.slow_draft import make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import checksum, engine_over
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.loss import draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftSequence, pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.drafter.trainer import DrafterTrainer, interruptible
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -160,6 +163,30 @@ def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: 
         loss = trainer.evaluate(batch)
         losses.append([float(loss.loss_sum), *loss.agreed_K.tolist(), *loss.accepted_K.tolist()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_host_is_at_most_two_matrices_ahead_of_a_pass(device: PretendDevice) -> None:
+    """So a pass that is given up is over soon: a whole pass of kernels would run for up to a second."""
+    gpu = device.gpu
+    twin = make_draft_model("eagle", dtype=torch.float32)
+    embedding, head = twin.embedding_VD.to(CUDA), twin.lm_head_VD.to(CUDA)
+    model = DraftModel(twin.config, embedding_VD=embedding, lm_head_VD=head)
+    batch = pack_batch([make_sequence(twin, 40)]).to(CUDA)
+    objective = make_objective(DrafterSection(algorithm="hass"))
+    positions: list[int] = []
+
+    def ask() -> bool:
+        if len(positions) > 1:
+            assert gpu.num_done >= positions[-1], "the host did not wait for the one before"
+        positions.append(gpu.num_launches)
+        return False
+
+    with torch.no_grad(), interruptible(model, ask) as between_chunks:
+        draft_loss(model, batch, objective, head_chunk_tokens=8, between_chunks=between_chunks)
+    stretches = [b - a for a, b in itertools.pairwise(positions)]
+    num_launches = positions[-1] - positions[0]
+    assert len(positions) == 8 * objective.num_steps + 5  # matrices, and chunks of the head
+    assert gpu.max_ahead <= 2 * max(stretches) < num_launches / 3
 
 
 # ---- what the pretended GPU refuses
