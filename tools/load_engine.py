@@ -17,7 +17,7 @@ from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
@@ -53,7 +53,7 @@ class LoadedPolicy:
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             tap_layers=tap_layers,
         )
-        total = sum(checksum_tensor(name, tensor) for name, tensor in named) % CHECKSUM_MODULUS
+        total = checksum_tensors(named)
         self.engine.load_weights(named, version=VERSION, checksum=lambda: total)
 
     def prompts(self, path: str | Path, limit: int = 0) -> tuple[Prompt, ...]:

@@ -15,11 +15,11 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tests.spot_phases import make_drafter_trainer, run_spot_ranks, world_group
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.spot.publisher import checksum_weights
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 
 NUM_RANKS, MOST_STEPS = 3, 20
@@ -34,7 +34,7 @@ class Shelf:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        assert checksum_weights(tensors) == checksum
+        assert checksum_tensors(tensors.items()) == checksum
         self.loaded.append((version, checksum))
 
     def suspend_drafter(self, is_suspended: bool) -> None:

@@ -17,7 +17,7 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import HfReader, checksum_tensor
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.policy.batching import pack_rollouts
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.types import MicroBatch, Prompt, Rollout, SamplingParams
@@ -184,7 +184,7 @@ def test_states_equal_those_of_the_rollout_engine(model_path: Path) -> None:
         load_model_config(model_path), RolloutSection(dtype="float32"), select_device("cpu")
     )
     tensors = list(HfReader(model_path).items())
-    checksum = sum(checksum_tensor(name, tensor) for name, tensor in tensors) % (1 << 63)
+    checksum = checksum_tensors(tensors)
     engine.load_weights(tensors, version=0, checksum=lambda: checksum)
     prompts = [
         Prompt(prompt_id=str(n), draw_index=n, token_ids=tuple(range(n, n + 5 + n)))

@@ -23,7 +23,7 @@ from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of, init_world
@@ -46,10 +46,6 @@ def _sglang() -> None:
     pytest.importorskip("sglang", reason=f"needs sglang=={VERSION}")
     if metadata.version("sglang") != VERSION:
         pytest.skip(f"needs sglang=={VERSION}: {metadata.version('sglang')} is installed")
-
-
-def checksum(tensors: list[tuple[str, Tensor]]) -> int:
-    return sum(checksum_tensor(name, t) for name, t in tensors) % CHECKSUM_MODULUS
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +109,7 @@ def start(
 def load(engine: RolloutEngine, tensors: list[tuple[str, Tensor]], *, version: int) -> None:
     """On the GPU, as the trainer has them: they travel by CUDA IPC."""
     there = [(name, tensor.cuda()) for name, tensor in tensors]
-    engine.load_weights(there, version=version, checksum=lambda: checksum(there))
+    engine.load_weights(there, version=version, checksum=lambda: checksum_tensors(there))
 
 
 def tokens(engine: RolloutEngine, version: int = 1) -> list[list[int]]:
@@ -151,14 +147,14 @@ def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
     before = tokens(eagle)
     target, draft = eagle.checksum(TARGET), eagle.checksum(DRAFT)
     own = {name: tensor.flip(0).cuda() for name, tensor in HfReader(drafter).items()}
-    eagle.load_drafter_weights(own, version=2, checksum=checksum(list(own.items())))
+    eagle.load_drafter_weights(own, version=2, checksum=checksum_tensors(own.items()))
     assert eagle.checksum(TARGET) == target
-    assert eagle.checksum(DRAFT) == checksum(list(own.items())) != draft
+    assert eagle.checksum(DRAFT) == checksum_tensors(own.items()) != draft
     assert sum(a == b for a, b in zip(tokens(eagle), before, strict=True)) >= len(before) - 1
     changed = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in HfReader(policy).items()]
     load(eagle, changed, version=2)
-    assert eagle.checksum(DRAFT) == checksum(list(own.items()))
-    assert eagle.checksum(TARGET) == checksum(changed) != target
+    assert eagle.checksum(DRAFT) == checksum_tensors(own.items())
+    assert eagle.checksum(TARGET) == checksum_tensors(changed) != target
     assert tokens(eagle, version=2) != before
     load(eagle, list(HfReader(policy).items()), version=1)
 

@@ -28,7 +28,7 @@ from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator
 from tlt_megatron.speculation.selector import FixedSelector
@@ -57,7 +57,7 @@ CUT = SamplingParams(
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Of a model, as a sender of weights computes it."""
-    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+    return checksum_tensors(tensors)
 
 
 def tensors_of(folder: Path) -> list[tuple[str, Tensor]]:

@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
     ) -> None:
         """Replace all weights with `tensors`, which have Hugging Face names.
 
-        `checksum` is called after `tensors` is exhausted. It returns the sum of `models.hf_io.checksum_tensor` over all
+        `checksum` is called after `tensors` is exhausted. It returns `models.hf_io.checksum_tensors` of all
         tensors in the engine's dtype. If the loaded weights differ, RuntimeError is raised and `generate` is refused."""
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:

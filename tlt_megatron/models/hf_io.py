@@ -21,7 +21,7 @@ from tlt_megatron.runtime.durable import save_tensors
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs kernel launches
 _CPU_CHUNK_ELEMENTS = 1 << 18
-CHECKSUM_MODULUS = 1 << 63
+_CHECKSUM_MODULUS = 1 << 63
 
 
 class HfReader:
@@ -128,25 +128,54 @@ def _as_int64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def checksum_tensor(name: str, tensor: Tensor) -> int:
-    """Return a 63-bit checksum of the name and the exact bits, computed on the tensor's device.
-
-    Bits are mixed with their position and summed modulo 2^64, so the sum detects a swap, a shift or
-    a changed bit. The name multiplies the sum, so swapped tensors are detected too. The checksum of
-    a model is the sum over its tensors modulo CHECKSUM_MODULUS, in any order.
-    """
+def _mix_bits(tensor: Tensor) -> Tensor:
+    """Return the sum over positions of the mixed bits, int64 modulo 2^64, on the tensor's device."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
-    content = 1
     step = _CPU_CHUNK_ELEMENTS if bits.is_cpu else _CHUNK_ELEMENTS
     first = (
         _kept_weights() if bits.is_cpu else _position_weights(min(bits.numel(), step), bits.device)
     )
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), step):
         chunk = bits[start : start + step]
         weights = first[: chunk.numel()]
         if start:
             weights = weights + _as_int64(2 * start * _MIX)
         mixed = chunk.to(torch.int64, copy=True).add_(_OFFSET).mul_(weights)  # int64 wraps around
-        content += int(mixed.bitwise_xor_(mixed >> 31).sum()) * _MIX
-    total = content * ((zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15) | 1)
-    return total % CHECKSUM_MODULUS
+        total += mixed.bitwise_xor_(mixed >> 31).sum()
+    return total
+
+
+class Checksum:
+    """The 63-bit checksum of named tensors, added in any order. It depends on no device.
+
+    Bits are mixed with their position and summed modulo 2^64, so the sum detects a swap, a shift or
+    a changed bit. The name multiplies the sum, so swapped tensors are detected too. The sums are
+    computed where the tensors are; `value` reads them back in one transfer per device.
+    """
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._sums: dict[torch.device, list[tuple[str, Tensor]]] = {}  # not read back yet
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor. On a GPU the host does not wait."""
+        self._sums.setdefault(tensor.device, []).append((name, _mix_bits(tensor)))
+
+    def value(self) -> int:
+        """Return the checksum of all tensors so far."""
+        for named in self._sums.values():
+            sums = torch.stack([total for _, total in named]).tolist()
+            for (name, _), total in zip(named, sums, strict=True):
+                factor = (zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15) | 1
+                self._total += (1 + total * _MIX) * factor
+        self._sums.clear()
+        return self._total % _CHECKSUM_MODULUS
+
+
+def checksum_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return the `Checksum` of named tensors."""
+    checksum = Checksum()
+    for name, tensor in tensors:
+        checksum.add(name, tensor)
+    return checksum.value()

@@ -33,6 +33,7 @@ from tlt_megatron.drafter.trainer import DrafterTrainer, PassAbandoned, interrup
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.models.draft_model import fingerprint_target
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.runtime.process_groups import Group
@@ -48,7 +49,6 @@ from tlt_megatron.spot.live_channel import LiveChannel, LiveOffer
 from tlt_megatron.spot.publisher import (
     DrafterPublisher,
     PublishAction,
-    checksum_weights,
     copy_to_host,
 )
 from tlt_megatron.spot.rank_state import SpotRanks
@@ -156,7 +156,8 @@ class DrafterLifecycle:
         """
         if self._candidate is None:
             return
-        checksum = checksum_weights(self._candidate)
+        device = self.trainer.device
+        checksum = checksum_tensors((n, t.to(device)) for n, t in self._candidate.items())
         contenders: dict[int, Mapping[str, Tensor]] = {checksum: self._candidate}
         for drafter in (self.publisher.published, self.publisher.best):
             contenders[drafter.checksum] = drafter.weights

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tlt_megatron.spot.publisher import checksum_weights
+from tlt_megatron.models.hf_io import checksum_tensors
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class LiveChannel:
                 "live drafter %d is not offered: %s cannot be written (%s)", number, path, error
             )
             return False
-        self._store.set(_NEWEST, f"{number} {checksum_weights(weights)}")
+        self._store.set(_NEWEST, f"{number} {checksum_tensors(weights.items())}")
         self._path(number - _KEPT_OFFERS).unlink(missing_ok=True)
         return True
 
@@ -89,7 +89,7 @@ class LiveChannel:
         path = self._path(number)
         try:
             weights = load_file(path)
-            if checksum_weights(weights) == checksum:
+            if checksum_tensors(weights.items()) == checksum:
                 self._settled = number
                 return LiveOffer(number=number, checksum=checksum, weights=weights)
             problem = f"{path} does not hold what was offered (its checksum differs)"

@@ -24,7 +24,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.spot.holdout import HoldoutResult
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,6 @@ _MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
 # After a collapse the level decays slowly, so the alarm ends even if the target stays hard to
 # predict. Example: observations at 0.3 of the level stop counting as a collapse after about 17.
 _COLLAPSED_DECAY = 0.95
-
-
-def checksum_weights(weights: Mapping[str, Tensor]) -> int:
-    """Return the checksum that identifies a drafter. Engines check it when they load."""
-    return sum(checksum_tensor(name, t) for name, t in weights.items()) % CHECKSUM_MODULUS
 
 
 def copy_to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +58,7 @@ class PublishedDrafter:
     ) -> PublishedDrafter:
         """Copy the weights to the CPU, because the trainer changes its own in place."""
         copies = copy_to_host(weights)
-        checksum = checksum_weights(copies) if checksum is None else checksum
+        checksum = checksum_tensors(weights.items()) if checksum is None else checksum
         return PublishedDrafter(weights=copies, version=version, checksum=checksum)
 
 
@@ -146,7 +141,7 @@ class DrafterPublisher:
     def consider(
         self, candidate: Mapping[str, Tensor], checksum: int, measured: Mapping[int, HoldoutResult]
     ) -> PublishDecision:
-        """Decide on `candidate` (trainable tensors), whose `checksum_weights` is `checksum`.
+        """Decide on `candidate` (trainable tensors), whose `checksum_tensors` is `checksum`.
 
         `measured` holds the results of the candidate, the published and the best drafter, by
         checksum. They must be of the same slice and of the current target.

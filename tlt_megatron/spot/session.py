@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer, Flags
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import (
     SINGLE,
     Group,
@@ -49,8 +49,8 @@ class StateVersion:
 
 def version_of(trainer: DrafterTrainer) -> StateVersion:
     """Return the version of the trainer's state. Unequal states differ in it (63 bits)."""
-    checksums = (checksum_tensor(name, t) for name, t in trainer.state_dict().items())
-    return StateVersion(num_updates=trainer.num_updates, checksum=sum(checksums) % CHECKSUM_MODULUS)
+    checksum = checksum_tensors(trainer.state_dict().items())
+    return StateVersion(num_updates=trainer.num_updates, checksum=checksum)
 
 
 class SessionEnd(StrEnum):

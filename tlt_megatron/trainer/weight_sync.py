@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import Checksum
 from tlt_megatron.policy.health import check_weights
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.runtime.collectives import gather_objects
@@ -26,24 +26,23 @@ class ChecksummedTensors:
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         self._tensors = tensors
         self._dtype = dtype
-        self._total = 0
-        self._nonfinite = ""
+        self._checksum = Checksum()
+        self._are_finite: list[tuple[str, Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors:
             tensor = tensor.detach().to(self._dtype)
-            self._total += checksum_tensor(name, tensor)
-            if not self._nonfinite and not bool(torch.isfinite(tensor).all()):
-                self._nonfinite = name
+            self._checksum.add(name, tensor)
+            self._are_finite.append((name, torch.isfinite(tensor).all()))
             yield name, tensor
 
     def checksum(self) -> int:
         """Return the checksum of all tensors so far."""
-        return self._total % CHECKSUM_MODULUS
+        return self._checksum.value()
 
     def nonfinite(self) -> str:
         """Return the name of the first tensor with NaN or infinity so far, or ""."""
-        return self._nonfinite
+        return next((name for name, is_finite in self._are_finite if not is_finite), "")
 
 
 def push_policy(

@@ -14,7 +14,7 @@ from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, HfReader, checksum_tensor
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import Device, select_device
 
 MakeEngine = Callable[..., EmbeddedEngine]
@@ -22,7 +22,7 @@ MakeEngine = Callable[..., EmbeddedEngine]
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Of a model, as a sender of weights computes it."""
-    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+    return checksum_tensors(tensors)
 
 
 def engine_over(

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tests.pretend_cuda import CUDA, PretendGpu
+from tlt_megatron.models.hf_io import checksum_tensors
 
 
-def total(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
+def checksum_tensor(name: str, tensor: torch.Tensor) -> int:
+    return checksum_tensors([(name, tensor)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
@@ -33,8 +34,8 @@ def test_it_is_of_the_exact_bits_in_order(dtype: torch.dtype) -> None:
 
 def test_tensors_that_change_places_show() -> None:
     a, b = torch.randn(3, 4), torch.randn(3, 4)
-    assert total({"x": a, "y": b}) != total({"x": b, "y": a})
-    assert total({"x": a, "y": b}) == total({"y": b, "x": a})
+    assert checksum_tensors([("x", a), ("y", b)]) != checksum_tensors([("x", b), ("y", a)])
+    assert checksum_tensors([("x", a), ("y", b)]) == checksum_tensors([("y", b), ("x", a)])
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, (1 << 18) + 1, (1 << 19) + 77])
@@ -46,7 +47,7 @@ def test_it_is_the_definition_however_the_tensor_is_cut(count: int) -> None:
     mixed ^= (mixed.view(np.int64) >> 31).view(np.uint64)
     content = 1 + int(mixed.sum(dtype=np.uint64)) * mix
     name = (zlib.crc32(b"x") * 0x9E3779B97F4A7C15) | 1
-    assert checksum_tensor("x", tensor) == content * name % CHECKSUM_MODULUS
+    assert checksum_tensor("x", tensor) == content * name % (1 << 63)
 
 
 def test_no_more_than_a_little_memory_is_kept() -> None:
@@ -57,6 +58,17 @@ def test_no_more_than_a_little_memory_is_kept() -> None:
     before = held()
     checksum_tensor("x", torch.zeros(3 << 20, dtype=torch.uint8))
     assert held() - before <= 2 << 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU cannot be pretended beside a real one")
+def test_tensors_on_a_gpu_give_the_same_value_in_one_transfer() -> None:
+    sizes = (0, 1, 77, (1 << 18) + 3)
+    here = [(str(n), torch.randn(n, dtype=torch.bfloat16)) for n in sizes]
+    there, count = PretendGpu(), ("count", torch.tensor(3))
+    with there:
+        moved = [(name, tensor.to(CUDA)) for name, tensor in here]
+        assert checksum_tensors([count, *moved]) == checksum_tensors([*here, count])
+        assert there.read_backs.total() == 1
 
 
 def test_uniform_tensors_differ() -> None:

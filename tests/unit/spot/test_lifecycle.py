@@ -24,11 +24,11 @@ from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.checkpoint import find_newest
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.spot.publisher import checksum_weights
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, merge_metrics
@@ -48,7 +48,7 @@ class Shelf:
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
-        assert checksum_weights(tensors) == checksum
+        assert checksum_tensors(tensors.items()) == checksum
         self.loaded.append((version, {name: t.clone() for name, t in tensors.items()}))
 
     def suspend_drafter(self, is_suspended: bool) -> None:

@@ -14,13 +14,12 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.spot.publisher import (
     DrafterPublisher,
     PublishAction,
     PublishDecision,
-    checksum_weights,
 )
 
 
@@ -68,8 +67,8 @@ def consider(
 ) -> PublishDecision:
     """Measure candidate, published and best drafter, and decide."""
     contenders = [candidate, publisher.published.weights, publisher.best.weights]
-    measured = {checksum_weights(one): measure(one) for one in contenders}
-    return publisher.consider(candidate, checksum_weights(candidate), measured)
+    measured = {checksum_tensors(one.items()): measure(one) for one in contenders}
+    return publisher.consider(candidate, checksum_tensors(candidate.items()), measured)
 
 
 def test_a_better_candidate_is_published_as_the_next_version() -> None:
@@ -80,8 +79,7 @@ def test_a_better_candidate_is_published_as_the_next_version() -> None:
     assert publisher.published.version == 1
     candidate["fc.weight"].zero_()  # the trainer goes on; what was published stays
     assert torch.equal(publisher.published.weights["fc.weight"], weights(1)["fc.weight"])
-    expected = checksum_tensor("fc.weight", weights(1)["fc.weight"]) % CHECKSUM_MODULUS
-    assert publisher.published.checksum == expected
+    assert publisher.published.checksum == checksum_tensors(weights(1).items())
     assert decision.metrics["drafter/holdout_accept_length/candidate"] == pytest.approx(1.6)
     assert decision.metrics["drafter/version"] == 1.0
 

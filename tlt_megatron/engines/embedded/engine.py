@@ -27,7 +27,7 @@ from tlt_megatron.engines.embedded.scheduler import make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.models.invariant import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
@@ -114,9 +114,7 @@ class EmbeddedEngine:
             raise RuntimeError(
                 f"weights of policy_version={version} lack {len(missing)} tensors, {min(missing)} among them"
             )
-        held = (
-            sum(checksum_tensor(n, t) for n, t in self._model.named_hf_tensors()) % CHECKSUM_MODULUS
-        )
+        held = checksum_tensors(self._model.named_hf_tensors())
         if held != (expected := checksum()):
             raise RuntimeError(
                 f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
@@ -158,7 +156,8 @@ class EmbeddedEngine:
         self._require_awake()
         if self._speculation is None:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
-        held = sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
+        device = self._device.torch_device
+        held = checksum_tensors((name, t.to(device)) for name, t in tensors.items())
         if held != checksum:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
         self._speculation.load_drafter(tensors)

@@ -30,7 +30,7 @@ from tlt_megatron.engines.sglang.noise import SamplingSettings
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.responses import answer_all, make_rollout
 from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
@@ -135,11 +135,12 @@ class SglangEngine:
         if self._borrowed is None:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
         check_drafter_names(list(tensors))
-        held = sum(checksum_tensor(name, t) for name, t in tensors.items()) % CHECKSUM_MODULUS
+        device = self._device.torch_device
+        held = checksum_tensors((name, t.to(device)) for name, t in tensors.items())
         if held != checksum:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
         named = list(self._cast(tensors.items()))
-        cast = sum(checksum_tensor(name, t) for name, t in named) % CHECKSUM_MODULUS
+        cast = checksum_tensors(named)
         self._drafter_version = None
         self._load(DRAFT, named, version, lambda: cast)
         self._drafter_version = version

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tlt_megatron.models.hf_io import CHECKSUM_MODULUS, checksum_tensor
+from tlt_megatron.models.hf_io import checksum_tensors
 
 
 def held_checksum(model: nn.Module, *, is_draft: bool) -> int:
     """Return the checksum as the sender computes it. All tensor-parallel ranks must call it."""
-    tensors = named_held_tensors(model, is_draft=is_draft)
-    return sum(checksum_tensor(name, tensor) for name, tensor in tensors) % CHECKSUM_MODULUS
+    return checksum_tensors(named_held_tensors(model, is_draft=is_draft))
 
 
 def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[str, Tensor]]:
