@@ -108,20 +108,31 @@ def test_others_take_over_from_a_lone_trainer_that_died(tmp_path: Path) -> None:
     assert report.sessions[0].epoch == 2
 
 
-def test_a_member_that_dies_before_it_answers_the_plan_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "key, end",
+    [("rendezvous", SessionEnd.CANCELLED), ("group/", SessionEnd.LOST)],
+    ids=["before it answers", "after all have answered"],
+)
+def test_a_member_that_dies_between_plan_and_group_is_left_out(
+    key: str, end: SessionEnd, tmp_path: Path
+) -> None:
     markers = Markers(tmp_path)
 
     def body() -> SpotReport:
         rank = dist.get_rank()
 
-        def hook(operation: str, key: str) -> None:
-            if rank == 2 and "rendezvous" in key:
+        def hook(operation: str, name: str) -> None:
+            if rank == 2 and key in name:
+                markers.set("dies")
                 die()
 
         def before(count: int) -> None:
-            if count == 3:
-                markers.set("trains")
+            if (tmp_path / "dies").exists():
+                counts.append(count)
+                if len(counts) == 3:
+                    markers.set("trains")
 
+        counts: list[int] = []
         spot = make_spot(hook=hook, before=before, min_idle_replicas=2, member_timeout_s=1.5)
         dist.barrier()
         if rank == 0:
@@ -132,11 +143,11 @@ def test_a_member_that_dies_before_it_answers_the_plan_is_left_out(tmp_path: Pat
 
     reports = run_spot_ranks(4, body, killed=(2,))
     for rank in (1, 3):
-        members, end = ends(reports[rank])[-1]
-        assert (sorted(members), end) == ([1, 3], "stopped")
-        # Rank 2 has been in no session, whenever it was that a plan listed it.
-        for session in reports[rank].sessions:
-            assert 2 not in session.members or session.end == SessionEnd.CANCELLED
+        members, last = ends(reports[rank])[-1]
+        assert (sorted(members), last) == ([1, 3], "stopped")
+        # Rank 2 has trained in no session, whenever it was that a plan listed it.
+        broken = [session for session in reports[rank].sessions if 2 in session.members]
+        assert all(s.end in (end, SessionEnd.CANCELLED) and not s.steps for s in broken)
 
 
 def test_a_decoding_rank_that_died_is_named_within_the_timeout(tmp_path: Path) -> None:
