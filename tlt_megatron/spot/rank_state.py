@@ -13,6 +13,7 @@ machine it uses the time when the line was first read.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -183,13 +184,15 @@ class PhaseView:
 
     def free_replicas(self) -> tuple[int, ...]:
         """Return the replicas whose ranks are all ready and in no session, first idle first."""
-        order = {rank: place for place, rank in enumerate(self.finished)}
+        size = self.layout.replica_size
+        num_free: Counter[int] = Counter()  # free ranks of each replica
         free = []
-        for index in range(self.layout.num_replicas):
-            ranks = self.layout.ranks_of(index)
-            if all(r in order and r in self.ready and self.has_left(r) for r in ranks):
-                free.append((max(order[rank] for rank in ranks), index))
-        return tuple(index for _, index in sorted(free))
+        for rank in self.finished:
+            if rank in self.ready and self.has_left(rank):
+                num_free[rank // size] += 1
+                if num_free[rank // size] == size:
+                    free.append(rank // size)
+        return tuple(free)
 
     def check_deadline(self, step: int, now: float, phase_timeout_s: float) -> None:
         """Raise if ranks still generate `phase_timeout_s` after the first rank finished."""
