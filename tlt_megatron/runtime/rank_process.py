@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class RankProcess:
     host: str
     machine: str  # equal for two ranks if and only if they share process ids and monotonic clock
     pid: int
-    created_s: float  # operating system's start time: detects a reused pid
+    started: float  # `_start_of` the process: detects a reused pid
 
     @staticmethod
     def own(rank: int) -> RankProcess:
@@ -28,7 +29,7 @@ class RankProcess:
             host=socket.gethostname(),
             machine=machine_id(),
             pid=os.getpid(),
-            created_s=psutil.Process().create_time(),
+            started=_start_of(psutil.Process()),
         )
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ def state_of(process: RankProcess) -> ProcessState:
     """Return the state of a rank on this machine. A zombie counts as gone: it only waits for its parent."""
     try:
         seen = psutil.Process(process.pid)
-        if seen.create_time() != process.created_s:
+        if _start_of(seen) != process.started:
             return ProcessState(is_gone=True)
         with seen.oneshot():
             status, cpu = seen.status(), seen.cpu_times()
@@ -58,6 +59,17 @@ def state_of(process: RankProcess) -> ProcessState:
         return ProcessState(is_gone=True)
     is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return ProcessState(is_gone=False, is_stopped=is_stopped, cpu_s=cpu.user + cpu.system)
+
+
+def _start_of(process: psutil.Process) -> float:
+    """Return when a process started: clock ticks since boot. psutil's create_time() changes when the wall clock is set."""
+    if sys.platform != "linux":
+        return process.create_time()
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+        return float(stat.rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(process.pid) from None
 
 
 def machine_id() -> str:
