@@ -16,6 +16,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torch prints a warning; ranks do the same
+
 from tlt_megatron.runtime.parent import AGENT_PID
 from tlt_megatron.runtime.stop import SIGNALS
 

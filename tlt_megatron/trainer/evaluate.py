@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import comb
 from statistics import fmean
 
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
@@ -28,13 +29,29 @@ class Evaluator:
             return {}
         groups = self.worker.collect(self.prompts, self.params, policy_version).groups
         rewards = [reward for g in groups for reward in g.rewards]
+        num_right = [sum(reward >= 1 for reward in g.rewards) for g in groups]
         lengths = [r.token_ids.numel() for g in groups for r in g.group.rollouts]
         return {
-            "eval/accuracy": sum(rewards) / len(rewards),
-            f"eval/pass@{self.params.num_samples}": sum(max(g.rewards) >= 1 for g in groups)
-            / len(groups),
-            "eval/response_length/mean": sum(lengths) / len(lengths),
-        } | by_data_source(groups)
+            "eval/accuracy": fmean(rewards),
+            **pass_at_k(num_right, self.params.num_samples),
+            "eval/response_length/mean": fmean(lengths),
+            **by_data_source(groups),
+        }
+
+
+def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:
+    """Return the chance that k responses hold a right one, for k = 1, 2, 4, ... and `num_samples`.
+
+    `num_right` has the right responses of each prompt. The estimate is unbiased: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv 2107.03374, eq. 1).
+    """
+    sizes = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
+    return {
+        f"eval/pass@{k}": fmean(
+            1 - comb(num_samples - c, k) / comb(num_samples, k) for c in num_right
+        )
+        for k in sorted(sizes)
+    }
 
 
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:

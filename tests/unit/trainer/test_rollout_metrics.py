@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.runtime.process_groups import group_of
-from tlt_megatron.trainer.evaluate import by_data_source
+from tlt_megatron.trainer.evaluate import by_data_source, pass_at_k
 from tlt_megatron.trainer.rollout_worker import rollout_metrics
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
@@ -44,6 +44,13 @@ def test_rollout_metrics_by_hand() -> None:
     assert (metrics["prompt_length/max"], metrics["prompt_length/min"]) == (2, 2)
     assert metrics["rollout/num_tokens"] == 20 + 4 * 2
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
+
+
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at_k([0, 1, 4], 4) == pytest.approx(
+        {"eval/pass@1": 5 / 12, "eval/pass@2": 0.5, "eval/pass@4": 2 / 3}
+    )
+    assert list(pass_at_k([3], 6)) == ["eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/pass@6"]
 
 
 def test_rewards_of_an_evaluation_by_data_source() -> None:
