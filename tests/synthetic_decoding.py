@@ -28,18 +28,18 @@ class SyntheticDecoding:
         quality: float = 0.8,
         retrieval: float = 0.0,
         catch_up_s: float = 0.0,
-        hiccup: float = 3.0,
-        hiccup_share: float = 0.01,
+        slowdown: float = 3.0,
+        slow_share: float = 0.01,
         arms: Sequence[SpeculationStrategy] = ARMS,
     ) -> None:
         """`quality`, `retrieval`: chances that a chain's, or retrieval's, next token is accepted. `catch_up_s`: for each
-        token that the learned drafter has not read. `hiccup`: how many times longer steps take that are held up."""
+        token that the learned drafter has not read. `slowdown`: how many times longer steps take that are held up."""
         self.quality = quality
         self.retrieval = retrieval
         self.arms = (OFF, *arms)
         self._catch_up_s = catch_up_s
-        self._hiccup = hiccup
-        self._hiccup_share = hiccup_share
+        self._slowdown = slowdown
+        self._slow_share = slow_share
         self._rng = random.Random(seed)
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int, num_unread: int = 0) -> float:
@@ -112,9 +112,9 @@ class SyntheticDecoding:
             while count < len(rates) and self._rng.random() < rates[count]:
                 count += 1
             accepted.append(count)
-        hiccup = self._hiccup if self._rng.random() < self._hiccup_share else 1.0
+        slowdown = self._slowdown if self._rng.random() < self._slow_share else 1.0
         noise = math.exp(self._rng.gauss(0.0, 0.05))
-        return accepted, self.seconds(strategy, batch_size, num_unread) * noise * hiccup
+        return accepted, self.seconds(strategy, batch_size, num_unread) * noise * slowdown
 
 
 class Score:

@@ -238,13 +238,6 @@ RULES = (
     check_language,
     check_file,
 )
-# rule -> files that still break it -> what has to happen.
-PRESENT: dict[Callable[..., list[str]], dict[str, str]] = {
-    check_file: {
-        "tests/distributed/test_mcore_parity.py": "split",
-        "tests/unit/rewards/test_reward_workers.py": "split",
-    },
-}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -252,16 +245,11 @@ def test_source_keeps_the_rule(rule: Callable[..., list[str]]) -> None:
     folders = ("tlt_megatron", *TOP)
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 10
-    found = {}
+    found = []
     for file in files:
         path = file.relative_to(ROOT).as_posix()
-        if violations := rule(path, _parse(file)):
-            found[path] = violations
-    allowed = PRESENT.get(rule, {})
-    new = [f"{path} {text}" for path in found if path not in allowed for text in found[path]]
-    assert not new, "\n".join(new)
-    settled = sorted(allowed.keys() - found.keys())
-    assert not settled, f"these keep the rule now: delete them from PRESENT: {settled}"
+        found += [f"{path} {text}" for text in rule(path, _parse(file))]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

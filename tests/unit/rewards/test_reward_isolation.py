@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rewards.test_reward_workers import children_of, is_running, prompt, score, wait_gone
+from tests.reward_puppet import children_of, is_running, prompt, score, wait_gone
 from tlt_megatron.rewards.workers import MAX_OUTPUT_BYTES, RewardPool
 
 FUNCTION = '''

@@ -35,7 +35,7 @@ def test_long_tailed_rollouts_reach_97_percent_of_the_oracle(quality: float) -> 
     """128 requests, 64 at once, each with a text of its own; the drafter has to catch up after every pause."""
     later = []
     for seed in range(2):
-        world = SyntheticDecoding(seed=seed, quality=quality, catch_up_s=2e-5, hiccup=6.0)
+        world = SyntheticDecoding(seed=seed, quality=quality, catch_up_s=2e-5, slowdown=6.0)
         selector = CostModelSelector(ARMS)
         scores = [run_rollout(selector, world, LENGTHS, seed=n).of_oracle for n in range(4)]
         assert scores[0] > 0.95  # all is new
@@ -335,7 +335,7 @@ def test_a_tree_tells_of_chains_and_learns_its_own_width() -> None:
 
 
 def test_seconds_of_strategies_and_batch_sizes_never_run_are_predicted() -> None:
-    world, cost = SyntheticDecoding(seed=0, hiccup_share=0.0), PassCost()
+    world, cost = SyntheticDecoding(seed=0, slow_share=0.0), PassCost()
     for strategy in (OFF, *ARMS[:3]):
         for batch_size in (1, 4, 16, 64):
             for _ in range(9):
