@@ -56,7 +56,9 @@ def _record(
     policy: McorePolicyModel, batches: list[MicroBatch], **settings: Any
 ) -> tuple[list[TappedSequence], HiddenStateTap, list[Tensor]]:
     kept: list[TappedSequence] = []
-    tap = HiddenStateTap(on_sequence=kept.append, **{"max_bytes": 1 << 20} | settings)
+    tap = HiddenStateTap(
+        on_sequence=kept.append, **{"max_bytes": 1 << 20, "hidden_size": 64} | settings
+    )
     logprobs = [value.logprobs for value in policy.infer_logprobs(batches, 1.0, tap=tap)]
     return kept, tap, logprobs
 
@@ -155,7 +157,7 @@ def test_a_tap_that_cannot_be_is_refused(model_path: Path) -> None:
         policy, _ = build_policy(model_path, Layout(world=2, pipeline=2))
         with pytest.raises(ValueError, match=r"layers \[4\] are not in 0..3"):
             _record(policy, make_batch(1), aux_layer_ids=(0, 1, 4))
-        tap = HiddenStateTap(on_sequence=id, max_bytes=1 << 20)
+        tap = HiddenStateTap(on_sequence=id, max_bytes=1 << 20, hidden_size=64)
         with pytest.raises(ValueError, match="reference=True"):
             policy.infer_logprobs(make_batch(1), 1.0, reference=True, tap=tap)
         assert _record(policy, [])[0] == []
@@ -167,7 +169,7 @@ def test_a_pass_that_fails_leaves_no_hooks_and_gives_nothing(model_path: Path) -
     def on_rank() -> None:
         policy, _ = build_policy(model_path, Layout(world=1))
         kept: list[TappedSequence] = []
-        tap = HiddenStateTap(on_sequence=kept.append, max_bytes=1 << 20)
+        tap = HiddenStateTap(on_sequence=kept.append, max_bytes=1 << 20, hidden_size=64)
         num_hooks = _num_hooks(policy)
         with pytest.raises(ValueError, match="temperature=0"):
             policy.infer_logprobs(make_batch(1), 0.0, tap=tap)

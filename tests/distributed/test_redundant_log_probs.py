@@ -67,7 +67,9 @@ def _run(path: Path, layout: Layout, mcore: dict[str, Any], dtype: str, when: st
     tapped: list[TappedSequence] = []
     steps = []
     for seed in range(NUM_STEPS):
-        tap = HiddenStateTap(on_sequence=tapped.append, max_bytes=1 << 20, aux_layer_ids=(0, 2, 3))
+        tap = HiddenStateTap(
+            on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64, aux_layer_ids=(0, 2, 3)
+        )
         inference = trainer.infer_logprobs(_scored_batch(seed), tap)
         steps.append(inference.metrics | trainer.update(inference))
     states = [(s.token_ids, s.features, s.final_hidden, s.prompt_length) for s in tapped]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from tlt_megatron.config.extensions import check_extension
+from tlt_megatron.config.extensions import REGISTRY, check_extension
 from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.ranges import (
     Fraction,
@@ -68,6 +68,8 @@ class AlgorithmSection(Section):
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
     # log-probs before the update; auto: skipped if redundant
     recompute_log_probs: Annotated[str, one_of("auto", "always")] = "auto"
+    # responses whose gradient is zero take no pass in the update
+    skip_zero_advantages: bool = True
     # nats, training to rollout at the first step; None: max 1e-3, mean 0.1 with bfloat16
     max_logprob_diff: float | None = None
 
@@ -104,8 +106,22 @@ class AlgorithmSection(Section):
         Only a KL penalty in the reward needs them earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
-        has_kl_reward = self.kl_coef > 0 and self.kl_placement == "reward"
-        return self.recompute_log_probs == "always" or num_updates > 1 or has_kl_reward
+        return self.recompute_log_probs == "always" or num_updates > 1 or self.has_kl_reward
+
+    @property
+    def has_kl_reward(self) -> bool:
+        """Return whether a KL penalty is subtracted from the rewards."""
+        return self.kl_coef > 0 and self.kl_placement == "reward"
+
+    @property
+    def can_skip(self) -> bool:
+        """Return whether responses of zero advantage are skipped in the update.
+
+        Entropy, KL and a loss function of the user can give them a gradient. Then all are computed.
+        """
+        has_only_advantages = self.entropy_coef == 0 and self.kl_coef == 0
+        is_built_in = self.loss in REGISTRY["algorithm.loss"].built_in
+        return self.skip_zero_advantages and has_only_advantages and is_built_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

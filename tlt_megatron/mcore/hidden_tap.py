@@ -104,12 +104,13 @@ class HiddenStateTap:
         *,
         on_sequence: Callable[[TappedSequence], None],
         max_bytes: int,
+        hidden_size: int,
         aux_layer_ids: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._on_sequence = on_sequence
-        self._max_bytes = max_bytes
         self._sources = (*sorted(aux_layer_ids), FINAL)
+        self._max_tokens = max_bytes // (len(self._sources) * hidden_size * dtype.itemsize)
         self._dtype = dtype
         self._num_tapped = self._num_left_out = 0
 
@@ -123,6 +124,16 @@ class HiddenStateTap:
             "tap/num_left_out": float(self._num_left_out),
         }
 
+    def choose(self, lengths: Sequence[int], groups: ProcessGroups) -> list[int]:
+        """Return the indices of the sequences that one pass over those of `lengths` would tap."""
+        places, _ = plan_tap(
+            [[length] for length in lengths],
+            tp_size=groups.tp.size,
+            pp_size=groups.pp.size,
+            max_tokens=self._max_tokens,
+        )
+        return [place.micro_batch for place in places]
+
     @contextmanager
     def record(
         self, stage: GPTModel, micro_batches: Sequence[MicroBatch], groups: ProcessGroups
@@ -134,12 +145,11 @@ class HiddenStateTap:
         layer that the model does not have.
         """
         holders = _find_holders(stage, self._sources, groups.pp)
-        state_bytes = len(self._sources) * stage.config.hidden_size * self._dtype.itemsize
         places, num_left_out = plan_tap(
             [batch.cu_seqlens.diff().tolist() for batch in micro_batches],
             tp_size=groups.tp.size,
             pp_size=groups.pp.size,
-            max_tokens=self._max_bytes // state_bytes,
+            max_tokens=self._max_tokens,
         )
         held: dict[TapPlace, list[Tensor]] = defaultdict(list)
         points = _tap_points(stage)

@@ -5,7 +5,7 @@ ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,18 @@ def split_evenly(count: int, num_parts: int) -> list[range]:
     return [range(count * p // num_parts, count * (p + 1) // num_parts) for p in range(num_parts)]
 
 
-def balance_by_size(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def balance_by_size(
+    sizes: Sequence[int], num_parts: int, last: Collection[int] = ()
+) -> list[list[int]]:
     """Spread the indices of `sizes` over `num_parts` parts with nearly equal sums.
 
     Longest first, each to the lightest part. The largest sum is at most 4/3 of the optimum (Graham
-    1969). A part may be empty. Indices within a part ascend.
+    1969). A part may be empty. Indices within a part ascend. The indices `last` are spread after
+    the others, so both the others and all indices are balanced.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for index in sorted(range(len(sizes)), key=lambda i: (i in last, -sizes[i], i)):
         lightest = loads.index(min(loads))
         parts[lightest].append(index)
         loads[lightest] += sizes[index]
@@ -96,8 +99,15 @@ def attach_targets(
         advantages=_on_labels(rollouts, advantages),
         old_logprobs=None if old_logprobs is None else _on_labels(rollouts, old_logprobs),
         ref_logprobs=None if ref_logprobs is None else _on_labels(rollouts, ref_logprobs),
-        loss_count=sum(lengths) if aggregation == "token_mean" else len(rollouts),
+        loss_count=count_loss(rollouts, aggregation),
     )
+
+
+def count_loss(rollouts: Sequence[Rollout], aggregation: str) -> int:
+    """Return the share of `rollouts` in the loss divisor: tokens for token_mean, else responses."""
+    if aggregation == "token_mean":
+        return sum(rollout.token_ids.numel() for rollout in rollouts)
+    return len(rollouts)
 
 
 def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:

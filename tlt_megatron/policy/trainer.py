@@ -5,6 +5,7 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections import defaultdict
@@ -20,6 +21,7 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
+    count_loss,
     pack_by_tokens,
     pack_rollouts,
     response_slices,
@@ -57,11 +59,22 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """This rank's share of the responses of one optimizer step."""
+
+    packs: tuple[Pack, ...]  # of the update
+    skipped: tuple[tuple[RolloutKey, Rollout], ...]  # no gradient: no pass in the update
+    skipped_count: int  # share of all ranks' skipped responses in the loss divisor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
     """Results of the passes before the update."""
 
     scored: tuple[ScoredGroup, ...]
-    minibatches: tuple[tuple[Pack, ...], ...]  # this rank's packs of each
+    minibatches: tuple[Minibatch, ...]
+    advantages: dict[RolloutKey, Tensor]  # [T] of every response of the batch
+    skipped: frozenset[RolloutKey]  # on all ranks
     old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: from the update's forward
     ref_logprobs: dict[RolloutKey, Tensor] | None
     tap: HiddenStateTap | None  # to pass to the update
@@ -102,28 +115,39 @@ class PolicyTrainer:
         """Run the forward-only passes of policy and reference that the update needs.
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
-        update is the policy's first pass, the tap is passed to the update instead.
+        update is the policy's first pass, the tap is passed to the update instead, and a pass here
+        gives it the responses that the update skips.
         """
+        section = self.section
+        advantages = {} if section.has_kl_reward else self._advantages(scored, {})
+        skipped = self._choose_skipped(scored, advantages)
         minibatches = tuple(
-            self._plan(scored, indices)
-            for indices in split_evenly(len(scored), self.section.num_minibatches)
+            self._plan(scored, indices, skipped) for indices in self._indices(scored)
         )
-        packs = [pack for minibatch in minibatches for pack in minibatch]
-        batches = [pack.batch for pack in packs]
+        packs = [pack for minibatch in minibatches for pack in minibatch.packs]
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
-        if self.section.has_logprob_pass:
+        if section.has_logprob_pass:
+            packs += [pack for minibatch in minibatches for pack in self._pack(minibatch.skipped)]
+            batches = [pack.batch for pack in packs]
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
             difference = _engine_difference(packs, [p.policy_logprobs for p in predicted])
             metrics = self._compare_engines(difference, scored)
             tap = None
-        if self.section.kl_coef:
+        elif tap is not None and skipped:
+            self._tap_skipped(minibatches[0], tap)  # one update: one mini-batch
+        if section.kl_coef:
+            batches = [pack.batch for pack in packs]
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
             ref_logprobs = _by_key(packs, [r.logprobs for r in reference])
+        if section.has_kl_reward:
+            advantages = self._advantages(scored, self._kl_penalties(old_logprobs, ref_logprobs))
         return Inference(
             scored=tuple(scored),
             minibatches=minibatches,
+            advantages=advantages,
+            skipped=skipped,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             tap=tap,
@@ -133,10 +157,10 @@ class PolicyTrainer:
     def update(self, inference: Inference) -> dict[str, float]:
         """Run num_epochs passes of num_minibatches optimizer steps; return metrics of the batch.
 
-        Raises UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are
-        compared before the first update.
+        The metrics of tokens are means over the responses that were not skipped. Raises
+        UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are compared
+        before the first update.
         """
-        advantages = self._advantages(inference)
         totals: dict[str, float] = defaultdict(float)
         engines: dict[str, float] = {}
         stats: list[OptimizerStats] = []
@@ -149,7 +173,10 @@ class PolicyTrainer:
             return policy_loss(predicted, batch, self.section)
 
         for minibatch in inference.minibatches * self.section.num_epochs:
-            batches = [self._with_targets(pack, inference, advantages) for pack in minibatch]
+            batches = [self._with_targets(pack, inference) for pack in minibatch.packs]
+            if minibatch.skipped_count and self.groups.dp.is_first:  # this rank has a pack
+                count = batches[0].loss_count + minibatch.skipped_count
+                batches[0] = dataclasses.replace(batches[0], loss_count=count)
             sums = self.model.forward_backward(
                 batches, self.temperature, loss_fn, tap=inference.tap
             )
@@ -160,7 +187,7 @@ class PolicyTrainer:
             if is_first_pass:
                 pp = self.groups.pp
                 known = [logprobs_P.cpu() for logprobs_P in recorded]
-                mine = _engine_difference(minibatch, known) if pp.is_last else None
+                mine = _engine_difference(minibatch.packs, known) if pp.is_last else None
                 difference = broadcast_object(mine, pp, source=pp.size - 1)
                 assert difference is not None
                 engines = self._compare_engines(difference, inference.scored)
@@ -174,41 +201,80 @@ class PolicyTrainer:
             "actor/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
             "actor/num_updates": float(len(stats)),
             "actor/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
+            "actor/skipped_response_share": len(inference.skipped) / len(inference.advantages),
         }
 
-    def _plan(self, scored: Sequence[ScoredGroup], indices: range) -> tuple[Pack, ...]:
-        """Return this rank's packs of one mini-batch (the prompts `indices`)."""
+    def _indices(self, scored: Sequence[ScoredGroup]) -> list[range]:
+        """Return the indices of the prompts of each mini-batch."""
+        return split_evenly(len(scored), self.section.num_minibatches)
+
+    def _choose_skipped(
+        self, scored: Sequence[ScoredGroup], advantages: dict[RolloutKey, Tensor]
+    ) -> frozenset[RolloutKey]:
+        """Return the responses of zero advantage, which take no pass in the update.
+
+        If a mini-batch has no others, the first response to each prompt is computed, for metrics
+        and the comparison of the engines. Rank 0 decides, because advantages of another machine may
+        differ by rounding, and all ranks must run the same micro-batches.
+        """
+        if not self.section.can_skip:
+            return frozenset()
+        zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
+        for indices in self._indices(scored):
+            keys = [(i, r.sample_index) for i in indices for r in scored[i].group.rollouts]
+            if zeros.issuperset(keys):
+                zeros -= {(i, scored[i].group.rollouts[0].sample_index) for i in indices}
+        return broadcast_object(frozenset(zeros), self.groups.world)
+
+    def _plan(
+        self, scored: Sequence[ScoredGroup], indices: range, skipped: frozenset[RolloutKey]
+    ) -> Minibatch:
+        """Return this rank's share of one mini-batch (the prompts `indices`)."""
         keyed = [((i, r.sample_index), r) for i in indices for r in scored[i].group.rollouts]
-        mine = balance_by_size([r.num_tokens for _, r in keyed], self.groups.dp.size)[
-            self.groups.dp.rank
-        ]
-        sizes = [keyed[i][1].num_tokens for i in mine]
+        last = {i for i, (key, _) in enumerate(keyed) if key in skipped}
+        shares = balance_by_size([r.num_tokens for _, r in keyed], self.groups.dp.size, last)
+        mine = shares[self.groups.dp.rank]
+        return Minibatch(
+            packs=self._pack([keyed[i] for i in mine if i not in last]),
+            skipped=tuple(keyed[i] for i in mine if i in last),
+            skipped_count=count_loss([keyed[i][1] for i in last], self.section.aggregation),
+        )
+
+    def _pack(self, keyed: Sequence[tuple[RolloutKey, Rollout]]) -> tuple[Pack, ...]:
         packs = []
+        sizes = [rollout.num_tokens for _, rollout in keyed]
         for pack in pack_by_tokens(sizes, self.micro_batch_tokens):
-            keys, rollouts = zip(*(keyed[mine[i]] for i in pack), strict=True)
+            keys, rollouts = zip(*(keyed[i] for i in pack), strict=True)
             packs.append(Pack(keys=keys, rollouts=rollouts, batch=pack_rollouts(rollouts)))
         return tuple(packs)
 
-    def _with_targets(
-        self, pack: Pack, inference: Inference, advantages: dict[RolloutKey, Tensor]
-    ) -> MicroBatch:
+    def _tap_skipped(self, minibatch: Minibatch, tap: HiddenStateTap) -> None:
+        """Run the skipped responses forward that belong to the longest, which `tap` takes."""
+        sizes = [r.num_tokens for pack in minibatch.packs for r in pack.rollouts]
+        first = len(sizes)
+        chosen = tap.choose([*sizes, *(r.num_tokens for _, r in minibatch.skipped)], self.groups)
+        packs = self._pack([minibatch.skipped[i - first] for i in sorted(chosen) if i >= first])
+        self.model.infer_logprobs([pack.batch for pack in packs], self.temperature, tap=tap)
+
+    def _with_targets(self, pack: Pack, inference: Inference) -> MicroBatch:
         def of_pack(values: dict[RolloutKey, Tensor] | None) -> list[Tensor] | None:
             return None if values is None else [values[key] for key in pack.keys]
 
         return attach_targets(
             pack.batch,
             pack.rollouts,
-            advantages=[advantages[key] for key in pack.keys],
+            advantages=[inference.advantages[key] for key in pack.keys],
             old_logprobs=of_pack(inference.old_logprobs),
             ref_logprobs=of_pack(inference.ref_logprobs),
             aggregation=self.section.aggregation,
             max_new_tokens=self.max_new_tokens,
         )
 
-    def _advantages(self, inference: Inference) -> dict[RolloutKey, Tensor]:
-        """Return the advantages of every rollout of the batch."""
-        section, scored = self.section, inference.scored
-        penalties = self._kl_penalties(inference)
+    def _advantages(
+        self, scored: Sequence[ScoredGroup], penalties: dict[RolloutKey, Tensor]
+    ) -> dict[RolloutKey, Tensor]:
+        """Return the advantages [T] of every rollout, from rewards less KL `penalties` [T]."""
+        section = self.section
         rewards = [
             [
                 _token_rewards(rollout, reward, penalties.get((i, rollout.sample_index)))
@@ -230,15 +296,18 @@ class PolicyTrainer:
             for rollout, advantage in zip(s.group.rollouts, computed[i], strict=True)
         }
 
-    def _kl_penalties(self, inference: Inference) -> dict[RolloutKey, Tensor]:
-        """Return the KL penalty [T] of every rollout; empty unless KL is in the reward."""
-        if inference.ref_logprobs is None or self.section.kl_placement != "reward":
-            return {}
-        assert inference.old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
+    def _kl_penalties(
+        self,
+        old_logprobs: dict[RolloutKey, Tensor] | None,
+        ref_logprobs: dict[RolloutKey, Tensor] | None,
+    ) -> dict[RolloutKey, Tensor]:
+        """Return the KL penalty [T] of every rollout of the batch."""
+        assert old_logprobs is not None  # see AlgorithmSection.has_logprob_pass
+        assert ref_logprobs is not None
         mine = {
             key: self.section.kl_coef
-            * kl_estimate(self.section.kl_estimator, old, inference.ref_logprobs[key])
-            for key, old in inference.old_logprobs.items()
+            * kl_estimate(self.section.kl_estimator, old, ref_logprobs[key])
+            for key, old in old_logprobs.items()
         }
         return {k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()}
 

@@ -139,6 +139,7 @@ class DrafterLifecycle:
         return HiddenStateTap(
             on_sequence=add,
             max_bytes=self._tap_bytes,
+            hidden_size=self.trainer.model.config.hidden_size,
             aux_layer_ids=self.trainer.model.config.aux_layer_ids,
         )
 

@@ -212,6 +212,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics[f"{name}/min"] = float(values.min())
     metrics["response_length/median"] = float(lengths.median())
     metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
+    # a sample of the entropy over all tokens; actor/entropy omits responses without a gradient
+    metrics["rollout/entropy"] = -float(torch.cat([r.logprobs for r in rollouts]).mean())
     accepted = [n for r in rollouts for n in r.accept_lengths]
     if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())

@@ -25,7 +25,7 @@ def scored(
             sample_index=g,
             prompt_ids=prompt.token_ids,
             token_ids=torch.zeros(length, dtype=torch.int64),
-            logprobs=torch.zeros(length),
+            logprobs=torch.full((length,), -0.5),
             policy_logprobs=torch.zeros(length),
             finish_reason=FinishReason.LENGTH if length == limit else FinishReason.STOP,
             policy_version=0,
@@ -43,6 +43,7 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["response_length/clip_ratio"] == 0.25
     assert (metrics["prompt_length/max"], metrics["prompt_length/min"]) == (2, 2)
     assert metrics["rollout/num_tokens"] == 20 + 4 * 2
+    assert metrics["rollout/entropy"] == 0.5
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
 
 

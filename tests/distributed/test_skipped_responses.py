@@ -1,0 +1,113 @@
+"""Responses of zero advantage take no pass in the update, and no bit of the trained policy changes.
+
+Every response is a micro-batch of its own, and those with an advantage are the longest. So both runs add the same numbers in
+the same order, and the skipped ones would have added exact zeros.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
+from tests.ranks import run_ranks
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+
+# The reward of each response is the advantage of its last token. Of six responses in each step,
+# three have one, then one (so a data-parallel rank has none), then none, then two.
+REWARDS = (
+    ((1.0, 0.0), (-0.5, 0.0), (0.0, 2.0)),
+    ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0)),
+    ((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)),
+    ((0.0, 1.0), (0.0, 0.0), (-1.0, 0.0)),
+)
+NUM_COMPUTED = (3, 1, 3, 2)  # without any advantage, the first response to each prompt
+LAYOUTS = {
+    "dp2": Layout(world=2),
+    "tp2": Layout(world=2, tensor=2),
+    "pp2": Layout(world=2, pipeline=2),
+}
+
+
+def _scored_batch(step: int) -> list[ScoredGroup]:
+    generator = torch.Generator().manual_seed(step)
+    batch = []
+    for i, rewards in enumerate(REWARDS[step]):
+        prompt = Prompt(prompt_id=str(i), draw_index=i, token_ids=(5, 6, 7))
+        rollouts = []
+        for g, reward in enumerate(rewards):
+            length = 2 + 2 * i + g + (10 if reward else 0)
+            rollouts.append(
+                Rollout(
+                    prompt_id=prompt.prompt_id,
+                    draw_index=i,
+                    sample_index=g,
+                    prompt_ids=prompt.token_ids,
+                    token_ids=torch.randint(0, VOCAB_SIZE, (length,), generator=generator),
+                    logprobs=-5 * torch.rand(length, generator=generator),
+                    policy_logprobs=-5 * torch.rand(length, generator=generator),
+                    finish_reason=FinishReason.STOP,
+                    policy_version=0,
+                )
+            )
+        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+        batch.append(ScoredGroup(group=group, rewards=rewards))
+    return batch
+
+
+def _run(path: Path, layout: Layout, section: AlgorithmSection) -> Any:
+    """Metrics of every step, tokens of the tapped sequences, and the weights after the last."""
+    policy, groups = build_policy(path, layout)
+    trainer = PolicyTrainer(
+        policy, section, groups=groups, micro_batch_tokens=1, temperature=0.8, max_new_tokens=32
+    )
+    tapped: list[TappedSequence] = []
+    steps = []
+    for step in range(len(REWARDS)):
+        tap = HiddenStateTap(on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64)
+        inference = trainer.infer_logprobs(_scored_batch(step), tap)
+        steps.append(inference.metrics | trainer.update(inference))
+    return steps, [tuple(s.token_ids.tolist()) for s in tapped], export(policy)
+
+
+@pytest.mark.parametrize("when", ["auto", "always"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_skipping_changes_no_bit(
+    model_path: Path, tmp_path: Path, layout: Layout, when: str
+) -> None:
+    (tmp_path / "mine.py").write_text("def as_they_are(rewards):\n    return rewards\n")
+    computed, skipped = (
+        run_ranks(
+            layout.world,
+            _run,
+            model_path,
+            layout,
+            AlgorithmSection(
+                advantage=f"{tmp_path}/mine.py:as_they_are",
+                tis_cap=2.0,
+                recompute_log_probs=when,
+                skip_zero_advantages=is_skipping,
+            ),
+        )
+        for is_skipping in (False, True)
+    )
+    for (steps, _, weights), (other_steps, _, other_weights) in zip(computed, skipped, strict=True):
+        for step, other, count in zip(steps, other_steps, NUM_COMPUTED, strict=True):
+            for name in ("actor/pg_loss", "actor/grad_norm"):
+                assert step[name] == other[name], name
+            assert step.keys() == other.keys()
+            assert step["actor/skipped_response_share"] == 0
+            assert other["actor/skipped_response_share"] == pytest.approx(1 - count / 6)
+            assert other["train/train_rollout_logprob_abs_diff"] > 0
+        assert [step["actor/grad_norm"] > 0 for step in steps] == [True, True, False, True]
+        for name, weight in weights.items():
+            assert torch.equal(weight, other_weights[name]), name
+    tapped = [sorted(t for _, found, _ in run for t in found) for run in (computed, skipped)]
+    assert tapped[0] == tapped[1], "the drafter gets the same responses"
+    assert len(tapped[0]) == 6 * len(REWARDS)

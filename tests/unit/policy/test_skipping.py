@@ -1,0 +1,246 @@
+"""Which responses the update computes, and that the gradient does not depend on it, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.unit.policy.test_policy_trainer import scored_batch
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
+from tlt_megatron.types import (
+    LossFunction,
+    MicroBatch,
+    OptimizerStats,
+    ScoredGroup,
+    TokenLogprobs,
+)
+
+NUM_TOKENS = 9  # of the vocabulary of `scored_batch`
+REWARDS = ((1.0, 0.0, 0.0), (1.0,) * 3, (0.0,) * 3, (0.0, 2.0, 0.0), (0.5,) * 3)
+
+
+class BigramModel:
+    """Logits are rows of a float64 table. Remembers each gradient and the responses of each pass."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.table_VV = torch.randn(NUM_TOKENS, NUM_TOKENS, generator=generator).double()
+        self.groups = groups
+        self.gradients: list[Tensor] = []
+        self.inferred: list[tuple[int, object | None]] = []  # responses and tap of each pass
+        self.updated: list[list[int]] = []  # lengths of the sequences of each update
+        self._gradient_VV = torch.zeros_like(self.table_VV)
+        self._count = 0
+
+    def infer_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        *,
+        reference: bool = False,
+        tap: object | None = None,
+    ) -> list[TokenLogprobs]:
+        self.inferred.append((len(_lengths(micro_batches)), tap))
+        return [_predict(self.table_VV, batch) for batch in micro_batches]
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        loss_fn: LossFunction,
+        *,
+        tap: object | None = None,
+    ) -> dict[str, float]:
+        self.updated.append(_lengths(micro_batches))
+        sums: dict[str, float] = {}
+        for batch in micro_batches:
+            table_VV = self.table_VV.clone().requires_grad_()
+            result = loss_fn(_predict(table_VV, batch), batch)
+            result.loss_sum.backward()
+            assert table_VV.grad is not None
+            self._gradient_VV += table_VV.grad
+            self._count += result.count
+            for name, value in result.metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        names = set().union(*gather_objects(set(sums), self.groups.dp))
+        return {name: sums.get(name, 0.0) for name in names}
+
+    def optimizer_step(self) -> OptimizerStats:
+        parts = gather_objects((self._gradient_VV, self._count), self.groups.dp)
+        gradient_VV = torch.stack([part for part, _ in parts]).sum(0) / sum(n for _, n in parts)
+        self.gradients.append(gradient_VV)
+        self.table_VV = self.table_VV - 0.5 * gradient_VV
+        self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
+        return OptimizerStats(grad_norm=float(gradient_VV.norm()), lr=0.5, is_skipped=False)
+
+
+def _predict(table_VV: Tensor, batch: MicroBatch) -> TokenLogprobs:
+    logprobs_PV = table_VV[batch.token_ids].log_softmax(-1)
+    logprobs_P = logprobs_PV.gather(1, batch.labels[:, None])[:, 0]
+    entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(1)
+    return TokenLogprobs(logprobs=logprobs_P, entropy=entropy_P, policy_logprobs=logprobs_P)
+
+
+def _lengths(micro_batches: Sequence[MicroBatch]) -> list[int]:
+    return [n for batch in micro_batches for n in batch.cu_seqlens.diff().tolist()]
+
+
+class FakeTap:
+    """Takes the two longest sequences of a pass."""
+
+    def choose(self, lengths: Sequence[int], groups: ProcessGroups) -> list[int]:
+        return sorted(range(len(lengths)), key=lambda i: -lengths[i])[:2]
+
+
+def _batch(rewards: Sequence[tuple[float, ...]] = REWARDS) -> list[ScoredGroup]:
+    """Five prompts, three responses each, of 5 to 15 tokens with the prompt."""
+    return [
+        dataclasses.replace(scored, rewards=each)
+        for scored, each in zip(scored_batch(), rewards, strict=True)
+    ]
+
+
+def _train(
+    section: AlgorithmSection,
+    rewards: Sequence[tuple[float, ...]] = REWARDS,
+    *,
+    groups: ProcessGroups | None = None,
+    tap: FakeTap | None = None,
+    health: TrainingHealth | None = None,
+) -> tuple[BigramModel, dict[str, float]]:
+    groups = groups or ProcessGroups(world=SINGLE)
+    model = BigramModel(groups)
+    trainer = PolicyTrainer(
+        model,
+        section,
+        groups=groups,
+        micro_batch_tokens=20,
+        temperature=1.0,
+        max_new_tokens=32,
+        health=health,
+    )
+    inference = trainer.infer_logprobs(_batch(rewards), tap)
+    return model, inference.metrics | trainer.update(inference)
+
+
+def _train_on_ranks(section: AlgorithmSection) -> list[tuple[list[Tensor], list[list[int]], dict]]:
+    def on_rank() -> tuple[list[Tensor], list[list[int]], dict[str, float]]:
+        everyone = group_of(dist.group.WORLD)
+        model, metrics = _train(section, groups=ProcessGroups(world=everyone, dp=everyone))
+        return model.gradients, model.updated, metrics
+
+    return run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        AlgorithmSection(tis_cap=2.0),
+        AlgorithmSection(clip_low=0.01, clip_high=0.01, num_minibatches=2, num_epochs=2),
+        AlgorithmSection(loss="gspo", aggregation="sequence_mean", num_epochs=2),
+        AlgorithmSection(loss="cispo", clip_low=1.0, aggregation="sequence_sum", num_epochs=2),
+    ],
+    ids=("ppo", "ppo_clipped", "gspo", "cispo"),
+)
+def test_the_gradient_is_the_same(section: AlgorithmSection) -> None:
+    all_computed = dataclasses.replace(section, skip_zero_advantages=False)
+    expected, expected_metrics = _train(all_computed)
+    for gradients, updated, metrics in _train_on_ranks(section):
+        assert len(gradients) == section.num_minibatches * section.num_epochs
+        for mine, theirs in zip(gradients, expected.gradients, strict=True):
+            assert (mine - theirs).abs().max() < 1e-12
+            assert theirs.abs().max() > 1e-4
+        assert all(1 <= len(update) <= 4 for update in updated)
+        assert metrics["actor/pg_loss"] == pytest.approx(expected_metrics["actor/pg_loss"])
+        assert metrics["actor/skipped_response_share"] == pytest.approx(9 / 15)
+    assert [len(update) for update in expected.updated] in ([15], [6, 9, 6, 9], [15, 15])
+
+
+@pytest.mark.parametrize(
+    ("section", "num_computed"),
+    [
+        (AlgorithmSection(), 6),
+        (AlgorithmSection(advantage="dr_grpo"), 6),
+        (AlgorithmSection(advantage="reinforce_plus_plus"), 15),
+        (AlgorithmSection(entropy_coef=0.01), 15),
+        (AlgorithmSection(kl_coef=0.1), 15),
+        (AlgorithmSection(kl_coef=0.1, kl_placement="reward"), 15),
+        (AlgorithmSection(skip_zero_advantages=False), 15),
+    ],
+    ids=str,
+)
+def test_only_responses_without_any_gradient_are_skipped(
+    section: AlgorithmSection, num_computed: int
+) -> None:
+    model, _ = _train(section)
+    assert [len(update) for update in model.updated] == [num_computed]
+
+
+def test_a_users_loss_is_given_every_response(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def loss(logprobs, old_logprobs, batch, section):\n    return -logprobs, batch.loss_mask\n"
+    )
+    model, metrics = _train(AlgorithmSection(loss=f"{tmp_path}/mine.py:loss"))
+    assert [len(update) for update in model.updated] == [15]
+    assert metrics["actor/skipped_response_share"] == 0
+
+
+def test_without_any_advantage_the_first_response_to_each_prompt_is_computed() -> None:
+    equal = ((1.0,) * 3,) * 5
+    section = AlgorithmSection(num_minibatches=2)
+    model, metrics = _train(section, equal)
+    assert [len(update) for update in model.updated] == [2, 3]
+    assert [gradient.abs().max() for gradient in model.gradients] == [0, 0]
+    assert metrics["actor/entropy"] > 0
+    assert metrics["actor/num_updates"] == 2
+
+
+def test_without_any_advantage_engines_that_differ_still_stop_the_run() -> None:
+    health = TrainingHealth(max_bad_updates=3, max_diff=None, dtypes=("float32", "float32"))
+    with pytest.raises(UnhealthyTrainingError, match="compute different policies"):
+        _train(AlgorithmSection(), ((0.0,) * 3,) * 5, health=health)
+
+
+def test_a_tap_is_given_the_longest_responses_with_and_without_a_gradient() -> None:
+    """The longest two are of 15 and 14 tokens: one has no gradient and takes a pass of its own."""
+    tap = FakeTap()
+    model, _ = _train(AlgorithmSection(), tap=tap)
+    assert model.inferred == [(1, tap)]
+    model, _ = _train(AlgorithmSection(recompute_log_probs="always"), tap=tap)
+    assert model.inferred == [(15, tap)]
+    model, _ = _train(AlgorithmSection())
+    assert model.inferred == []
+
+
+def test_ranks_whose_advantages_differ_compute_the_same_responses(tmp_path: Path) -> None:
+    """As on machines that round differently. Else the ranks would run different micro-batches."""
+    (tmp_path / "mine.py").write_text(
+        "import torch.distributed as dist\n"
+        "def by_rank(rewards):\n"
+        "    return [[reward * (i != dist.get_rank()) for reward in group] "
+        "for i, group in enumerate(rewards)]\n"
+    )
+    results = _train_on_ranks(AlgorithmSection(advantage=f"{tmp_path}/mine.py:by_rank"))
+    lengths = sorted(n for _, ((update),), _ in results for n in update)
+    skipped_by_first = (
+        0,
+        2,
+    )  # groups that rank 0 gives no advantage: its own, and that without a reward
+    computed = [s.group for i, s in enumerate(_batch()) if i not in skipped_by_first]
+    assert lengths == sorted(
+        rollout.num_tokens
+        for group, rewards in zip(computed, (REWARDS[1], REWARDS[3], REWARDS[4]), strict=True)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True)
+        if reward
+    )
