@@ -2,16 +2,19 @@
 
 With lse, parts of one context, such as a shared prompt and a response's own pages, are computed
 separately and merged exactly. This file alone calls torch's private kernels, which exist on the
-CPU. Other devices run the same in plain torch.
+CPU, and the Triton kernel of `fused_kernel.py`. Causal attention on CUDA is plain torch.
 """
 
 from __future__ import annotations
+
+import functools
+import importlib.util
 
 import torch
 from torch import Tensor
 
 _QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
-# TODO: a fused kernel with lse for CUDA; the chunks are exact but write the scores to memory.
+PART_KEYS = 512  # keys of one program on CUDA: few long sequences still occupy the whole GPU
 
 
 def attend_with_lse(
@@ -28,14 +31,50 @@ def attend_with_lse(
     query [B, K, R, H]: R counts all queries of kv head k (siblings, query heads of a group, draft
     nodes).
     key, value [B, K, S, H]: any strides with contiguous H. bias broadcasts to [B, K, R, S];
-    `is_causal` needs none, and R = S.
+    `is_causal` needs none, and R = S. With `is_fused`, each row of bias [B, 1, X, S] serves R / X
+    queries in order, and a query that sees no key has output 0 and lse -inf.
     lse is float32, or float64 for float64 inputs. A `scale` of None is 1 / sqrt(H).
     """
     if query.is_cpu:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
         )
-    return attend_in_chunks(query, key, value, bias, is_causal=is_causal, scale=scale)
+    if bias is None or is_causal or not is_fused(query):
+        return attend_in_chunks(query, key, value, bias, is_causal=is_causal, scale=scale)
+    return attend_fused(query, key, value, bias)
+
+
+def is_fused(query: Tensor) -> bool:
+    """Whether attention with a bias writes no scores and needs no bias for each head.
+
+    A meta tensor counts as on CUDA: a dry run takes the memory that CUDA will take.
+    """
+    return query.is_meta or (query.is_cuda and _has_triton())
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """CUDA builds of torch come with it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    wide = wide_dtype(query.dtype)
+    shape, num_parts = query.shape, -(-key.shape[2] // PART_KEYS)
+    whole = query.new_empty(shape), query.new_empty(shape[:3], dtype=wide)
+    parts = whole
+    if num_parts > 1:
+        parts_shape = (*shape[:3], num_parts)
+        parts = (
+            query.new_empty((*parts_shape, shape[3]), dtype=wide),
+            query.new_empty(parts_shape, dtype=wide),
+        )
+    if not query.is_meta:
+        # Imported when needed: CPU builds of torch come without triton.
+        from tlt_megatron.models.attention import fused_kernel
+
+        fused_kernel.launch(query, key, value, bias, whole, parts)
+    return whole
 
 
 def differentiate_causal(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_with_lse
+from tlt_megatron.models.attention.kernels import attend_with_lse, is_fused
 from tlt_megatron.models.kv_cache import KvCache
 
 _LANE_SLICE = 32  # positions; lanes are read up to the longest sequence, rounded up to a multiple
@@ -76,7 +76,7 @@ class LaneTreeAttention:
         self._first_layer = first_layer
         num_queries, self._length = bias_BRS.shape[1:]
         self._is_one = num_queries == 1
-        self._bias = bias_BRS.unsqueeze(1)  # later repeated for the query heads of a kv head
+        self._bias = bias_BRS.unsqueeze(1)  # repeated for the query heads of a kv head unless fused
         self._is_spread = self._is_one  # with one query, one bias row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class LaneTreeAttention:
             return out.reshape(num_rows, num_heads * head_dim)
         num_queries = num_tokens // num_rows
         repeat = num_heads // num_kv_heads
-        if not self._is_spread:
+        if not self._is_spread and not is_fused(query_PNH):
             self._bias = self._bias.repeat_interleave(repeat, dim=2)
             self._is_spread = True
         query = query_PNH.view(num_rows, num_queries, num_kv_heads, repeat, head_dim)

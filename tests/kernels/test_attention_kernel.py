@@ -1,0 +1,231 @@
+"""The Triton attention against its torch form. `make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_task import REPO
+
+pytest.importorskip(
+    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
+)
+if torch.cuda.is_available():
+    DEVICE = "cuda"
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    DEVICE = "cpu"
+else:
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from tests.pretend_cuda import pretend_device
+from tests.tiny_models import tiny_config
+from tests.unit.engines.conftest import checksum
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks, wide_dtype
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.runtime.device import Device, select_device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.types import Prompt, SamplingParams
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+PROMPTS = (70, 0, 513, 31)  # committed keys of each row before the queries
+
+COMPILE = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tlt_megatron.models.attention.fused_kernel import _attend_part, _merge_parts, options_of
+
+for name, dtype, head_dim, num_queries in (
+    ("bf16", torch.bfloat16, 128, 119),
+    ("fp16", torch.float16, 80, 7),
+    ("fp32", torch.float32, 64, 34),
+    ("fp64", torch.float64, 128, 1),
+):
+    inner, wide = "*" + name, "*fp64" if name == "fp64" else "*fp32"
+    given = dict.fromkeys(("query", "key", "value", "bias"), inner)
+    options = options_of(dtype, num_queries, head_dim) | {"PARTS": 32}
+    for kernel, pointers in (
+        (_attend_part, given | {"out": wide, "lse": wide}),
+        (_merge_parts, {"outs": wide, "lses": wide, "out": inner, "lse": wide}),
+    ):
+        signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params if not p.is_constexpr}
+        constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        assert made.asm["cubin"]
+        assert made.metadata.shared <= 227 << 10, (name, made.metadata.shared)
+"""
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter holds bfloat16 as its bits, and its dot multiplies them as integers."""
+    multiply = InterpreterBuilder.create_dot
+
+    def widened(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object
+    ) -> TensorHandle:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def bias_of(kind: str, num_nodes: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, X, S]: every row sees its prompt; its nodes, which lie behind it, see their ancestors and themselves."""
+    if kind == "chain":
+        parents = range(-1, num_nodes - 1)
+    else:  # each node has two children
+        parents = [(node - 1) // 2 if node else -1 for node in range(num_nodes)]
+    ancestors = torch.eye(num_nodes, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+    bias = torch.full((len(PROMPTS), 1, num_nodes, num_keys), -torch.inf, dtype=dtype)
+    for row, num_prompt in enumerate(PROMPTS):
+        bias[row, 0, :, :num_prompt] = 0.0
+        drafted = bias[row, 0, :, num_prompt : num_prompt + num_nodes]
+        drafted.masked_fill_(ancestors, 0.0)
+    return bias
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> None:
+    """Against the torch form in a wider dtype, whose inputs are the same."""
+    dtype, repeat = query.dtype, query.shape[2] // bias.shape[2]
+    wide = torch.float64 if dtype in (torch.float64, torch.float32) else torch.float32
+    spread = bias.repeat_interleave(repeat, dim=2) if bias.shape[2] > 1 else bias
+    expected = attend_in_chunks(*(x.to(wide) for x in (query, key, value, spread)))
+    found = attend_fused(*(x.to(DEVICE) for x in (query, key, value, bias)))
+    assert found[0].dtype == dtype
+    assert found[1].dtype == wide_dtype(dtype)
+    for x, y in zip(found, expected, strict=True):
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(x.cpu().to(wide), y, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "kind, num_nodes, num_kv_heads, repeat, head_dim, dtype",
+    [
+        ("chain", 1, 2, 7, 128, torch.float32),
+        ("chain", 1, 3, 1, 80, torch.bfloat16),
+        ("chain", 1, 1, 2, 96, torch.float64),
+        ("chain", 5, 2, 4, 64, torch.float32),
+        ("chain", 5, 1, 7, 128, torch.bfloat16),
+        ("tree", 12, 1, 7, 128, torch.float32),  # 84 queries: two blocks
+        ("tree", 12, 2, 1, 80, torch.float32),
+        ("tree", 12, 1, 4, 64, torch.float16),
+    ],
+)
+def test_attention_is_that_of_the_torch_form(
+    kind: str, num_nodes: int, num_kv_heads: int, repeat: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Keys and values are views of a pool with more slots, as lanes are. 550 keys are two parts."""
+    num_rows, num_keys = len(PROMPTS), 550
+    pool = randn(2 * num_kv_heads, num_rows * 576, head_dim, dtype=dtype)
+    lanes = pool.unflatten(1, (num_rows, 576)).transpose(0, 1)[:, :, :num_keys]
+    key, value = lanes.chunk(2, dim=1)
+    query = randn(num_rows, num_kv_heads, num_nodes * repeat, head_dim, dtype=dtype, seed=1)
+    check(query, key, value, bias_of(kind, num_nodes, num_keys, dtype))
+
+
+def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are_not_read() -> None:
+    query, key, value = (randn(2, 1, 4, 64, dtype=torch.float32).to(DEVICE) for _ in range(3))
+    key, value = (x.repeat(1, 1, 150, 1) for x in (key, value))  # 600 keys
+    bias = torch.full((2, 1, 1, 600), -torch.inf, device=DEVICE)
+    bias[0, ..., :40] = 0.0
+    expected = attend_fused(query, key, value, bias)
+    for x in (key, value):
+        x[:, :, 64:] = torch.nan
+    for found, whole in zip(attend_fused(query, key, value, bias), expected, strict=True):
+        assert torch.equal(found, whole)
+    out, lse = expected
+    assert out[0].isfinite().all()
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert lse[1].eq(-torch.inf).all()
+
+
+def test_bits_of_a_row_depend_on_no_other_row_and_no_unseen_key() -> None:
+    """The cut into parts is fixed, so a longer row in the batch changes nothing."""
+    query = randn(2, 1, 3, 64, dtype=torch.float32).to(DEVICE)
+    key, value = (randn(2, 1, 1100, 64, dtype=torch.float32, seed=s).to(DEVICE) for s in (1, 2))
+    bias = torch.zeros(2, 1, 1, 1100, device=DEVICE)
+    bias[0, ..., 530:] = -torch.inf
+    both = attend_fused(query, key, value, bias)
+    one = slice(0, 1)
+    alone = attend_fused(query[one], key[one, :, :540], value[one, :, :540], bias[one, ..., :540])
+    for x, y in zip(both, alone, strict=True):
+        assert torch.equal(x[one], y)
+
+
+@pytest.mark.parametrize("strategy", ["off", "3_2_6"])
+def test_an_engine_on_a_pretended_gpu_draws_the_tokens_of_the_cpu(
+    strategy: str,
+) -> None:
+    """In float64: over pages while a request waits, then over lanes, and trees by mask."""
+    config = tiny_config(vocab_size=48, num_layers=2)
+    section = RolloutSection(
+        dtype="float64", max_batch_size=2, num_samples=3, max_new_tokens=32, cuda_graphs=False
+    )
+    params = SamplingParams(num_samples=3, max_new_tokens=6, seed=5)
+    prompts = [Prompt(prompt_id="0", draw_index=0, token_ids=tuple(range(8, 38)))]
+    weights = [
+        (
+            name,
+            0.3 * randn(*tensor.shape, dtype=torch.float64, seed=seed)
+            + name.endswith("norm.weight"),
+        )
+        for seed, (name, tensor) in enumerate(
+            Transformer(config, torch.float64, torch.device("cpu")).named_hf_tensors()
+        )
+    ]
+
+    def tokens_on(device: Device, strategy: SpeculationStrategy) -> list[list[int]]:
+        engine = EmbeddedEngine(config, section, device)
+        engine.load_weights(weights, version=1, checksum=lambda: checksum(weights))
+        if not strategy.is_off:
+            embedding, head = engine.target_tensors()
+            draft_config = make_draft_config(config, "eagle", embedding)
+            model = DraftModel(draft_config, embedding_VD=embedding, lm_head_VD=head)
+            draft = DraftInference(model, embedding.dtype)
+            engine.set_speculation(Speculation(draft, FixedSelector(strategy), [strategy]))
+        groups = engine.generate(prompts, params, policy_version=1)
+        return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
+
+    expected = tokens_on(select_device("cpu"), OFF)
+    device = pretend_device()
+    with device.gpu:
+        assert tokens_on(device, SpeculationStrategy.parse(strategy)) == expected
+
+
+def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted, nothing is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

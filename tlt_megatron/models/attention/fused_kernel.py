@@ -1,0 +1,186 @@
+"""Triton kernel of softmax attention over cached keys and values, for CUDA. `kernels.py` calls it; its torch form is the
+reference. `TRITON_INTERPRET=1` runs it on a CPU: tests/kernels.
+
+torch's `scaled_dot_product_attention` returns no log of the normalizer, and with a mask and grouped heads it writes the
+scores to memory. FlexAttention has both, but it compiles anew for new shapes and cannot be interpreted without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_megatron.models.attention.kernels import PART_KEYS
+
+
+@triton.jit
+def _attend_part(
+    query,
+    key,
+    value,
+    bias,
+    out,
+    lse,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    bias_batch,
+    bias_row,
+    num_heads,
+    num_queries,
+    num_keys,
+    queries_per_bias,
+    SCALE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One block of queries over one part of the keys. Parts of a query lie side by side in `out` and `lse`."""
+    num_blocks = tl.cdiv(num_queries, QUERIES)
+    pair = tl.program_id(0) // num_blocks
+    batch, head = (pair // num_heads).to(tl.int64), (pair % num_heads).to(tl.int64)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    rows = tl.program_id(0) % num_blocks * QUERIES + tl.arange(0, QUERIES)
+    dims, keys = tl.arange(0, HEAD_BLOCK), tl.arange(0, KEYS)
+    is_row, is_dim = rows < num_queries, dims < HEAD_DIM
+
+    # Lanes are read at the length of the longest: skip the keys after the last that a query here sees.
+    biases = bias + batch * bias_batch + (rows // queries_per_bias)[:, None] * bias_row
+    begin, limit = part * PART, tl.minimum(part * PART + PART, num_keys)
+    end = begin
+    for start in range(begin, limit, KEYS):
+        at = start + keys
+        is_pair = is_row[:, None] & (at < limit)[None, :]
+        seen = tl.load(biases + at[None, :], mask=is_pair, other=-float("inf"))
+        is_seen = tl.max(seen.to(WIDE)) > -float("inf")
+        end = tl.where(is_seen, tl.minimum(start + KEYS, limit), end)
+
+    places = batch * query_batch + head * query_head + rows[:, None] * query_row + dims[None, :]
+    queries = tl.load(query + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    key += batch * key_batch + head * key_head
+    value += batch * value_batch + head * value_head
+    scale = tl.full([1, 1], SCALE, WIDE)
+    largest = tl.full([QUERIES], -float("inf"), WIDE)
+    total = tl.zeros([QUERIES], WIDE)
+    summed = tl.zeros([QUERIES, HEAD_BLOCK], WIDE)
+    for start in range(begin, end, KEYS):
+        at = start + keys
+        is_key = at < end
+        keys_at = key + at[None, :] * key_row + dims[:, None]
+        turned = tl.load(keys_at, mask=is_dim[:, None] & is_key[None, :], other=0.0)
+        scores = tl.dot(queries, turned, input_precision="ieee", out_dtype=WIDE) * scale
+        is_pair = is_row[:, None] & is_key[None, :]
+        scores += tl.load(biases + at[None, :], mask=is_pair, other=-float("inf")).to(WIDE)
+        larger = tl.maximum(largest, tl.max(scores, axis=1))
+        shift = tl.where(larger == -float("inf"), 0.0, larger)  # -inf minus -inf is not a number
+        weights = tl.exp(scores - shift[:, None])
+        kept = tl.exp(largest - shift)
+        values_at = value + at[:, None] * value_row + dims[None, :]
+        chunk = tl.load(values_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        added = tl.dot(weights.to(chunk.dtype), chunk, input_precision="ieee", out_dtype=WIDE)
+        summed = summed * kept[:, None] + added
+        total = total * kept + tl.sum(weights, axis=1)
+        largest = larger
+
+    cells = (pair.to(tl.int64) * num_queries + rows) * num_parts + part
+    summed /= tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(lse + cells, largest + tl.log(total), mask=is_row)
+    places = cells[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, summed, mask=is_row[:, None] & is_dim[None, :])
+
+
+@triton.jit
+def _merge_parts(
+    outs,
+    lses,
+    out,
+    lse,
+    num_parts,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Merge the parts of one query."""
+    cell = tl.program_id(0).to(tl.int64)
+    dims, parts = tl.arange(0, HEAD_BLOCK), tl.arange(0, PARTS)
+    lses += cell * num_parts
+    outs += cell * num_parts * HEAD_DIM
+    values = tl.load(lses + parts, mask=parts < num_parts, other=-float("inf"))
+    largest = tl.max(values, axis=0)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.sum(tl.exp(values - shift), axis=0)
+    summed = tl.zeros([HEAD_BLOCK], WIDE)
+    for part in range(0, num_parts):
+        weight = tl.exp(tl.load(lses + part) - shift)
+        summed += weight * tl.load(outs + part * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    summed /= tl.where(total == 0.0, 1.0, total)
+    tl.store(lse + cell, largest + tl.log(total))
+    tl.store(out + cell * HEAD_DIM + dims, summed, mask=dims < HEAD_DIM)
+
+
+def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
+    """Return the compile-time arguments of `_attend_part` for queries of `dtype`."""
+    return {
+        "SCALE": head_dim**-0.5,
+        "HEAD_DIM": head_dim,
+        "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
+        "QUERIES": min(max(triton.next_power_of_2(num_queries), 16), 64),
+        "KEYS": 64 if dtype.itemsize == 2 else 32,  # several buffers of each in shared memory
+        "PART": PART_KEYS,
+        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+    }
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    whole: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """Write the result of `kernels.attend_with_lse` to `whole`: out [B, K, R, H], lse [B, K, R].
+
+    `parts` has room for those of M parts of PART_KEYS keys: [B, K, R, M, H] and [B, K, R, M]. With
+    one part it is `whole`. The cut does not depend on B, R or the lengths of other sequences.
+    """
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    num_keys = key.shape[2]
+    bias = bias.expand(num_rows, -1, -1, -1)
+    num_parts = triton.cdiv(num_keys, PART_KEYS)
+    options = options_of(query.dtype, num_queries, head_dim)
+    num_blocks = triton.cdiv(num_queries, options["QUERIES"])
+    _attend_part[(num_rows * num_heads * num_blocks, num_parts)](
+        query,
+        key,
+        value,
+        bias,
+        *parts,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        bias.stride(0),
+        bias.stride(2),
+        num_heads,
+        num_queries,
+        num_keys,
+        num_queries // bias.shape[2],
+        **options,
+    )
+    if num_parts > 1:
+        shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
+        num_cells = num_rows * num_heads * num_queries
+        padded = triton.next_power_of_2(num_parts)
+        _merge_parts[(num_cells,)](*parts, *whole, num_parts, PARTS=padded, **shared)
