@@ -1,4 +1,7 @@
-"""The Triton attention against its torch form. `make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1."""
+"""The Triton attention against its torch form.
+
+`make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 PROMPTS = (70, 0, 513, 31)  # committed keys of each row before the queries
 
 COMPILE = """
@@ -54,8 +57,7 @@ from tlt_megatron.models.attention.fused_kernel import _attend_part, _merge_part
 
 for name, dtype, head_dim, num_queries in (
     ("bf16", torch.bfloat16, 128, 119),
-    ("fp16", torch.float16, 80, 7),
-    ("fp32", torch.float32, 64, 34),
+    ("fp32", torch.float32, 80, 7),
     ("fp64", torch.float64, 128, 1),
 ):
     inner, wide = "*" + name, "*fp64" if name == "fp64" else "*fp32"
@@ -65,8 +67,8 @@ for name, dtype, head_dim, num_queries in (
         (_attend_part, given | {"out": wide, "lse": wide}),
         (_merge_parts, {"outs": wide, "lses": wide, "out": inner, "lse": wide}),
     ):
-        signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params if not p.is_constexpr}
         constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params}
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
@@ -93,13 +95,14 @@ def bfloat16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
-def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def uniform(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """In [-1, 1)."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return (2.0 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1.0).to(dtype)
 
 
 def bias_of(kind: str, num_nodes: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """[B, 1, X, S]: every row sees its prompt; its nodes, which lie behind it, see their ancestors and themselves."""
+    """[B, 1, X, S]: nodes lie behind the prompt and see it, their ancestors and themselves."""
     if kind == "chain":
         parents = range(-1, num_nodes - 1)
     else:  # each node has two children
@@ -148,15 +151,15 @@ def test_attention_is_that_of_the_torch_form(
 ) -> None:
     """Keys and values are views of a pool with more slots, as lanes are. 550 keys are two parts."""
     num_rows, num_keys = len(PROMPTS), 550
-    pool = randn(2 * num_kv_heads, num_rows * 576, head_dim, dtype=dtype)
+    pool = uniform(2 * num_kv_heads, num_rows * 576, head_dim, dtype=dtype)
     lanes = pool.unflatten(1, (num_rows, 576)).transpose(0, 1)[:, :, :num_keys]
     key, value = lanes.chunk(2, dim=1)
-    query = randn(num_rows, num_kv_heads, num_nodes * repeat, head_dim, dtype=dtype, seed=1)
+    query = 4 * uniform(num_rows, num_kv_heads, num_nodes * repeat, head_dim, dtype=dtype, seed=1)
     check(query, key, value, bias_of(kind, num_nodes, num_keys, dtype))
 
 
 def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are_not_read() -> None:
-    query, key, value = (randn(2, 1, 4, 64, dtype=torch.float32).to(DEVICE) for _ in range(3))
+    query, key, value = (uniform(2, 1, 4, 64, dtype=torch.float32).to(DEVICE) for _ in range(3))
     key, value = (x.repeat(1, 1, 150, 1) for x in (key, value))  # 600 keys
     bias = torch.full((2, 1, 1, 600), -torch.inf, device=DEVICE)
     bias[0, ..., :40] = 0.0
@@ -169,19 +172,6 @@ def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are
     assert out[0].isfinite().all()
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert lse[1].eq(-torch.inf).all()
-
-
-def test_bits_of_a_row_depend_on_no_other_row_and_no_unseen_key() -> None:
-    """The cut into parts is fixed, so a longer row in the batch changes nothing."""
-    query = randn(2, 1, 3, 64, dtype=torch.float32).to(DEVICE)
-    key, value = (randn(2, 1, 1100, 64, dtype=torch.float32, seed=s).to(DEVICE) for s in (1, 2))
-    bias = torch.zeros(2, 1, 1, 1100, device=DEVICE)
-    bias[0, ..., 530:] = -torch.inf
-    both = attend_fused(query, key, value, bias)
-    one = slice(0, 1)
-    alone = attend_fused(query[one], key[one, :, :540], value[one, :, :540], bias[one, ..., :540])
-    for x, y in zip(both, alone, strict=True):
-        assert torch.equal(x[one], y)
 
 
 @pytest.mark.parametrize("strategy", ["off", "3_2_6"])
@@ -198,7 +188,7 @@ def test_an_engine_on_a_pretended_gpu_draws_the_tokens_of_the_cpu(
     weights = [
         (
             name,
-            0.3 * randn(*tensor.shape, dtype=torch.float64, seed=seed)
+            0.3 * uniform(*tensor.shape, dtype=torch.float64, seed=seed)
             + name.endswith("norm.weight"),
         )
         for seed, (name, tensor) in enumerate(
@@ -225,7 +215,7 @@ def test_an_engine_on_a_pretended_gpu_draws_the_tokens_of_the_cpu(
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU. Where they are interpreted, nothing is compiled."""
+    """By Triton's own compiler and assembler, which need no GPU; the interpreter compiles nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(REPO), "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, check=True)

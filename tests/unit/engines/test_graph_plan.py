@@ -199,7 +199,7 @@ class Tally(TorchDispatchMode):
         storages = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)]
         made = [storage for storage in storages if id(storage) not in given]
         if made or func._schema.is_mutable:
-            self.num_calls += 7 if "logsumexp" in str(func) else 1
+            self.num_calls += 1
         for storage in made:
             self._alive.add(id(storage))
             self.live_bytes += storage.nbytes()
@@ -215,7 +215,7 @@ class Tally(TorchDispatchMode):
 
 @pytest.mark.parametrize("has_qk_norm", [False, True])
 @pytest.mark.parametrize(
-    "num_rows, batch_size, length", [(1, 64, 512), (5, 64, 512), (17, 8, 2048), (49, 1, 512)]
+    "num_rows, batch_size, length", [(1, 64, 512), (5, 64, 512), (17, 8, 16384), (49, 1, 512)]
 )
 def test_estimate_is_what_a_dry_run_takes(
     num_rows: int, batch_size: int, length: int, has_qk_norm: bool

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tlt_megatron.models.attention.kernels import PART_KEYS
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
@@ -27,8 +28,8 @@ _MIN_LENGTH = 512  # shortest length bucket; each next one is twice as long
 # (forums.developer.nvidia.com/t/244901).
 _KERNEL_BYTES = 64 << 10
 # Kernels of a decoder layer, of its query and key norms, and outside the layers. Counted from the
-# forward pass of a bfloat16 model: torch calls that are not views; a logsumexp has seven kernels.
-_LAYER_KERNELS, _HEAD_NORM_KERNELS, _OTHER_KERNELS = 43, 8, 10
+# forward pass of a bfloat16 model: torch calls that are not views, and two for attention.
+_LAYER_KERNELS, _HEAD_NORM_KERNELS, _OTHER_KERNELS = 27, 8, 10
 _WIDE_BYTES = 4  # bytes per element of softmax's dtype
 
 
@@ -86,19 +87,14 @@ def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
     num_layers = 1 if is_draft else c.num_layers
     num_fused = c.num_heads + 2 * c.num_kv_heads
     layer_kernels = _LAYER_KERNELS + _HEAD_NORM_KERNELS * c.has_qk_norm
-    # Alive all the time, or left from the previous layer: states, heads, gate and up, the bias of
-    # every head.
+    # Alive all the time, or left from the previous layer: states, heads, gate and up.
     per_token = 2 * c.hidden_size + (num_fused + c.num_heads + 2) * c.head_dim
     per_token += 0 if is_draft else 2 * c.ffn_size
-    repeat = c.num_heads // c.num_kv_heads
-    per_token += key.length * repeat if repeat > 1 and key.num_rows > 1 else 0
-    # Attention: two wide copies of the scores, or one wide copy plus the narrow weights and a copy
-    # of the values.
-    wide = max(item_bytes, _WIDE_BYTES)
-    scores = num_tokens * c.num_heads * key.length
-    values = key.batch_size * c.num_kv_heads * key.length * c.head_dim * item_bytes
-    attention = max(2 * wide * scores, (wide + item_bytes) * scores + values)
-    mlp = num_tokens * 2 * c.ffn_size * item_bytes
+    # Attention: a copy of the queries, and outputs and lse of the parts of the keys.
+    num_parts = -(-key.length // PART_KEYS)
+    part_bytes = (c.head_dim + 1) * max(item_bytes, _WIDE_BYTES)
+    attention = num_tokens * c.num_heads * (c.head_dim * item_bytes + num_parts * part_bytes)
+    mlp = num_tokens * (4 if is_draft else 2) * c.ffn_size * item_bytes
     bias = num_tokens * key.length
     states = num_tokens * c.hidden_size * (3 if is_draft else 1)
     return PassCost(

@@ -1,8 +1,8 @@
-"""Triton kernel of softmax attention over cached keys and values, for CUDA. `kernels.py` calls it; its torch form is the
-reference. `TRITON_INTERPRET=1` runs it on a CPU: tests/kernels.
+"""Triton kernel of softmax attention over cached keys and values, for CUDA. `kernels.py` calls it;
+its torch form is the reference. `TRITON_INTERPRET=1` runs it on a CPU: tests/kernels.
 
-torch's `scaled_dot_product_attention` returns no log of the normalizer, and with a mask and grouped heads it writes the
-scores to memory. FlexAttention has both, but it compiles anew for new shapes and cannot be interpreted without a GPU.
+torch's `scaled_dot_product_attention` returns no log of the normalizer, which merging needs.
+FlexAttention does, but it is compiled anew for new shapes and cannot be interpreted without a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _attend_part(
     PART: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One block of queries over one part of the keys. Parts of a query lie side by side in `out` and `lse`."""
+    """Attend with one block of queries over one part of the keys, into `out` and `lse` [.., M]."""
     num_blocks = tl.cdiv(num_queries, QUERIES)
     pair = tl.program_id(0) // num_blocks
     batch, head = (pair // num_heads).to(tl.int64), (pair % num_heads).to(tl.int64)
@@ -55,7 +55,7 @@ def _attend_part(
     dims, keys = tl.arange(0, HEAD_BLOCK), tl.arange(0, KEYS)
     is_row, is_dim = rows < num_queries, dims < HEAD_DIM
 
-    # Lanes are read at the length of the longest: skip the keys after the last that a query here sees.
+    # Lanes are read at the length of the longest: skip keys after the last that a query here sees.
     biases = bias + batch * bias_batch + (rows // queries_per_bias)[:, None] * bias_row
     begin, limit = part * PART, tl.minimum(part * PART + PART, num_keys)
     end = begin
