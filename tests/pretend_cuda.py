@@ -145,6 +145,8 @@ class PretendGpu(TorchDispatchMode):
         self.num_launches = 0  # operations that the host has queued
         self.num_done = 0  # of these, those that the host has waited for
         self.max_ahead = 0  # the most operations that the host was ahead by
+        # Copies to the host that it has not waited for: position, source and target.
+        self._on_the_way: list[tuple[int, Tensor, Tensor]] = []
 
     def __enter__(self) -> PretendGpu:
         _running.append(self)
@@ -173,12 +175,28 @@ class PretendGpu(TorchDispatchMode):
     def wait_until(self, position: int) -> None:
         """The host waits until the first `position` operations are done."""
         self.num_done = max(self.num_done, position)
+        for queued_at, source, target in self._on_the_way:
+            if queued_at <= position:
+                target.copy_(source)
+        self._on_the_way = [copy for copy in self._on_the_way if copy[0] > position]
+
+    def copy_later(self, target: Tensor, source: PretendTensor) -> Tensor:
+        """A copy to the host's pinned memory, which is not there before the host has waited."""
+        self.num_launches += 1
+        target.fill_(torch.nan if target.is_floating_point() else -1)
+        self._on_the_way.append((self.num_launches, source.inner.clone(), target))
+        return target
 
     def __torch_dispatch__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
+        if kwargs.get("pin_memory"):
+            del kwargs["pin_memory"]
+        is_queued = name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,))
+        if is_queued and not isinstance(args[0], PretendTensor):
+            return self.copy_later(args[0], args[1])
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         ours = [t for t in given if isinstance(t, PretendTensor)]
         devices = [d for d in tree_leaves((args, kwargs)) if isinstance(d, torch.device)]

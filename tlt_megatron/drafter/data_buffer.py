@@ -68,8 +68,8 @@ class DataBuffer:
     def __init__(self, section: SpotSection, dtype: torch.dtype = torch.float32) -> None:
         self.step = 0
         self.num_bytes = 0
+        self.dtype = dtype  # of the states
         self._section = section
-        self._dtype = dtype
         self._samples: dict[str, _Sample] = {}
         self._rows_seen: dict[int, dict[str, int]] = {}  # by step and key, evicted samples included
         self._tail_starts: dict[int, int] = {}  # by step: fewest rows in its long tail
@@ -103,7 +103,7 @@ class DataBuffer:
             raise ValueError(
                 f"step={step}: the buffer is at step {self.step}; start_step comes first"
             )
-        sample = self._sample(_compact(sequence, self._dtype), step)
+        sample = self._sample(_compact(sequence, self.dtype), step)
         if step < self.step - self._section.keep_steps:
             return _refuse(f"it is of step {step}, and this is step {self.step}")
         if sample.num_rows < 1:
@@ -220,7 +220,7 @@ class DataBuffer:
         for record in values["samples"]:
             parts = {name: tensors.get(f"{record['key']}.{name}") for name in _TENSORS}
             sequence = DraftSequence(loss_start=record["loss_start"], **parts)
-            sample = self._sample(_compact(sequence, self._dtype), record["step"])
+            sample = self._sample(_compact(sequence, self.dtype), record["step"])
             sample.epoch = record["epoch"]
             self._insert(sample)
 

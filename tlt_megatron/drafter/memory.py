@@ -10,7 +10,7 @@ from tlt_megatron.runtime.memory import MemoryClaim, Phase
 _TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments in float32
 _MOVED_BYTES = 12  # per parameter: a copy of weight and moments, for a broadcast or a publish
 _NUM_AUX_LAYERS = 3  # tapped layers of an EAGLE-3 drafter; the final states come on top
-_STATE_BYTES = 4  # per element of a tapped state: float32 for any policy dtype
+_STATE_BYTES = 4  # per element of a tapped state on a CPU: float32 for any policy dtype
 
 
 def drafter_parameters(sizes: ModelSizes) -> int:
@@ -26,14 +26,16 @@ def spot_claims(
     borrowed_item_bytes: int,
     step_tokens: int,
     taps_in_update: bool,
+    has_pipeline: bool,
     is_cuda: bool,
 ) -> list[MemoryClaim]:
     """Return the memory claims of spot training on one rank.
 
     `borrowed_item_bytes` is the element size of embedding and head if the engine is another
     process, else 0. `step_tokens` counts all tokens of a step on this rank. `taps_in_update`: the
-    update's own forward pass collects the hidden states, so they coexist with its activations. Data
-    and tapped states are in host memory, so they are not claimed on a GPU.
+    update's own forward pass collects the hidden states, so they coexist with its activations. On a
+    GPU they are in host memory, and not claimed, unless pipeline stages exchange them. Data are in
+    host memory.
     """
     own = drafter_parameters(sizes)
     num_states = 1 + (_NUM_AUX_LAYERS if drafter.algorithm == "eagle3" else 0)
@@ -44,7 +46,7 @@ def spot_claims(
     head = 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
     data = f"spot.data_bytes={spot.data_bytes}"
     buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item
-    tapped = step_tokens * num_states * sizes.hidden * _STATE_BYTES
+    tapped = step_tokens * num_states * sizes.hidden * (item if is_cuda else _STATE_BYTES)
     claims = [
         MemoryClaim(name="drafter in training", num_bytes=own * _TRAINED_BYTES),
         MemoryClaim(
@@ -67,7 +69,7 @@ def spot_claims(
             phases=frozenset({Phase.SPOT}),
         ),
     ]
-    if taps_in_update and not is_cuda:
+    if taps_in_update and (has_pipeline or not is_cuda):
         claims.append(
             MemoryClaim(
                 name="tapped states",

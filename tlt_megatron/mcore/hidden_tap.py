@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.types import MicroBatch
 
@@ -37,7 +38,7 @@ class TappedSequence:
 
     token_ids: Tensor  # [T] int64, CPU
     prompt_length: int
-    features: Tensor  # [T-1, D] after the final norm or [T-1, nD] after n layers, on the device
+    features: Tensor  # [T-1, D] after the final norm or [T-1, nD] after n layers, on the host
     final_hidden: Tensor | None  # [T-1, D] after the final norm; None if `features` holds it
 
 
@@ -94,8 +95,9 @@ class HiddenStateTap:
     With `aux_layer_ids` () it taps the states after the final norm, for EAGLE and HASS. With layer
     numbers it taps the residual stream after those layers (EAGLE-3) and the final states.
     `max_bytes` bounds the states, in `dtype`, that a rank holds for itself and its
-    pipeline-parallel peers. They stay on the device until the pass ends; in `forward_backward` they
-    add to the activations. Example: `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`;
+    pipeline-parallel peers. They are copied to pinned host memory while the pass runs. With
+    pipeline parallelism they stay on the device until it ends, and add to the activations. Example:
+    `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`;
     `model.infer_logprobs(batches, 1.0, tap=tap)`.
     """
 
@@ -152,6 +154,7 @@ class HiddenStateTap:
             max_tokens=self._max_tokens,
         )
         held: dict[TapPlace, list[Tensor]] = defaultdict(list)
+        copies = HostCopies()
         points = _tap_points(stage)
         by_micro_batch = [
             [p for p in places if p.micro_batch == i] for i in range(len(micro_batches))
@@ -159,7 +162,14 @@ class HiddenStateTap:
         is_sharded = stage.config.sequence_parallel and groups.tp.size > 1
         handles = [
             points[source].register_forward_hook(
-                _hook(by_micro_batch, held, self._dtype, groups.tp, is_sharded)
+                _hook(
+                    by_micro_batch,
+                    held,
+                    dtype=self._dtype,
+                    tp=groups.tp,
+                    is_sharded=is_sharded,
+                    copies=copies if groups.pp.size == 1 else None,
+                )
             )
             for source, holder in holders.items()
             if holder == groups.pp.rank
@@ -173,23 +183,32 @@ class HiddenStateTap:
         state = torch.empty(
             stage.config.hidden_size, dtype=self._dtype, device=next(stage.parameters()).device
         )
+        copies.wait()
         for place in places:
             if place.tp_rank == groups.tp.rank:
-                own = held.pop(place, [])
-                states_TND = _exchange(place, own, list(holders.values()), state, groups.pp)
-                if states_TND is not None:
+                states = held.pop(place, [])
+                if groups.pp.size > 1:
+                    states = _exchange(place, states, list(holders.values()), state, groups.pp)
+                    states = [copies.add(states_TD) for states_TD in states]
+                    copies.wait()
+                if states:
                     self._num_tapped += 1
-                    self._on_sequence(_tapped(place, micro_batches[place.micro_batch], states_TND))
+                    self._on_sequence(_tapped(place, micro_batches[place.micro_batch], states))
 
 
 def _hook(
     by_micro_batch: Sequence[Sequence[TapPlace]],
     held: dict[TapPlace, list[Tensor]],
+    *,
     dtype: torch.dtype,
     tp: Group,
     is_sharded: bool,
+    copies: HostCopies | None,
 ) -> Callable[..., None]:
-    """Return a forward hook that appends the states [T-1, D] of this rank's sequences to `held`."""
+    """Return a forward hook that appends the states [T-1, D] of this rank's sequences to `held`.
+
+    With `copies` they are on the host, complete after `copies.wait()`.
+    """
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     order = iter(by_micro_batch)  # a module sees the micro-batches once each, in order
@@ -206,31 +225,32 @@ def _hook(
             hidden_TD = gather_from_sequence_parallel_region(hidden_TD)
         for place in places:
             if place.tp_rank == tp.rank:
-                held[place].append(hidden_TD[place.start : place.end - 1].to(dtype, copy=True))
+                states_TD = hidden_TD[place.start : place.end - 1].to(dtype, copy=True)
+                held[place].append(states_TD if copies is None else copies.add(states_TD))
 
     return hook
 
 
 def _exchange(
     place: TapPlace, states: Sequence[Tensor], holders: Sequence[int], state: Tensor, pp: Group
-) -> Tensor | None:
-    """Return the states [T-1, n, D], in layer order, on the stage that gets `place`; else None.
+) -> list[Tensor]:
+    """Return the states [T-1, D], in layer order, on the stage that gets `place`; else none.
 
     `states` are this stage's, `holders` the stage of each source, `state` [D] gives size, dtype and
     device. Every pipeline-parallel peer must call this for the same places in the same order.
     """
-    blocks = []
+    found: list[Tensor] = []
     for stage in sorted(set(holders)):
-        if stage == pp.rank:
-            block = torch.stack(tuple(states), dim=1)
-            if stage != place.pp_rank:
-                dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.handle)
-            blocks.append(block)
+        if stage == pp.rank == place.pp_rank:
+            found += states
+        elif stage == pp.rank:
+            block = torch.stack(tuple(states))
+            dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.handle)
         elif place.pp_rank == pp.rank:
-            block = state.new_empty(place.num_states, holders.count(stage), state.numel())
+            block = state.new_empty(holders.count(stage), place.num_states, state.numel())
             dist.recv(block, src=pp.global_ranks[stage], group=pp.handle)
-            blocks.append(block)
-    return torch.cat(blocks, dim=1) if pp.rank == place.pp_rank else None
+            found += block
+    return found
 
 
 def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
@@ -262,13 +282,13 @@ def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[in
     return {source: holders[source] for source in sources}
 
 
-def _tapped(place: TapPlace, batch: MicroBatch, states_TND: Tensor) -> TappedSequence:
-    num_aux = states_TND.shape[1] - 1
+def _tapped(place: TapPlace, batch: MicroBatch, states: Sequence[Tensor]) -> TappedSequence:
+    *aux, final_TD = states
     rows = slice(place.start, place.end)
     is_response = batch.loss_mask[rows] > 0
     return TappedSequence(
         token_ids=batch.token_ids[rows].cpu(),
         prompt_length=int(is_response.int().argmax()) + 1,
-        features=states_TND[:, :num_aux].flatten(1) if num_aux else states_TND[:, 0],
-        final_hidden=states_TND[:, num_aux] if num_aux else None,
+        features=torch.cat(aux, dim=1) if aux else final_TD,
+        final_hidden=final_TD if aux else None,
     )

@@ -123,6 +123,28 @@ class GraphMemory:
         return graph.replay
 
 
+class HostCopies:
+    """Copies of tensors in host memory. From a GPU they are queued, to pinned memory."""
+
+    def __init__(self) -> None:
+        self._end: torch.cuda.Event | None = None  # of the last copy
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Return the copy, to be read after `wait`; a CPU tensor itself."""
+        if not tensor.is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        self._end = torch.cuda.Event()
+        self._end.record()
+        return host
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        if self._end is not None:
+            self._end.synchronize()
+
+
 class QueueLimit:
     """Keeps the host at most one stretch of kernels ahead of a GPU. Each call ends a stretch."""
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
@@ -141,6 +142,8 @@ class DrafterLifecycle:
             max_bytes=self._tap_bytes,
             hidden_size=self.trainer.model.config.hidden_size,
             aux_layer_ids=self.trainer.model.config.aux_layer_ids,
+            # On a GPU the buffer's own dtype: fewer bytes cross to the host.
+            dtype=self.buffer.dtype if self.trainer.device.type == "cuda" else torch.float32,
         )
 
     # ---- the idle time of a step

@@ -65,6 +65,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             borrowed_item_bytes=0 if config.rollout.engine == "embedded" else _item_bytes(config),
             step_tokens=-(-sequences // sharers) * longest,
             taps_in_update=not config.algorithm.has_logprob_pass,
+            has_pipeline=config.parallel.pipeline > 1,
             is_cuda=device.is_cuda,
         )
     return MemoryLedger(claims)

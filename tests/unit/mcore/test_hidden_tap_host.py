@@ -1,0 +1,100 @@
+"""States tapped on a GPU reach the host without a wait in the pass. On a pretended GPU."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pretend_cuda import CUDA, PretendGpu
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
+from tlt_megatron.types import MicroBatch
+
+HIDDEN_SIZE, LENGTHS = 8, (5, 9)
+
+
+class Layer(nn.Module):
+    """Adds its number."""
+
+    def __init__(self, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.weight = nn.Parameter(torch.ones(HIDDEN_SIZE))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.layer_number * self.weight
+
+
+class Stage(nn.Module):
+    """As much of a GPTModel as a tap reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            hidden_size=HIDDEN_SIZE, num_layers=3, sequence_parallel=False
+        )
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(Layer(number) for number in (1, 2, 3))
+        self.decoder.final_layernorm = Layer(10)
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.decoder.layers:
+            hidden = layer(hidden)
+        return self.decoder.final_layernorm(hidden)
+
+
+def batch_of(lengths: tuple[int, ...]) -> MicroBatch:
+    ends = list(itertools.accumulate(lengths))
+    numbers, zeros = torch.arange(ends[-1]), torch.zeros(ends[-1])
+    return MicroBatch(
+        token_ids=numbers,
+        labels=numbers,
+        position_ids=numbers,
+        cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
+        loss_mask=zeros + 1,
+        loss_weights=zeros,
+        advantages=zeros,
+        old_logprobs=None,
+        rollout_logprobs=zeros,
+    )
+
+
+def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[TappedSequence]:
+    """One micro-batch of two sequences, through a stage on `device`."""
+    kept: list[TappedSequence] = []
+    recorder = HiddenStateTap(
+        on_sequence=kept.append,
+        max_bytes=1 << 20,
+        aux_layer_ids=aux_layer_ids,
+        dtype=torch.bfloat16,
+    )
+    stage, batch = Stage().to(device), batch_of(LENGTHS)
+    states = torch.arange(float(sum(LENGTHS) * HIDDEN_SIZE)).view(-1, 1, HIDDEN_SIZE).to(device)
+    with recorder.record(stage, [batch], ProcessGroups(world=SINGLE)):
+        stage(states)
+    return kept
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU cannot be pretended beside a real one")
+@pytest.mark.parametrize("aux_layer_ids", [(), (0, 2)])
+def test_states_are_copied_while_the_pass_runs_and_read_when_they_are_there(
+    aux_layer_ids: tuple[int, ...],
+) -> None:
+    expected = tap(torch.device("cpu"), aux_layer_ids)
+    with PretendGpu() as gpu:
+        found = tap(CUDA, aux_layer_ids)
+        assert not gpu.read_backs
+    assert len(found) == len(expected) == len(LENGTHS)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.token_ids.equal(theirs.token_ids)
+        assert mine.features.device.type == "cpu"
+        assert mine.features.dtype == torch.bfloat16
+        assert mine.features.equal(theirs.features)
+        if aux_layer_ids:
+            assert mine.final_hidden is not None
+            assert mine.final_hidden.equal(theirs.final_hidden)
