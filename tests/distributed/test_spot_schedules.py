@@ -208,6 +208,8 @@ def test_kept_groups_serve_recurring_members(tmp_path: Path) -> None:
     assert names[0] == names[1]
     assert names[0][1:] == ["1.1"] * 5  # made in phase 1, used in phases 1, 3 and 5
     assert names[2] == ["-"] * 6
+    formed = [[report.num_groups_formed for report, _, _ in rank] for rank in results]
+    assert formed == [[0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
 
 
 class Sender(DrafterTrainer):

@@ -92,6 +92,7 @@ class GroupPool:
         timeout_s: float,
         max_kept: int,
     ) -> None:
+        self.num_formed = 0  # communicators since the start; a group of one member has none
         self._store = store
         self._rank = rank
         self._device = device
@@ -113,6 +114,7 @@ class GroupPool:
             group = form_private_group(
                 self._store, name, members, self._rank, self._device, self._timeout_s
             )
+            self.num_formed += group.size > 1
             self._groups[key] = (name, group)
             self._forgettable.append((name, group))
         self._groups[key] = self._groups.pop(key)

@@ -47,6 +47,7 @@ class SpotReport:
     stall_s: float  # from the end of the last rollouts until this rank was free
     preempt_ms: float  # stall_s in ms if the rank was in a session at that time; else 0
     sessions: tuple[SessionRecord, ...]  # whose plans list this rank, broken sessions included
+    num_groups_formed: int = 0  # communicators, which sessions make as they grow
 
     @property
     def num_broken(self) -> int:
@@ -68,6 +69,7 @@ class SpotReport:
             "spot/broken": float(self.num_broken),
             "spot/updates": float(len(updates)),
             "spot/preempt_ms": self.preempt_ms,
+            "spot/groups_formed": float(self.num_groups_formed),
             "spot/out_of_memory": float(
                 sum(stats.is_out_of_memory for session in self.sessions for stats in session.stats)
             ),
@@ -84,7 +86,13 @@ def merge_metrics(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     merged = dict(max(ranks, key=lambda rank: rank["spot/updates"]))
     for name in ("bubble/used_s", "spot/out_of_memory"):
         merged[name] = sum(rank[name] for rank in ranks)
-    for name in ("bubble/stall_s", "spot/epochs", "spot/broken", "spot/preempt_ms"):
+    for name in (
+        "bubble/stall_s",
+        "spot/epochs",
+        "spot/broken",
+        "spot/preempt_ms",
+        "spot/groups_formed",
+    ):
         merged[name] = max(rank[name] for rank in ranks)
     return merged
 
@@ -148,6 +156,7 @@ class SpotTrainer:
         ranks = self.ranks
         phase_log = PhaseLog(ranks, step)
         phase_log.announce_finished()
+        num_formed = self._groups.num_formed
         self._left_phases.append(phase_log)
         watch = StopWatch(phase_log, self.limits.watch_s)
         if self._measure_candidate is not None and not watch():
@@ -181,7 +190,7 @@ class SpotTrainer:
             if end == SessionEnd.STOPPED:
                 break
         with self.timeline.span("PREEMPT", step=step):
-            return self._report(phase_log, records)
+            return self._report(phase_log, records, self._groups.num_formed - num_formed)
 
     def sync_newest(self, world: Group) -> StateVersion:
         """Give all ranks the drafter with the most updates, and its optimizer. A collective.
@@ -237,7 +246,9 @@ class SpotTrainer:
                 pause_s = max(self.limits.poll_s, 0.01 * (now - started))
                 time.sleep(min(pause_s, 5 * self.limits.poll_s))
 
-    def _report(self, phase_log: PhaseLog, records: list[SessionRecord]) -> SpotReport:
+    def _report(
+        self, phase_log: PhaseLog, records: list[SessionRecord], num_groups_formed: int
+    ) -> SpotReport:
         ended_at = phase_log.read().ended_at
         steps = [step for record in records for step in record.steps]
         stall_s = max(0.0, time.monotonic() - ended_at)
@@ -247,6 +258,7 @@ class SpotTrainer:
             stall_s=stall_s,
             preempt_ms=stall_s * 1e3 if was_training else 0.0,
             sessions=tuple(records),
+            num_groups_formed=num_groups_formed,
         )
 
     def _clean_up(self, world: Group) -> None:

@@ -307,7 +307,9 @@ def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
 
 def metrics_of(**values: float) -> dict[str, float]:
     names = ("bubble/used_s", "bubble/stall_s", "spot/epochs", "spot/broken", "spot/updates")
-    known = dict.fromkeys((*names, "spot/preempt_ms", "spot/out_of_memory"), 0.0)
+    known = dict.fromkeys(
+        (*names, "spot/preempt_ms", "spot/out_of_memory", "spot/groups_formed"), 0.0
+    )
     return known | {name.replace("__", "/"): value for name, value in values.items()}
 
 
