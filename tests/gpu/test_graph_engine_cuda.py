@@ -20,6 +20,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import Decision, FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
@@ -129,6 +130,37 @@ def test_a_sleeping_engine_gives_all_back_and_wakes_with_the_same_tensors(
     tokens, stats = run(engine)
     assert tokens == expected
     assert stats.num_graph_replays > 0
+
+
+def test_a_woken_engine_replays_with_the_weights_of_an_update(path: Path) -> None:
+    engine = make_engine(path, "3_2_6")
+    before, _ = run(engine)
+    engine.sleep()
+    torch.full((64 << 20,), torch.nan, device="cuda")  # an update uses the memory meanwhile
+    engine.wake()
+    other = [(name, tensor.double() * 1.5) for name, tensor in HfReader(path).items()]
+    eager = make_engine(path, "off", cuda_graphs=False)
+    for each in (engine, eager):
+        each.load_weights(other, version=1, checksum=lambda: checksum_tensors(other))
+    tokens, stats = run(engine)
+    assert tokens == run(eager)[0] != before
+    assert stats.num_graph_replays > 0
+
+
+@pytest.mark.parametrize("strategy", ["off", "3_2_6"])
+def test_every_batch_size_has_a_graph(path: Path, strategy: str) -> None:
+    engine = make_engine(path, strategy)
+    eager = make_engine(path, "off", cuda_graphs=False)
+    one = dataclasses.replace(PARAMS, num_samples=1, max_new_tokens=12)
+    for batch_size in range(1, 9):
+        prompts = [dataclasses.replace(PROMPTS[1], draw_index=i) for i in range(batch_size)]
+        groups, expected = (
+            each.generate(prompts, one, policy_version=1) for each in (engine, eager)
+        )
+        for ours, theirs in zip(groups, expected, strict=True):
+            assert ours.rollouts[0].token_ids.equal(theirs.rollouts[0].token_ids)
+        assert all(reason.startswith("draft: ") for reason in engine.stats().eager_passes)
+        assert engine.stats().num_graph_replays > 0
 
 
 def test_graphs_take_the_bytes_that_were_planned(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The whole program on one GPU: two RL steps with the embedded engine, speculation and captured graphs.
+"""The whole program on one GPU: two RL steps with speculation, by the embedded engine with captured graphs, and by SGLang.
 
 One rank is never idle, so its drafter is built and kept but not trained; `test_spot_session_cuda.py` does that.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.cuda_ranks import needs_gpus
+from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import answers, launch, make_tiny_task, metric_rows
 
 pytestmark = [*needs_gpus(), pytest.mark.e2e]
@@ -56,6 +57,22 @@ def test_speculation_and_graphs_change_no_token_of_the_first_step(tmp_path: Path
         len(answers(tmp_path / "eager")) // 2
     )  # the weights of the second step differ by rounding
     assert answers(tmp_path / "graphs")[:half] == answers(tmp_path / "eager")[:half]
+
+
+def test_sglang_wakes_after_each_update(tmp_path: Path) -> None:
+    """In bfloat16, with the attention kernels of its choice, which have heads of 64."""
+    pytest.importorskip("sglang", reason="needs sglang==0.5.23")
+    config = make_tiny_task(tmp_path)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_layers": 2}
+    make_tiny_hf(tmp_path / "model", "qwen2", eos_token_id=1, pad_token_id=0, **sizes, **heads)
+    rows = train(
+        config, tmp_path / "run", "model.dtype=bfloat16", "rollout.dtype=bfloat16",
+        "rollout.engine=sglang", 'sglang.engine_args={"mem_fraction_static": 0.3}',
+        "speculation.enabled=true", 'speculation.strategies=["3_1_3"]',
+        "speculation.selector=fixed", "spot.enabled=true", "drafter.batch_tokens=64",
+    )  # fmt: skip
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 0.1 for row in rows)
 
 
 def test_a_run_that_was_saved_goes_on(tmp_path: Path) -> None:

@@ -177,6 +177,25 @@ def test_sleep_gives_memory_back_and_weights_are_sent_anew(
     load(eagle, list(HfReader(policy).items()), version=1)
 
 
+def test_a_woken_engine_takes_an_update_after_others_used_its_memory(
+    eagle: SglangEngine, policy: Path
+) -> None:
+    from tlt_megatron.engines.sglang.connection import TARGET
+
+    before, weights = tokens(eagle), list(HfReader(policy).items())
+    eagle.sleep()
+    num_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
+    torch.full((num_bytes,), 255, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    eagle.wake()
+    changed = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in weights]
+    load(eagle, changed, version=2)
+    assert eagle.checksum(TARGET) == checksum_tensors(changed)
+    assert tokens(eagle, version=2) != before
+    load(eagle, weights, version=1)
+    assert sum(a == b for a, b in zip(tokens(eagle), before, strict=True)) >= len(before) - 1
+
+
 def test_a_stopped_generation_leaves_the_engine_usable(eagle: SglangEngine) -> None:
     before = tokens(eagle)
     with pytest.raises(GenerationStopped):

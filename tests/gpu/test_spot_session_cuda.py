@@ -24,6 +24,7 @@ from tlt_megatron.runtime.process_groups import init_world
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, find_newest
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
+from tlt_megatron.spot.session import GroupPool
 from tlt_megatron.spot.spot_trainer import SpotTrainer
 
 pytestmark = needs_gpus()
@@ -98,23 +99,33 @@ def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
     assert taken.isnan().all()
 
 
-def train_until_all_are_done(naps_s: list[float], num_phases: int) -> dict[str, object]:
-    """Phases in which rank i generates for naps_s[i], or for its neighbour's in every second one."""
-    device = select_device("cuda")
+def train_until_all_are_done(
+    naps_s: list[float], num_phases: int, shares_gpu: bool = False
+) -> dict[str, object]:
+    """Phases in which rank i generates for naps_s[i], or for its neighbour's in every second one.
+
+    `shares_gpu`: all ranks use the first GPU and gloo, because NCCL takes one rank per GPU.
+    """
+    shared = Device(torch_device=torch.device("cuda", 0), backend="gloo")
+    device = shared if shares_gpu else select_device("cuda")
     world = init_world(device.backend, 60.0)
     trainer, twin = make_trainer(device.torch_device)
+    store = open_job_store(world, 60.0).part("test")
     spot = SpotTrainer(
         trainer,
         Batches(twin, world.rank, device.torch_device),
         SpotSection(enabled=True),
         ranks=SpotRanks(
-            store=open_job_store(world, 60.0).part("test"),
+            store=store,
             layout=ReplicaLayout(world.size, 1),
             rank=world.rank,
             phase_timeout_s=120.0,
         ),
         timeline=Timeline(None, world.rank),
     )
+    if shares_gpu:
+        host = torch.device("cpu")
+        spot._groups = GroupPool(store, world.rank, host, timeout_s=60.0, max_kept=0)
     reports, checksums = [], []
     for step in range(1, num_phases + 1):
         dist.barrier()
@@ -150,6 +161,14 @@ def test_a_session_over_nccl_grows_and_stops() -> None:
     assert len({tuple(rank["checksums"]) for rank in ranks}) == 1
     assert ranks[0]["members"][0] == ranks[1]["members"][0] == (0, 1)
     assert ranks[0]["updates"][0] > ranks[1]["updates"][0] > 0 == ranks[2]["updates"][0]
+
+
+def test_two_members_on_one_gpu_train_in_one_session() -> None:
+    ranks = run_cuda_ranks(3, train_until_all_are_done, [0.0, 0.0, 8.0], 1, True)
+    assert [rank["broken"] for rank in ranks] == [0, 0, 0]
+    assert len({tuple(rank["checksums"]) for rank in ranks}) == 1
+    assert ranks[0]["members"] == ranks[1]["members"] == [(0, 1)]
+    assert ranks[0]["updates"][0] >= ranks[1]["updates"][0] > 0 == ranks[2]["updates"][0]
 
 
 def test_one_rank_alone_is_never_idle(device: Device) -> None:
