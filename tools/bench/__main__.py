@@ -24,6 +24,7 @@ _BENCHES = {
     "gpu": "captured graphs and speculation on a GPU",
     "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
     "graph-bytes": "bytes of captured graphs of a 7B model, counted without a GPU",
+    "roofline": "tokens per second that memory bandwidth allows on a GPU, computed",
 }
 
 

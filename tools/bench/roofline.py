@@ -1,0 +1,153 @@
+"""Tokens per second that a GPU's memory bandwidth allows: bytes that passes move, and no measurement. Needs no GPU.
+
+    python -m tools.bench roofline
+
+A pass takes the longer of its bytes over the bandwidth and its operations over the peak. Counted are weights, KV and, for the
+plain torch form of attention, its copies of KV and its scores. Launches, activations, logits, sampling and communication are
+not, so real speed is lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+
+from tlt_megatron.drafter.memory import drafter_parameters
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.sizes import ModelSizes
+from tools.bench.graph_bytes import QWEN_2_5_7B
+from tools.bench.measure import make_table, write_json
+
+QWEN_2_5_32B = replace(
+    QWEN_2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_size=27648
+)
+_ITEM_BYTES = 2  # bfloat16
+# models/attention/kernels.py without a fused kernel: keys and values are read, copied and read; passes over float32 scores.
+_TORCH_KV_READS, _TORCH_SCORE_BYTES = 3, 72
+_CONTEXTS, _BATCHES, _ACCEPT_LENGTHS = (2048, 16384), (1, 8, 64), (2.0, 3.0, 4.0, 5.0)
+_CHAIN = 6  # draft depth of the table
+# TLT (arXiv 2511.16665), figure 13: Qwen2.5-32B on 4 H100, batch 1, 16 tokens to verify. (depth, accept length, speedup)
+_PAPER_SPEEDUPS = ((4, 4.63, 2.71), (6, 5.71, 3.09), (8, 6.34, 3.19), (10, 6.80, 3.22))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Data sheet values of the SXM variants; bfloat16 without sparsity."""
+
+    bandwidth: float  # bytes per second
+    peak: float  # operations per second
+    num_bytes: float
+
+
+GPUS = {
+    "H100": Gpu(bandwidth=3.35e12, peak=989e12, num_bytes=80e9),
+    "H200": Gpu(bandwidth=4.8e12, peak=989e12, num_bytes=141e9),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """A model on `num_gpus` tensor-parallel GPUs that decodes `batch` sequences of `context` tokens."""
+
+    model: ModelConfig
+    num_gpus: int
+    batch: int
+    context: int
+    has_kernel: bool = True  # attention reads KV once and writes no scores
+
+    def fits(self, gpu: Gpu) -> bool:
+        """Return whether weights, drafter and KV fit into the GPUs."""
+        sizes = ModelSizes(self.model)
+        kv = self.batch * self.context * sizes.kv * (sizes.num_layers + 1)
+        held = sizes.total + drafter_parameters(sizes) + kv
+        return held * _ITEM_BYTES <= gpu.num_bytes * self.num_gpus
+
+    def pass_s(self, gpu: Gpu, rows: int, *, is_draft: bool = False) -> float:
+        """Return the seconds of a pass with `rows` tokens per sequence, of the target or the drafter."""
+        sizes = ModelSizes(self.model)
+        num_layers = 1 if is_draft else sizes.num_layers
+        layers = drafter_parameters(sizes) if is_draft else num_layers * sizes.layer
+        weights = layers + sizes.table + sizes.hidden  # the LM head; of the embedding only rows
+        cached = self.batch * self.context * num_layers
+        num_bytes = _ITEM_BYTES * (weights + cached * sizes.kv)
+        if not self.has_kernel:
+            num_bytes += _ITEM_BYTES * cached * sizes.kv * (_TORCH_KV_READS - 1)
+            num_bytes += cached * rows * self.model.num_heads * _TORCH_SCORE_BYTES
+        num_operations = 2 * self.batch * rows * weights + 4 * cached * rows * sizes.query
+        return max(num_bytes / gpu.bandwidth, num_operations / gpu.peak) / self.num_gpus
+
+    def plain(self, gpu: Gpu) -> float:
+        """Return the tokens per second without drafts."""
+        return self.batch / self.pass_s(gpu, 1)
+
+    def chain(
+        self, gpu: Gpu, accept_length: float, *, depth: int = _CHAIN, rows: int = _CHAIN + 1
+    ) -> float:
+        """Return the tokens per second of `depth` draft passes and a verify pass of `rows` tokens per sequence.
+
+        `accept_length` is the number of tokens that a verify pass brings, its own included.
+        """
+        drafting = depth * self.pass_s(gpu, 1, is_draft=True)
+        return self.batch * accept_length / (drafting + self.pass_s(gpu, rows))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print both tables, write JSON."""
+    parser = argparse.ArgumentParser(
+        prog="tools.bench roofline", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/bench/roofline.json"))
+    options = parser.parse_args(arguments)
+    console = Console()
+    write_json(options.out, {"computed": _speeds(console), "speedups": _speedups(console)})
+
+
+def _speeds(console: Console) -> Mapping[str, object]:
+    lengths = [f"chain, accepts {length:g}" for length in _ACCEPT_LENGTHS]
+    columns = ("model", "context", "batch", "plain", *lengths)
+    table = make_table(f"tokens/s, {' / '.join(GPUS)}: computed, not yet run on hardware", *columns)
+    result: dict[str, object] = {}
+    for name, model, num_gpus, has_kernel in (
+        ("7B", QWEN_2_5_7B, 1, True),
+        ("7B, torch attention", QWEN_2_5_7B, 1, False),
+        ("32B, TP 4", QWEN_2_5_32B, 4, True),
+    ):
+        for context, batch in product(_CONTEXTS, _BATCHES):
+            decoding = Decoding(
+                model=model, num_gpus=num_gpus, batch=batch, context=context, has_kernel=has_kernel
+            )
+            speeds = [
+                [decoding.plain(gpu), *(decoding.chain(gpu, n) for n in _ACCEPT_LENGTHS)]
+                if decoding.fits(gpu)
+                else None
+                for gpu in GPUS.values()
+            ]
+            cells = [
+                " / ".join(f"{each[column]:,.0f}" if each else "-" for each in speeds)
+                for column in range(1 + len(_ACCEPT_LENGTHS))
+            ]
+            table.add_row(name, f"{context:,}", str(batch), *cells)
+            result[f"{name}, {context}, {batch}"] = dict(zip(GPUS, speeds, strict=True))
+    console.print(table)
+    return result
+
+
+def _speedups(console: Console) -> list[list[float]]:
+    """Compare with what the paper measured. Its context is not known; it hardly matters at batch 1."""
+    table = make_table(
+        "speedup of speculation, 32B on 4 H100, batch 1, 16 tokens to verify",
+        *("draft depth", "accept length", "TLT, measured", "computed"),
+    )
+    decoding = Decoding(model=QWEN_2_5_32B, num_gpus=4, batch=1, context=2048)
+    gpu, rows = GPUS["H100"], []
+    for depth, accept_length, measured in _PAPER_SPEEDUPS:
+        speed = decoding.chain(gpu, accept_length, depth=depth, rows=16)
+        rows.append([depth, accept_length, measured, speed / decoding.plain(gpu)])
+        table.add_row(str(depth), *(f"{value:.2f}" for value in rows[-1][1:]))
+    console.print(table)
+    return rows
