@@ -1,0 +1,167 @@
+"""Two ranks that share one SGLang engine (tp_size 2) on pretended GPUs: who allocates, releases and waits when, rank by rank.
+
+The trainer's loop, the engine and its follower are the real ones; `sglang` is a stand-in that notes what it is asked and changes
+the environment as the real one does. All events go to one file, in the order in which they happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.unit.engines.test_sglang_connection import install
+from tests.unit.trainer.test_phase_order import SharedGpu, make_trainer
+from tlt_megatron.config.load import load_config
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.memory import MemoryLedger, Phase
+from tlt_megatron.runtime.process_groups import Group, group_of
+from tlt_megatron.trainer import loop
+from tlt_megatron.trainer.build_sglang import build_sglang_engine
+
+SLOW_S = 0.2  # of what a rank must wait for: without waiting it would be too early
+SET_BY_SGLANG = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+}
+
+
+class Events:
+    """Lines in one file, written by all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, event: str) -> None:
+        with self._path.open("a") as file:
+            file.write(event + "\n")
+
+    def by_engine(self) -> tuple[list[str], list[list[str]]]:
+        """The engine's events, and what the ranks did between them, sorted."""
+        engine: list[str] = []
+        between: list[list[str]] = []
+        for event in self._path.read_text().splitlines():
+            if event.startswith("engine: "):
+                engine.append(event.removeprefix("engine: "))
+                between.append([])
+            else:
+                between[-1].append(event)
+        return engine, [sorted(events) for events in between]
+
+
+def pretend_sglang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SGLang whose engine answers at once and frees memory slowly."""
+
+    class Manager:
+        _subprocess_watchdog = SimpleNamespace(stop=lambda: None)
+        last_receive_tstamp = 0.0
+
+        def auto_create_handle_loop(self) -> None:
+            """SGLang's begins to read answers."""
+
+        async def flush_cache(self, timeout_s: float) -> SimpleNamespace:
+            return SimpleNamespace(success=True)
+
+        async def release_memory_occupation(self, request: SimpleNamespace, _: None) -> None:
+            time.sleep(SLOW_S)
+            events.note(f"engine: release {' '.join(request.tags)}")
+
+        async def resume_memory_occupation(self, request: SimpleNamespace, _: None) -> None:
+            events.note(f"engine: allocate {' '.join(request.tags)}")
+            time.sleep(SLOW_S)
+
+        async def check_weights(self, request: SimpleNamespace, _: None) -> tuple:
+            return True, "", [{"checksums": defaultdict(lambda: "[]")}], None  # no hook is missing
+
+    class Engine:
+        def __init__(self, **_: object) -> None:
+            os.environ.update(SET_BY_SGLANG)
+            self.loop = asyncio.new_event_loop()
+            self.tokenizer_manager = Manager()
+            events.note("engine: start")
+
+        def shutdown(self) -> None:
+            """Not used: it would end the rank's other children too."""
+
+    def request(**fields: object) -> SimpleNamespace:
+        return SimpleNamespace(**fields)
+
+    names = ("CheckWeights", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
+    messages = {f"{name}ReqInput": request for name in names}
+    for name, content in (
+        ("sglang", {"Engine": Engine}),
+        ("sglang.srt", {}),
+        ("sglang.srt.managers", {"io_struct": SimpleNamespace(**messages)}),
+        ("sglang.srt.managers.io_struct", messages),
+    ):
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class RankGpu(SharedGpu):
+    """The trainer's part of one rank's GPU."""
+
+    def __init__(self, events: Events, world: Group, engine: object) -> None:
+        super().__init__(MemoryLedger([]))
+        self._world, self._events = world, events
+        self.sleep, self.wake = engine.sleep, engine.wake
+
+    def enter(self, phase: Phase) -> None:
+        if phase == Phase.UPDATE and self._world.rank == 1:
+            time.sleep(SLOW_S)
+        self._events.note(f"rank {self._world.rank}: {phase}")
+
+    def release_cached(self) -> None:
+        self._events.note(f"rank {self._world.rank}: release")
+
+
+def both(*events: str) -> list[str]:
+    return sorted(f"rank {rank}: {event}" for rank in (0, 1) for event in events)
+
+
+def test_memory_changes_hands_only_when_both_ranks_have_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events(tmp_path / "events")
+    install(tmp_path, "0.5.23", monkeypatch)
+    pretend_sglang(events, monkeypatch)
+    gpu = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
+    settings = ["rollout.engine=sglang", "sglang.engine_args={tp_size: 2}"]
+    config = load_config(None, [f"model.path={tmp_path}", *settings])
+
+    def run() -> list[dict[str, str]]:
+        world = group_of(torch.distributed.group.WORLD)
+        before = dict(os.environ)
+        engine = build_sglang_engine(config, gpu, tmp_path, world)
+        after = dict(os.environ)
+        mine = RankGpu(events, world, engine)
+        monkeypatch.setattr(loop, "push_policy", lambda *_, **__: mine.enter(Phase.WEIGHT_SYNC))
+        trainer = make_trainer(mine)
+        for _ in range(2):
+            trainer.train_step()
+        engine.close()
+        return [before, after]
+
+    for before, after in run_ranks(2, run):
+        assert after == before
+    taken, given = "allocate kv_cache weights cuda_graph", "release kv_cache weights cuda_graph"
+    update = both("update", "rollout", "release")  # rollout: the policy's part of it, while away
+    engine, between = events.by_engine()
+    assert engine == ["start", given, taken, given, taken]
+    assert between == [
+        both("rollout"),
+        update,
+        both("weight_sync", "rollout"),
+        update,
+        both("weight_sync"),
+    ]
