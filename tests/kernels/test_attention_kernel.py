@@ -43,7 +43,7 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 PROMPTS = (70, 0, 513, 31)  # committed keys of each row before the queries
@@ -175,7 +175,7 @@ def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are
 
 
 @pytest.mark.parametrize("strategy", ["off", "3_2_6"])
-def test_an_engine_on_a_pretended_gpu_draws_the_tokens_of_the_cpu(
+def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
     strategy: str,
 ) -> None:
     """In float64: over pages while a request waits, then over lanes, and trees by mask."""
@@ -196,7 +196,7 @@ def test_an_engine_on_a_pretended_gpu_draws_the_tokens_of_the_cpu(
         )
     ]
 
-    def tokens_on(device: Device, strategy: SpeculationStrategy) -> list[list[int]]:
+    def rollouts_on(device: Device, strategy: SpeculationStrategy) -> list[Rollout]:
         engine = EmbeddedEngine(config, section, device)
         engine.load_weights(weights, version=1, checksum=lambda: checksum(weights))
         if not strategy.is_off:
@@ -206,12 +206,15 @@ def test_an_engine_on_a_pretended_gpu_draws_the_tokens_of_the_cpu(
             draft = DraftInference(model, embedding.dtype)
             engine.set_speculation(Speculation(draft, FixedSelector(strategy), [strategy]))
         groups = engine.generate(prompts, params, policy_version=1)
-        return [rollout.token_ids.tolist() for group in groups for rollout in group.rollouts]
+        return [rollout for group in groups for rollout in group.rollouts]
 
-    expected = tokens_on(select_device("cpu"), OFF)
+    expected = rollouts_on(select_device("cpu"), OFF)
     device = pretend_device()
     with device.gpu:
-        assert tokens_on(device, SpeculationStrategy.parse(strategy)) == expected
+        found = rollouts_on(device, SpeculationStrategy.parse(strategy))
+    for here, there in zip(found, expected, strict=True):
+        assert torch.equal(here.token_ids, there.token_ids)
+        torch.testing.assert_close(here.logprobs, there.logprobs, atol=1e-6, rtol=1e-6)
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
