@@ -4,7 +4,9 @@ back, and the tokens are those of the CPU. What a real GPU adds is in tests/gpu.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.selector import FixedSelector
@@ -122,15 +125,24 @@ def test_a_plain_pass_reads_back_once(tiny_path: Path, device: PretendDevice) ->
     assert device.gpu.read_backs.total() <= num_passes + 1 + 12
 
 
-def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows(
+def alive_caches() -> list[KvCache]:
+    return [thing for thing in gc.get_objects() if type(thing) is KvCache]
+
+
+def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows_and_no_kv(
     tiny_path: Path, device: PretendDevice, tensors_of
 ) -> None:
+    gc.collect()
+    before = {id(cache) for cache in alive_caches()}
     engine = make_engine(tiny_path, device, "3_2_6")
     expected = run(engine)
+    assert device.gpu.num_captures > 0  # passes that read the KV
+    (kv,) = [weakref.ref(cache) for cache in alive_caches() if id(cache) not in before]
     embedding, head = engine.target_tensors()
     sizes = [tensor.untyped_storage().nbytes() for tensor in (embedding, head)]
     for _ in range(2):
         engine.sleep()
+        assert kv() is None
         assert [t.untyped_storage().nbytes() for t in (embedding, head)] == [0, 0]
     engine.wake()
     assert engine.target_tensors() == (embedding, head)
