@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from launch.pretrain_rl import main
 from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, tiny_loss, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
+from tests.tiny_task import answers, make_tiny_task, weights
 from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.trainer import build, loop
 
 
 def gradient_bytes(policy: McorePolicyModel) -> int:
@@ -74,3 +77,39 @@ def _save_away_and_load(path: Path, folder: Path) -> bool:
 def test_a_checkpoint_written_while_away_resumes_bit_for_bit(tmp_path: Path) -> None:
     path = make_tiny_hf(tmp_path / "llama", "llama")
     assert run_ranks(1, _save_away_and_load, path, tmp_path / "checkpoint") == [True]
+
+
+def _train_whole_run(config: Path, run_dir: Path, *arguments: str) -> list[int]:
+    """The program on this rank; the bytes of its gradient buffers whenever an engine receives weights."""
+    held: list[int] = []
+
+    def noting(policy: McorePolicyModel, *args: Any, **kwargs: Any) -> None:
+        held.append(gradient_bytes(policy))
+        push(policy, *args, **kwargs)
+
+    push = build.push_policy
+    build.push_policy = loop.push_policy = noting
+    settings = ("model.dtype=bfloat16", "run.num_steps=2", "data.eval=", *arguments)
+    assert main(["--config", str(config), f"run.dir={run_dir}", *settings]) == 0
+    return held
+
+
+def test_a_run_whose_policy_is_away_while_its_engine_is_awake_equals_one_whose_policy_stays(
+    tmp_path: Path,
+) -> None:
+    config = make_tiny_task(tmp_path)
+    runs = {
+        "stays": ["run.num_steps=2"],
+        "leaves": ["run.num_steps=1", "mcore.offload_in_rollouts=true"],
+    }
+    for name, arguments in runs.items():
+        (held,) = run_ranks(
+            1, _train_whole_run, config, tmp_path / name, *arguments, has_world=False
+        )
+        assert all((num_bytes == 0) == (name == "leaves") for num_bytes in held)
+    resume = ("mcore.offload_in_rollouts=true", "--resume", "auto")
+    (held,) = run_ranks(1, _train_whole_run, config, tmp_path / "leaves", *resume, has_world=False)
+    assert held == [0, 0]  # after the checkpoint was loaded, and after the second step
+    assert answers(tmp_path / "leaves") == answers(tmp_path / "stays")
+    for name, tensor in weights(tmp_path / "stays").items():
+        assert torch.equal(weights(tmp_path / "leaves")[name], tensor), name

@@ -148,6 +148,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
         run_dir / CHECKPOINTS, model, keep=config.checkpoint.keep, world=world, about=about
     )
     folder = checkpoints.restore(saved) if saved else None
+    model.leave_device()  # the engine is awake: its memory is taken
     step = saved.step if saved else 0
     settings = _loop_settings(config, tokenizer)
     with worker.phases("SYNC", "update_weights", version=step):
@@ -164,7 +165,6 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     )
     if saved and folder:
         trainer.resume(saved, folder, resumed)
-    model.leave_device()
     return trainer, model
 
 
