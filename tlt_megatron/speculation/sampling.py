@@ -19,10 +19,13 @@ _MASK_64 = (1 << 64) - 1
 # SplitMix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finalizer.
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
-_UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
+SHIFTS = (30, 27, 31)
+UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
 _NOISE_CHUNK = 1 << 15  # elements of noise made at once on a CPU, so that they fit in the cache
+_SEARCH_FROM = (
+    1 << 14
+)  # tokens; below this, noise for all of a small vocabulary is as fast as a search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +52,17 @@ def _signed(value: int) -> int:
 
 def _mix(value: int) -> int:
     value &= _MASK_64
-    for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=False):
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         value = ((value ^ (value >> shift)) * multiplier) & _MASK_64
-    return value ^ (value >> _SHIFTS[2])
+    return value ^ (value >> SHIFTS[2])
 
 
 def _mix_(value: Tensor) -> Tensor:
     """Apply `_mix` to an int64 tensor in place. Multiplications wrap; masks turn arithmetic shifts into logical ones."""
-    for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=False):
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         value ^= (value >> shift) & ((1 << (64 - shift)) - 1)
         value *= _signed(multiplier)
-    value ^= (value >> _SHIFTS[2]) & ((1 << (64 - _SHIFTS[2])) - 1)
+    value ^= (value >> SHIFTS[2]) & ((1 << (64 - SHIFTS[2])) - 1)
     return value
 
 
@@ -90,17 +93,19 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     num_rows, chunk = seeds_B.shape[0], vocab_size
     if num_rows * vocab_size > _NOISE_CHUNK and not keys_B.is_cuda:
         chunk = max(_NOISE_CHUNK // num_rows, 256)
-    parts = [
-        _gumbel_of_keys(keys_B, start, min(start + chunk, vocab_size))
-        for start in range(0, vocab_size, chunk)
-    ]
+    ids_V = torch.arange(vocab_size, device=keys_B.device)
+    parts = [gumbel_of(keys_B.unsqueeze(1), ids_C) for ids_C in ids_V.split(chunk)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without writing the noise on CUDA."""
+    """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
     if _has_kernels(seeds_B):
         return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+    if _is_searched(logits_BV):
+        tokens_B = _search().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+        if tokens_B is not None:
+            return tokens_B
     noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
     return noise_BV.add_(logits_BV).argmax(dim=-1)
 
@@ -114,6 +119,17 @@ def _has_kernels(like: Tensor) -> bool:
     return like.is_cuda and importlib.util.find_spec("triton") is not None
 
 
+def _is_searched(logits_BV: Tensor) -> bool:
+    return logits_BV.is_cpu and logits_BV.shape[1] >= _SEARCH_FROM
+
+
+def _search() -> ModuleType:
+    """Imported when needed: it imports this module."""
+    from tlt_megatron.speculation import noise_search
+
+    return noise_search
+
+
 def _kernels() -> ModuleType:
     """Imported when needed: CPU builds of torch come without triton."""
     from tlt_megatron.speculation import noise_kernel
@@ -121,13 +137,13 @@ def _kernels() -> ModuleType:
     return noise_kernel
 
 
-def _gumbel_of_keys(keys_B: Tensor, start: int, end: int) -> Tensor:
-    steps_V = torch.arange(start + 1, end + 1, device=keys_B.device) * _signed(GOLDEN)
-    bits_BV = _mix_(keys_B.unsqueeze(1) + steps_V)
-    bits_BV >>= 64 - _UNIFORM_BITS
-    bits_BV &= (1 << _UNIFORM_BITS) - 1
-    uniform_BV = bits_BV.double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
-    return uniform_BV.log_().neg_().log_().neg_()
+def gumbel_of(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the float64 noise of token ids under row keys; the two broadcast."""
+    bits = _mix_(keys + (token_ids + 1) * _signed(GOLDEN))
+    bits >>= 64 - UNIFORM_BITS
+    bits &= (1 << UNIFORM_BITS) - 1
+    uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()
 
 
 class NoiseAhead:
@@ -267,7 +283,7 @@ def sample(
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
     if noise_BV is not None:
         tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
-    elif noise_ahead is None or seeds_B.is_cuda:
+    elif noise_ahead is None or seeds_B.is_cuda or _is_searched(scaled):
         tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
     else:
         noise_BV = noise_ahead.next(seeds_B, positions_B)

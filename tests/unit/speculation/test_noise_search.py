@@ -1,0 +1,158 @@
+"""The search for the noise-keyed sample gives the token of the plain definition, bit for bit, on any logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tlt_megatron.speculation import noise_search
+from tlt_megatron.speculation.sampling import (
+    NoiseAhead,
+    cut_logits,
+    gumbel_noise,
+    noisy_argmax,
+    request_seed,
+    row_keys,
+    sample,
+)
+
+REAL = 20_011  # a vocabulary that is searched, with tokens after the last whole block
+
+
+def plain(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> list[int]:
+    noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[1])
+    return noise_BV.add_(logits_BV).argmax(dim=1).tolist()
+
+
+def searched(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> list[int]:
+    tokens_B = noise_search.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+    assert tokens_B is not None
+    return tokens_B.tolist()
+
+
+def draws(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Seeds and positions."""
+    seeds_B = torch.tensor([request_seed(seed, row // 8, row % 8) for row in range(num_rows)])
+    return seeds_B, torch.arange(num_rows) * 37 % 101
+
+
+def normal(num_rows: int, vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    vocab_size=st.sampled_from([64, 65, 1000, 4096, 4133, 33_000]),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 4.0, 30.0, 1e6, 1e30]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    levels=st.sampled_from([0, 2, 30]),
+    masked=st.sampled_from([0.0, 0.5, 0.999]),
+    seed=st.integers(0, 10_000),
+)
+def test_search_equals_the_plain_argmax(
+    vocab_size: int, scale: float, dtype: torch.dtype, levels: int, masked: float, seed: int
+) -> None:
+    """`levels`: logits take few values, so many are equal. `masked`: share of tokens at -inf."""
+    logits_BV = normal(6, vocab_size, seed)
+    if levels:
+        logits_BV = (logits_BV * levels / 8).round() * 8 / levels
+    logits_BV = (scale * logits_BV).to(dtype)
+    hidden_BV = normal(6, vocab_size, seed + 1).abs() < masked * 3
+    hidden_BV[:, seed % vocab_size] = False
+    logits_BV = logits_BV.masked_fill(hidden_BV, -torch.inf)
+    seeds_B, positions_B = draws(6, seed)
+    assert searched(logits_BV, seeds_B, positions_B) == plain(logits_BV, seeds_B, positions_B)
+
+
+@pytest.mark.parametrize("entropy", [0.5, 2.8, 6.0])
+def test_many_draws_from_a_real_vocabulary(entropy: float) -> None:
+    """Logits of about this entropy in nats. Most winners are tokens that are not scored first."""
+    scale = math.sqrt(2.0 * (math.log(REAL) - entropy))
+    logits_BV = normal(48, REAL, 1, scale).float()
+    for seed in range(4):
+        seeds_B, positions_B = draws(48, seed)
+        assert searched(logits_BV, seeds_B, positions_B) == plain(logits_BV, seeds_B, positions_B)
+
+
+def test_every_token_can_win() -> None:
+    """With equal logits the noise alone decides; winners are spread over all blocks and the rest after them."""
+    logits_BV = torch.zeros(256, 1000)
+    found = searched(logits_BV, *draws(256))
+    assert found == plain(logits_BV, *draws(256))
+    assert min(found) < 40
+    assert max(found) >= 1000 - 40
+
+
+@pytest.mark.parametrize("lead", [35.0, 36.7, 50.0, 1e20])
+def test_one_token_far_above_the_others(lead: float) -> None:
+    """A lead near the largest noise, about 36.7, and beyond it."""
+    logits_BV = normal(8, 5000, 2).float()
+    logits_BV[:, 4999] += lead
+    assert searched(logits_BV, *draws(8)) == plain(logits_BV, *draws(8)) == [4999] * 8
+
+
+@pytest.mark.parametrize("behind", [0.0, 1e-12, 1e-10])
+def test_a_rival_at_the_threshold_is_not_lost(behind: float) -> None:
+    """A token of large noise ends up equal to, or just below, the first of the leaders: the first id wins a tie."""
+    seeds_B, positions_B = draws(1)
+    noise_V = gumbel_noise(seeds_B, positions_B, 4096)[0]
+    rival, leader = int(noise_V[:2048].argmax()), 4000
+    logits_V = torch.full((4096,), -100.0, dtype=torch.float64)
+    logits_V[2100 : 2100 + 64 * 24] = (
+        0.0  # more blocks than are scored first, if they were all equal
+    )
+    logits_V[2100 : 2100 + 64 * 24] -= noise_V[2100 : 2100 + 64 * 24]
+    logits_V[leader] = 1.0 - noise_V[leader]
+    logits_V[rival] = 1.0 - noise_V[rival] - behind
+    logits_BV = logits_V.unsqueeze(0)
+    found = searched(logits_BV, seeds_B, positions_B)
+    assert found == plain(logits_BV, seeds_B, positions_B)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_left_to_the_plain_form(value: float) -> None:
+    seeds_B, positions_B = draws(3)
+    for token in (7, REAL - 1):
+        logits_BV = normal(3, REAL, 3).float()
+        logits_BV[1, token] = value
+        assert noise_search.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B)) is None
+        found = noisy_argmax(logits_BV, seeds_B, positions_B).tolist()
+        assert found == plain(logits_BV, seeds_B, positions_B)
+    nothing_BV = torch.full((3, REAL), -torch.inf)
+    assert noisy_argmax(nothing_BV, seeds_B, positions_B).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "temperature, top_p, top_k", [(1.0, 1.0, 0), (0.6, 1.0, 0), (0.9, 0.95, 0), (1.3, 1.0, 50)]
+)
+def test_samples_are_those_of_the_whole_noise(
+    dtype: torch.dtype, temperature: float, top_p: float, top_k: int
+) -> None:
+    """Token and both log-probabilities, with and without noise made ahead."""
+    logits_BV = normal(5, REAL, 4, 3.0).to(dtype)
+    seeds_B, positions_B = draws(5)
+    noise_BV = gumbel_noise(seeds_B, positions_B, REAL)
+    rows = (logits_BV, seeds_B, positions_B, temperature, top_p, top_k)
+    expected = sample(*rows, noise_BV=noise_BV)
+    wide = logits_BV.to(torch.promote_types(dtype, torch.float32))
+    scaled = wide if temperature == 1.0 and top_p == 1.0 else wide / temperature
+    allowed_BV = cut_logits(scaled, top_p, top_k)
+    assert expected.token_ids_B.tolist() == plain(allowed_BV, seeds_B, positions_B)
+    for ahead in (None, NoiseAhead(REAL)):
+        found = sample(*rows, noise_ahead=ahead)
+        assert torch.equal(found.token_ids_B, expected.token_ids_B)
+        assert torch.equal(found.logprobs_B, expected.logprobs_B)
+        assert torch.equal(found.policy_logprobs_B, expected.policy_logprobs_B)
+
+
+def test_rows_of_a_strided_view() -> None:
+    wide_BV = normal(8, 9000, 5, 3.0).float()
+    view_BV = wide_BV[::2, 100:8100]
+    assert searched(view_BV, *draws(4)) == searched(view_BV.contiguous(), *draws(4))
