@@ -23,6 +23,7 @@ _BENCHES = {
     "drafter": "packed drafter training, and checkpoints in the background",
     "gpu": "captured graphs and speculation on a GPU",
     "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
+    "noise": "what sampling noise costs beside a decode pass on a CPU",
     "graph-bytes": "bytes of captured graphs of a 7B model, counted without a GPU",
     "roofline": "tokens per second that memory bandwidth allows on a GPU, computed",
 }

@@ -1,0 +1,129 @@
+"""What sampling noise costs on a CPU: a search for the winner against noise for every token, as shares of a decode pass.
+
+    python -m tools.bench noise
+
+The pass has random weights in the shapes of SmolLM2-135M, or of another `--model`, and leaves out attention over the context,
+so the shares are upper bounds. Logits have 2.8 nats of entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from tlt_megatron.models.config import ModelConfig, RopeConfig, load_model_config
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.speculation.sampling import gumbel_noise, noisy_argmax
+from tools.bench.measure import cpu_seconds, interleave, make_table, ratios, spread, write_json
+
+_ENTROPY = 2.8  # nats: SmolLM2-135M at temperature 1
+_SMOLLM2 = ModelConfig(
+    model_type="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    ffn_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=100_000.0),
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    has_qkv_bias=False,
+    has_qk_norm=False,
+)
+
+
+class _NoContext:
+    """Attention that reads no earlier tokens."""
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        """Return the queries."""
+        return query_PNH.flatten(1)
+
+
+def _random_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    model = Transformer(config, dtype, torch.device("cpu"))
+    for _, tensor in model.named_hf_tensors():
+        tensor.normal_(std=0.02)
+    model.rotary.reserve(1)
+    model.pack()
+    return model
+
+
+def measure(model: Transformer, batch_size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds of a pass and of both forms, their ratio, and both as shares of the pass."""
+    vocab_size = model.config.vocab_size
+    positions_B = torch.arange(batch_size)
+    seeds_B = positions_B * 7_919
+    generator = torch.Generator().manual_seed(0)
+    scale = math.sqrt(2.0 * (math.log(vocab_size) - _ENTROPY))
+    logits_BV = scale * torch.randn(batch_size, vocab_size, generator=generator)
+    first_B = torch.zeros(batch_size, dtype=torch.int64)
+
+    def decode() -> Tensor:
+        return model.logits(model.forward(positions_B, first_B, _NoContext()))
+
+    def plain() -> Tensor:
+        return gumbel_noise(seeds_B, positions_B, vocab_size).add_(logits_BV).argmax(dim=1)
+
+    def search() -> Tensor:
+        return noisy_argmax(logits_BV, seeds_B, positions_B)
+
+    if not torch.equal(plain(), search()):
+        raise RuntimeError(f"vocab_size={vocab_size}, batch_size={batch_size}: tokens differ")
+    # Each form follows a pass, as in decoding: its inputs are not in the cache.
+    variants = {"pass": decode, "plain": plain, "second_pass": decode, "search": search}
+    seconds = interleave(variants, rounds, cpu_seconds)
+    result = {f"{name}_ms": spread([1e3 * s for s in of]) for name, of in seconds.items()}
+    result["ratio"] = ratios(seconds["plain"], seconds["search"])
+    for name in ("plain", "search"):
+        result[f"{name}_share"] = ratios(seconds[name], seconds["pass"])
+    return result
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str]) -> None:
+    """Measure every vocabulary and batch size, print the table, write the JSON file."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    config = load_model_config(options.model) if options.model else _SMOLLM2
+    dtype = getattr(torch, options.dtype)
+    title = f"noise of a decode pass, {options.dtype}, {options.rounds} rounds"
+    table = make_table(
+        title, "vocabulary", "batch", "pass ms", "plain ms", "search ms", "plain / search",
+        "plain share", "search share",
+    )  # fmt: skip
+    found: dict[str, object] = {}
+    for vocab_size in options.vocab_sizes:
+        model = _random_model(dataclasses.replace(config, vocab_size=vocab_size), dtype)
+        for batch_size in options.batch_sizes:
+            result = measure(model, batch_size, options.rounds)
+            found[f"{vocab_size}/{batch_size}"] = result
+            ratio = result["ratio"]
+            table.add_row(
+                f"{vocab_size}", f"{batch_size}",
+                *(f"{result[name]['median']:.2f}" for name in ("pass_ms", "plain_ms", "search_ms")),
+                f"{ratio['median']:.1f} ({ratio['min']:.1f}-{ratio['max']:.1f})",
+                *(f"{result[f'{name}_share']['median']:.1%}" for name in ("plain", "search")),
+            )  # fmt: skip
+    Console(width=120).print(table)
+    write_json(options.output, {"dtype": options.dtype, "by_vocabulary_and_batch": found})
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools.bench noise", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder with a config.json; only its shapes count")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[1536, 49_152, 151_936])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", default="build/bench/noise.json")
+    return parser.parse_args(arguments)
