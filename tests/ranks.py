@@ -7,23 +7,48 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+GROUP_TIMEOUT_S = 180.0  # of the world's collectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """A forked rank, the pipe of its result, and the file where SIGUSR2 makes it write its stacks."""
+
+    process: multiprocessing.Process
+    result: Connection
+    stacks: IO[str]
+
+    def stop(self) -> None:
+        """Wait for its end, and kill it if that does not come."""
+        self.process.join(timeout=2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.result.close()
+        self.stacks.close()
 
 
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
     killed: Collection[int] = (),
     has_world: bool = True,
 ) -> list[Any]:
@@ -36,55 +61,69 @@ def run_ranks(
     """
     context = multiprocessing.get_context("fork")
     port = free_port()
-    pipes, processes = [], []
+    ranks: list[_Rank] = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
+        stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with its rank
         process = context.Process(
             target=_rank_main,
-            args=(rank, world_size, port, sender, function, args, has_world, not killed),
+            args=(rank, world_size, port, sender, stacks, function, args, has_world, not killed),
             daemon=False,
         )
         process.start()
         sender.close()
-        pipes.append(receiver)
-        processes.append(process)
+        ranks.append(_Rank(process=process, result=receiver, stacks=stacks))
     try:
-        return _collect(pipes, time.monotonic() + timeout_s, killed)
+        return _collect(ranks, time.monotonic() + timeout_s, killed)
     finally:
-        for process in processes:
-            process.join(timeout=2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for rank in ranks:
+            rank.stop()
 
 
-def _collect(pipes: list[Any], deadline: float, killed: Collection[int]) -> list[Any]:
+def _collect(ranks: list[_Rank], deadline: float, killed: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = multiprocessing.connection.wait(
-            list(waiting), timeout=max(0.0, deadline - time.monotonic())
-        )
-        assert ready, f"ranks {sorted(waiting.values())} did not end in time"
+    while len(results) < len(ranks):
+        waiting = {
+            rank.result: number for number, rank in enumerate(ranks) if number not in results
+        }
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        assert ready, _describe_late({number: ranks[number] for number in waiting.values()})
         for pipe in ready:
-            rank = waiting[pipe]
+            number = waiting[pipe]
             try:
                 is_ok, payload = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                is_ok = rank in killed
-                payload = None if is_ok else "the process died without a word"
+                is_ok, payload = number in killed, None
+                if not is_ok:
+                    ranks[number].process.join(timeout=10)
+                    code = ranks[number].process.exitcode
+                    payload = f"the process died without a word, exit code {code}"
             else:
-                assert rank not in killed, f"rank {rank} was to die and did not: {payload}"
-            assert is_ok, f"rank {rank} failed:\n{payload}"
-            results[rank] = payload
-    return [results[rank] for rank in range(len(pipes))]
+                assert number not in killed, f"rank {number} was to die and did not: {payload}"
+            assert is_ok, f"rank {number} failed:\n{payload}"
+            results[number] = payload
+    return [results[number] for number in range(len(ranks))]
+
+
+def _describe_late(ranks: dict[int, _Rank]) -> str:
+    """Which ranks have not ended in time, and where each of their threads is."""
+    for rank in ranks.values():
+        for number in (signal.SIGCONT, signal.SIGUSR2):
+            os.kill(rank.process.pid, number)
+    time.sleep(2.0)
+    text = f"ranks {sorted(ranks)} did not end in time"
+    for number, rank in ranks.items():
+        rank.stacks.seek(0)
+        text += f"\nrank {number}:\n{rank.stacks.read()[-4000:]}"
+    return text
 
 
 def _rank_main(
     rank: int,
     world_size: int,
     port: int,
-    sender: Any,
+    sender: Connection,
+    stacks: IO[str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     has_world: bool,
@@ -100,10 +139,11 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    faulthandler.register(signal.SIGUSR2, file=stacks)
     torch.set_num_threads(1)
     try:
         if has_world:
-            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
         message = (True, function(*args))
         payload = pickle.dumps(message)
         if has_world and has_last_barrier:

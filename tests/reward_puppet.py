@@ -87,6 +87,7 @@ SEEN = {
 }
 EXPECTED = f"EXPECTED = ('source', 'truth', {SEEN!r})\n"
 
+SHORT_S = 1.5  # what hangs is given so long; a machine that is busy scores in less
 PoolMaker = Callable[..., RewardPool]
 
 
@@ -116,7 +117,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def wait_gone(pid: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.01)

@@ -108,7 +108,7 @@ def make_spot(
     hook: Callable[[str, str], None] | None = None,
     replica_size: int = 1,
     before: Callable[[int], None] = lambda count: None,
-    phase_timeout_s: float = 60.0,
+    phase_timeout_s: float = 180.0,
     store: dist.Store | None = None,
     check_ranks: Callable[[], None] = lambda: None,
     measure_candidate: Callable[[StopWatch], None] | None = None,
@@ -119,14 +119,14 @@ def make_spot(
     torch.set_num_threads(1)
     world = world_group()
     trainer = make_drafter_trainer()
-    store = store or open_job_store(world, 20.0).part("spot")
+    store = store or open_job_store(world, 60.0).part("spot")
     if hook:
         store = HookedStore(store, hook)
         _alive.append(store)
     return SpotTrainer(
         trainer,
         source or RandomBatches(trainer.model, seed=world.rank, before=before),
-        SpotSection(**{"enabled": True, "member_timeout_s": 10.0, **section}),
+        SpotSection(**{"enabled": True, "member_timeout_s": 60.0, **section}),
         ranks=SpotRanks(
             store=store,
             layout=ReplicaLayout(world.size, replica_size),
@@ -156,7 +156,7 @@ class Markers:
     def set(self, name: str) -> None:
         (self._folder / name).touch()
 
-    def await_(self, name: str, limit_s: float = 20.0) -> None:
+    def await_(self, name: str, limit_s: float = 120.0) -> None:
         """Generate until then."""
         deadline = time.monotonic() + limit_s
         while not (self._folder / name).exists():

@@ -45,7 +45,7 @@ def make_lifecycle(engine: Shelf, publish: str, run_dir: Path) -> DrafterLifecyc
     """A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
-    section = SpotSection(enabled=True, holdout_share=0.3, member_timeout_s=10.0, publish=publish)
+    section = SpotSection(enabled=True, holdout_share=0.3, member_timeout_s=60.0, publish=publish)
     return DrafterLifecycle(
         make_drafter_trainer(batch_tokens=16),
         DataBuffer(section, torch.float64),
@@ -55,7 +55,7 @@ def make_lifecycle(engine: Shelf, publish: str, run_dir: Path) -> DrafterLifecyc
             store=open_job_store(world, 20.0).part("spot"),
             layout=ReplicaLayout(world.size),
             rank=world.rank,
-            phase_timeout_s=60.0,
+            phase_timeout_s=180.0,
         ),
         world=world,
         timeline=Timeline(None, world.rank),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.mcore_models import LAYOUTS, MODELS, build_on_rank, is_export_the_source, on_layout
-from tests.ranks import run_ranks
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import ParallelSection
 from tlt_megatron.mcore.export import iter_hf_weights
@@ -186,7 +186,7 @@ def test_groups_are_megatrons_layout_and_can_be_formed_again() -> None:
         with pytest.raises(RuntimeError, match="destroy_model_parallel"):
             initialize_model_parallel(ParallelSection(), world, seed=0)
         timeout = first.tp.handle._get_backend(torch.device("cpu")).options._timeout
-        assert timeout == datetime.timedelta(seconds=60)  # of the world, see tests/ranks.py
+        assert timeout == datetime.timedelta(seconds=GROUP_TIMEOUT_S)
         destroy_model_parallel()
         second = initialize_model_parallel(ParallelSection(tensor=2), world, seed=0)
         return [(g.tp.global_ranks, g.pp.global_ranks, g.dp.global_ranks) for g in (first, second)]

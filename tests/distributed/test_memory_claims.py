@@ -41,7 +41,6 @@ def test_the_claims_of_the_policy_are_what_megatron_allocates(
             config.mcore.micro_batch_tokens,
             2,
             has_world=False,
-            timeout_s=600.0,
         )[0]
         for stage in range(config.parallel.pipeline)
     ]

@@ -55,7 +55,7 @@ def test_a_session_goes_on_while_a_newcomer_still_measures(tmp_path: Path) -> No
         spot.sync_newest(world_group())
         return report
 
-    reports = run_spot_ranks(3, body, timeout_s=40)
+    reports = run_spot_ranks(3, body)
     sessions = [(s.members, s.end) for s in reports[1].sessions]
     assert sessions == [((1,), SessionEnd.REPLACED), ((1, 2), SessionEnd.STOPPED)]
     assert len(reports[1].sessions[0].stats) >= 12
@@ -76,7 +76,7 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
                 jump_s = 0.0 if rank else (3600.0 if step == 0 else -3600.0)
                 markers.set(f"jumped {step} {rank}")
 
-        spot = make_spot(before=before, min_idle_replicas=2, phase_timeout_s=60.0)
+        spot = make_spot(before=before, min_idle_replicas=2)
         time.time = lambda: real() + jump_s
         reports = []
         for step in range(2):
@@ -88,10 +88,10 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
             spot.sync_newest(world_group())
         return reports
 
-    for reports in run_spot_ranks(3, body, timeout_s=60):
+    for reports in run_spot_ranks(3, body):
         for report in reports:
-            assert 0 <= report.used_s < 60
-            assert 0 <= report.stall_s < 60
+            assert 0 <= report.used_s < 1800
+            assert 0 <= report.stall_s < 1800
             assert report.num_broken == 0
     assert reports[0].used_s == 0  # of the last rank to finish
 
@@ -147,4 +147,4 @@ def idle_ranks_say(victim: int, folder: Path) -> list[str | None]:
             return str(error)
         return "nothing"
 
-    return run_spot_ranks(3, body, timeout_s=40, killed=(victim,))
+    return run_spot_ranks(3, body, killed=(victim,))

@@ -19,7 +19,7 @@ def make_pool(tmp_path: Path) -> Iterator[PoolMaker]:
         function: str = "act",
         *,
         num_workers: int = 1,
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
         on_error: str = "zero",
     ) -> RewardPool:
         spec = f"{tmp_path / 'puppet.py'}:{function}"

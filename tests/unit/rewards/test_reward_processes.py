@@ -25,10 +25,10 @@ def test_signals_to_stop_do_not_end_workers(make_pool: PoolMaker) -> None:
 
 
 def test_signals_to_stop_do_not_end_workers_that_are_starting(make_pool: PoolMaker) -> None:
+    others, keepers = children_of(os.getpid()), set()
     pool = make_pool(on_error="raise", num_workers=2)
-    keepers: set[int] = set()
     while len(keepers) < 2:
-        keepers = children_of(os.getpid())
+        keepers = children_of(os.getpid()) - others
     for pid in keepers | {worker for keeper in keepers for worker in children_of(keeper)}:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(pid, number)
