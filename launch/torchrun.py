@@ -7,6 +7,7 @@ that they are done or have saved. A second Ctrl-C kills them.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -30,10 +31,9 @@ def main(arguments: list[str]) -> int:
     forwarder = _Forwarder()
     forwarder.start()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import run
 
-    options = parse_args(arguments)
-    options.signals_to_handle = "SIGQUIT"
+    options = parse_options(arguments)
     # Ranks print in one line why they end. This hides torchrun's own report after it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -50,6 +50,17 @@ def main(arguments: list[str]) -> int:
             )
         return 128 - failure.exitcode
     return 0
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Return torchrun's options. With --standalone, ranks meet on the loopback: the host's name need not resolve."""
+    from torch.distributed.run import parse_args
+
+    options = parse_args(arguments)
+    options.signals_to_handle = "SIGQUIT"
+    if options.standalone and options.local_addr is None:
+        options.local_addr = "127.0.0.1"
+    return options
 
 
 class _Forwarder:

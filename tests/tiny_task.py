@@ -81,27 +81,32 @@ def run_forked(num_ranks: int, *arguments: str | Path) -> list[tuple[int, str]]:
             code = main([str(argument) for argument in arguments])
         return code, stderr.getvalue()
 
-    return run_ranks(num_ranks, program, timeout_s=300, has_world=False)
+    return run_ranks(num_ranks, program, timeout_s=600, has_world=False)
 
 
 def launch(
-    num_ranks: int, *arguments: str | Path, timeout_s: float = 300
+    num_ranks: int, *arguments: str | Path, timeout_s: float = 600
 ) -> subprocess.CompletedProcess:
     """`torchrun --nproc-per-node num_ranks launch/pretrain_rl.py arguments`; output is captured as text."""
-    return subprocess.run(
-        torchrun(num_ranks, *arguments),
-        cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+    try:
+        return subprocess.run(
+            torchrun(num_ranks, *arguments),
+            cwd=REPO,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as late:
+        said = b"\n".join((late.stdout or b"", late.stderr or b"")).decode(errors="replace")
+        raise AssertionError(f"not ended in {timeout_s:g} s:\n{said[-8000:]}") from None
 
 
 def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
     """The command line of `launch`."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1"),  # the name of this machine need not resolve
         *("--nproc-per-node", str(num_ranks), "launch/pretrain_rl.py"),
         *map(str, arguments),
     ]

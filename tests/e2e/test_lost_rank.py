@@ -17,7 +17,7 @@ from tests.tiny_task import REPO, torchrun
 
 pytestmark = pytest.mark.e2e
 
-LIMIT_S = 60.0  # of each wait; a healthy machine needs seconds
+LIMIT_S = 300.0  # of each wait; a healthy machine needs seconds
 
 
 def await_(condition: Callable[[], bool], what: str) -> None:
@@ -55,7 +55,7 @@ def test_the_others_of_a_frozen_rank_end(victim: int, config: Path, tmp_path: Pa
             "--config",
             config,
             f"run.dir={tmp_path}",
-            "run.heartbeat_timeout_s=3",
+            "run.heartbeat_timeout_s=5",
             *rollouts,
             *spot,
         ),
@@ -81,7 +81,7 @@ def test_the_others_of_a_frozen_rank_end(victim: int, config: Path, tmp_path: Pa
         for process in everyone:
             if not has_ended(process):
                 process.kill()
-    pattern = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) has been silent for run\.heartbeat_timeout_s=3 s in phase [A-Z]+: its process is stopped"
+    pattern = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) has been silent for run\.heartbeat_timeout_s=5 s in phase [A-Z]+: its process is stopped"
     assert re.search(pattern, said), said
     log = (tmp_path / "logs" / f"rank_{1 - victim:05d}.log").read_text()
     assert len(re.findall(f"the run ends: {pattern}", log)) >= 1

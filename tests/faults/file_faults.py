@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.case import Case
+from tests.faults.case import RUN_LIMIT_S, Case
 from tests.faults.signal_faults import TRAINING, steps_saved
 from tlt_megatron.trainer.manifest import hash_file, read_manifest, write_manifest
 
@@ -31,7 +31,7 @@ def crash_while_saving(case: Case) -> None:
         operation=operation,
         watched=str(case.run_dir / "checkpoints"),
     )
-    job = case.start("run.group_timeout_s=4")
+    job = case.start("run.group_timeout_s=60")
     case.finish(job)
     case.resume(at_least=max(0, plan.step - 1) if (job.folder / "reached").exists() else 0)
 
@@ -46,7 +46,7 @@ def full_disk_while_saving(case: Case) -> None:
         operation=operation,
         watched=str(case.run_dir / "checkpoints"),
     )
-    job = case.start("run.group_timeout_s=4")
+    job = case.start("run.group_timeout_s=60")
     case.finish(job)
     happened = (job.folder / "reached").exists()
     if happened and any(job.rank_codes.values()):
@@ -66,7 +66,7 @@ def full_disk(case: Case) -> None:
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES >> 10, limits[1]))
     try:
-        job = case.start("run.group_timeout_s=4")
+        job = case.start("run.group_timeout_s=60")
         case.verdict.where += " tmpfs" if is_mounted else " RLIMIT_FSIZE"
         case.await_moment(job)
         ballast = disk / "ballast"
@@ -195,7 +195,7 @@ def two_runs(case: Case) -> None:
     watched, case.plan = case.plan, None
     second = case.start(*case.rng.choice([(), ("--resume", "auto")]))
     case.verdict.where = f"{case.variant.name} {watched}"
-    if not second.wait(60):
+    if not second.wait(RUN_LIMIT_S):
         case.give_up(second, "the second run was not refused")
     case.release(first)
     case.finish(first)

@@ -34,7 +34,7 @@ def silent_store(case: Case) -> None:
     phase = case.rng.choice(["rollout", "spot", "update"])
     plan = case.draw_moment(phase, action="silence", store_delay_s=0.0, rank=1, held_rank=-1)
     case.shutdown_timeout_s = 5.0
-    job = case.start("run.group_timeout_s=20", "run.heartbeat_timeout_s=3")
+    job = case.start("run.group_timeout_s=60", "run.heartbeat_timeout_s=5")
     case.finish(job)
     if set(job.rank_codes.values()) == {0}:
         case.expect_straight()

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 PHASES = ("start", "setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
-_LIMIT_S = 120.0  # for the other side to act; the schedule is given up by then
+_LIMIT_S = 300.0  # for the other side to act; the schedule is given up by then
 _FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link")
 
 

@@ -202,7 +202,7 @@ def start_torchrun(
         endpoint = f"127.0.0.1:{free_port()}"
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
         rendezvous += ["--rdzv-id", "faults", "--nnodes", str(num_agents)]
-    command = [sys.executable, str(LAUNCHER), *rendezvous]
+    command = [sys.executable, str(LAUNCHER), *rendezvous, "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(num_ranks // num_agents)]
     command += [str(REPO / "tests" / "faults" / "rank.py"), *arguments]
     with open(folder / "terminal.txt", "ab") as terminal:

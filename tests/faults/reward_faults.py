@@ -73,7 +73,7 @@ def reward_raises(case: Case) -> None:
     kind = case.rng.choice(sorted(_FATAL))
     function = _install(case, _FATAL[kind])
     where = f"{case.verdict.where} {kind}"
-    job = case.start(function, "reward.timeout_s=3", "run.group_timeout_s=8")
+    job = case.start(function, "reward.timeout_s=3", "run.group_timeout_s=60")
     case.verdict.where = where
     case.finish(job)
     if all(code == 0 for code in job.rank_codes.values()):

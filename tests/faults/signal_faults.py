@@ -10,10 +10,11 @@ from tests.faults.probe import Plan
 
 PHASES = ("setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
 TRAINING = PHASES[1:-1]
+_LONG = "run.num_steps=40"  # has not ended when the fault comes, however late that is
 _FROZEN = (
-    "run.group_timeout_s=10",
-    "run.heartbeat_timeout_s=3",  # below the other: who is frozen is known when a collective fails
-    "reward.timeout_s=4",
+    "run.group_timeout_s=60",
+    "run.heartbeat_timeout_s=5",  # below the other: who is frozen is known when a collective fails
+    "reward.timeout_s=10",
 )
 
 
@@ -71,7 +72,7 @@ def killed_rank(case: Case) -> None:
     case.draw_variant()
     plan = case.draw_moment(*PHASES)
     victim = case.rng.randrange(2)
-    job = case.start(*_FROZEN)
+    job = case.start(*_FROZEN, *([_LONG] if plan.phase != "finish" else []))
     case.verdict.where += f" SIGKILL to rank {victim}"
     case.strike(job, (victim, signal.SIGKILL))
     case.finish(job)
@@ -86,7 +87,7 @@ def killed_agent(case: Case) -> None:
     """SIGKILL to the agent: its ranks do not train on without it."""
     case.draw_variant()
     plan = case.draw_moment(*PHASES)
-    job = case.start("run.num_steps=40")
+    job = case.start(_LONG)
     case.strike(job, (None, signal.SIGKILL))
     case.finish(job)
     case.resume(at_least=steps_saved(plan))
@@ -124,7 +125,7 @@ def long_freeze(case: Case) -> None:
     plan = case.draw_moment(*TRAINING)
     victim = case.rng.randrange(2)
     case.shutdown_timeout_s = 3.0
-    job = case.start(*_FROZEN)
+    job = case.start(*_FROZEN, _LONG)
     case.verdict.where += f" rank {victim} frozen"
     case.strike(job, (victim, signal.SIGSTOP))
     case.finish(job)
@@ -158,7 +159,7 @@ def torchrun_killed(case: Case) -> None:
     case.draw_variant("plain", "spot")
     plan = case.draw_moment(*PHASES)
     victim = case.rng.choice([None, 0, 1])
-    job = case.start(*_FROZEN, "run.num_steps=40", is_torchrun=True)
+    job = case.start(*_FROZEN, _LONG, is_torchrun=True)
     case.verdict.where += f" SIGKILL to {'torchrun' if victim is None else f'rank {victim}'}"
     case.strike(job, (victim, signal.SIGKILL))
     case.finish(job)
@@ -173,7 +174,7 @@ def two_agents(case: Case) -> None:
     plan = case.draw_moment(*TRAINING)
     which = case.rng.randrange(2)
     kind = case.rng.choice(["kill rank", "freeze rank", "kill agent", "stop"])
-    job = case.start(*_FROZEN, "run.num_steps=40", is_torchrun=True, num_agents=2)
+    job = case.start(*_FROZEN, _LONG, is_torchrun=True, num_agents=2)
     case.verdict.where += f" {kind} {which}"
     case.await_moment(job)
     if kind == "stop":
@@ -189,7 +190,7 @@ def two_agents(case: Case) -> None:
         for agent, pid in enumerate(job.agent_pids):
             if pid not in job.agent_codes:  # no other node can end a frozen one: the scheduler does
                 job.signal_agent(signal.SIGKILL, agent)
-    case.finish(job, 120.0)
+    case.finish(job)
     if kind == "freeze rank":
         case.expect_line(job, _naming(which))
     if kind == "stop":

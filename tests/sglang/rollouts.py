@@ -91,7 +91,7 @@ def start_sglang(
     engine_args = dict(settings.pop("engine_args", {}))
     section = SglangSection(
         engine_args=engine_args,
-        start_timeout_s=settings.pop("start_timeout_s", 500.0),
+        start_timeout_s=settings.pop("start_timeout_s", 900.0),
         request_timeout_s=settings.pop("request_timeout_s", 300.0),
     )
     # Ports follow from the rank: not those of another test run that begins at the same moment, nor of ranks 0 and 1.

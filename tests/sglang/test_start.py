@@ -25,7 +25,7 @@ from tests.sglang.rollouts import GREEDY, answers, engine_processes, start_sglan
 
 if __name__ == "__main__":
     print("begin", flush=True)
-    engine = start_sglang(Path(sys.argv[1]), rank=63, request_timeout_s=4.0)
+    engine = start_sglang(Path(sys.argv[1]), rank=63, request_timeout_s=12.0)
     next(p for p in engine_processes() if "schedul" in p.name()).send_signal(signal.SIGSTOP)
     try:
         answers(engine, GREEDY)
@@ -33,7 +33,7 @@ if __name__ == "__main__":
         print(error, flush=True)
     time.sleep(600)
 """
-ENDED_WITHIN_S = 120.0  # of a busy machine: imports of SGLang's processes, no more
+ENDED_WITHIN_S = 300.0  # of a busy machine: imports of SGLang's processes, no more
 
 
 def test_an_engine_that_is_not_up_in_time_is_an_error(policy_folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_hung_scheduler_is_named_and_ends_with_its_rank(rank: subprocess.Popen
     children = sglang_children(rank)
     scheduler = next(child for child in children if child.status() == psutil.STATUS_STOPPED)
     assert f"rank 63 on {socket.gethostname()}: the sglang engine is lost" in message
-    assert "it has sent nothing for sglang.request_timeout_s=4" in message
+    assert "it has sent nothing for sglang.request_timeout_s=12" in message
     assert f"sglang::scheduler (pid {scheduler.pid}, stopped)" in message
     rank.kill()
     rank.wait()

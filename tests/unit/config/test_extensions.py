@@ -55,7 +55,7 @@ def test_a_new_selector_needs_one_file(place: str) -> None:
 def test_a_new_reward_needs_one_file(place: str) -> None:
     config = load_config(None, [f"reward.function={place}:length"])
     function = config.reward.function
-    with RewardPool(function, num_workers=1, timeout_s=30.0, on_error="raise") as pool:
+    with RewardPool(function, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
         pool.submit(0, Prompt(prompt_id="a", draw_index=0, token_ids=(1,)), "four")
         assert pool.collect() == {0: 4.0}
 

@@ -269,7 +269,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | s
         input="\n".join(lines),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
@@ -299,7 +299,7 @@ def test_the_command_line_refuses_with_one_line_and_exit_code_2(tmp_path: Path) 
         env=environment() | {"PYTHONPATH": f"{poison}:{REPO}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2
     assert done.stdout == ""
@@ -315,6 +315,6 @@ def test_a_rank_beside_the_first_refuses_without_a_line(tmp_path: Path) -> None:
         env=environment() | {"RANK": "1", "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (2, "")

@@ -35,7 +35,7 @@ def test_only_the_engines_own_processes_are_ended(bystander: subprocess.Popen) -
     processes.note_started()
     later = subprocess.Popen(SLEEP)
     processes.end()
-    own.wait(10)  # raises if it still runs
+    own.wait(120)  # raises if it still runs
     assert bystander.poll() is None
     assert later.poll() is None
     later.kill()
@@ -80,9 +80,9 @@ def test_a_start_that_takes_too_long_loses_its_processes_those_that_come_late_to
     processes = EngineProcesses()
     with StartWatch(processes, 0.05) as watch:
         first = subprocess.Popen(SLEEP)
-        first.wait(10)
+        first.wait(120)
         second = subprocess.Popen(SLEEP)
-        second.wait(10)
+        second.wait(120)
     assert watch.is_late
 
 
@@ -109,7 +109,7 @@ def test_an_engine_that_sends_nothing_is_noticed_after_a_probe_and_named() -> No
     assert probes == ["probe"]
     assert f"(pid {own.pid}, stopped)" in processes.describe()
     processes.end()
-    own.wait(10)  # raises if it still runs
+    own.wait(120)  # raises if it still runs
 
 
 def test_messages_and_answered_probes_are_no_silence() -> None:

@@ -1,10 +1,12 @@
-"""The thread of launch/torchrun.py that passes signals on: what must not end it."""
+"""launch/torchrun.py: its options, and what must not end the thread that passes signals on."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+from launch.torchrun import parse_options
 
 REPO = Path(__file__).resolve().parents[3]
 # A rank that ends at SIGUSR1. The launcher is stopped for longer than one look and continued before it gets the signal.
@@ -28,7 +30,7 @@ while shell.poll() is None:  # threads come and go, as torch's do
     thread.join()
 os.kill(os.getpid(), signal.SIGUSR1)
 try:
-    rank.wait(timeout=20)
+    rank.wait(timeout=120)
 finally:
     rank.kill()
 """
@@ -36,6 +38,13 @@ finally:
 
 def test_signals_are_passed_on_after_the_launcher_was_stopped_and_threads_ended() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(REPO)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, str(REPO)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ranks_of_one_machine_do_not_need_its_name_to_resolve() -> None:
+    """torchrun gives them the name of the machine, and they wait for minutes where that has no address."""
+    assert parse_options(["--standalone", "x.py"]).local_addr == "127.0.0.1"
+    assert parse_options(["--standalone", "--local-addr", "::1", "x.py"]).local_addr == "::1"
+    assert parse_options(["--nnodes", "2", "x.py"]).local_addr is None

@@ -61,7 +61,7 @@ class Job:
             env=environment,
             start_new_session=True,
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (folder / "arguments").exists():
             assert self.process.poll() is None
             assert time.monotonic() < deadline
@@ -72,7 +72,7 @@ class Job:
             (self.folder / "done").touch()
         else:
             self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=300)
 
     @property
     def scontrol(self) -> str | None:

@@ -15,7 +15,7 @@ def said_by_rank(agent_pid: int, *wrapper: str) -> str:
         env=os.environ | {"TORCHELASTIC_RUN_ID": "1", "TLT_AGENT_PID": str(agent_pid)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return done.stdout
 

@@ -94,7 +94,7 @@ class Rank:
             self.buffer,
             self.engine,
             section,
-            ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=20.0),
+            ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=180.0),
             world=SINGLE,
             timeline=Timeline(None, 0),
             run_dir=folder,

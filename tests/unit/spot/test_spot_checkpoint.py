@@ -43,7 +43,7 @@ class GatedModel:
     @property
     def config(self) -> DraftConfig:
         self.has_arrived.set()
-        assert self.gate.wait(timeout=30)
+        assert self.gate.wait(timeout=300)
         return self._model.config
 
     def __getattr__(self, name: str) -> object:
@@ -74,7 +74,7 @@ def gated(
     proxy = GatedModel(model)
     checkpointer = AsyncDrafterCheckpointer(tmp_path, proxy, keep=9)  # type: ignore[arg-type]
     checkpointer.save(state_of(model, 0), {"step": 0})
-    assert proxy.has_arrived.wait(timeout=30)
+    assert proxy.has_arrived.wait(timeout=300)
     yield checkpointer, proxy
     proxy.gate.set()
     checkpointer.close()

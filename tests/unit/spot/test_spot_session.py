@@ -34,7 +34,7 @@ class Player:
             self.trainer,
             source or RandomBatches(self.trainer.model, seed=0, before=self.before),
             SpotSection(**section),
-            ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=20.0),
+            ranks=SpotRanks(store=self.store, layout=TWO, rank=0, phase_timeout_s=180.0),
             timeline=Timeline(None, 0),
         )
         self.spot.limits = replace(self.spot.limits, watch_s=0.0)
@@ -95,7 +95,7 @@ def stop_after_updates(player: Player, step: int, num_updates: int) -> SpotRepor
     """Rank 1 finishes when rank 0 has made so many updates in all."""
 
     def finish() -> None:
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 120.0
         while player.trainer.num_updates < num_updates and time.monotonic() < deadline:
             time.sleep(0.001)
         player.finish_other(step)
