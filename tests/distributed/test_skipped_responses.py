@@ -29,9 +29,10 @@ REWARDS = (
 )
 NUM_COMPUTED = (3, 1, 3, 2)  # without any advantage, the first response to each prompt
 LAYOUTS = {
-    "dp2": Layout(world=2),
-    "tp2": Layout(world=2, tensor=2),
-    "pp2": Layout(world=2, pipeline=2),
+    "dp2": (Layout(world=2), "auto"),
+    "tp2": (Layout(world=2, tensor=2), "auto"),
+    "pp2": (Layout(world=2, pipeline=2), "auto"),
+    "dp2_log_probs_first": (Layout(world=2), "always"),
 }
 
 
@@ -76,8 +77,7 @@ def _run(path: Path, layout: Layout, section: AlgorithmSection) -> Any:
     return steps, [tuple(s.token_ids.tolist()) for s in tapped], export(policy)
 
 
-@pytest.mark.parametrize("when", ["auto", "always"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("layout", "when"), LAYOUTS.values(), ids=LAYOUTS)
 def test_skipping_changes_no_bit(
     model_path: Path, tmp_path: Path, layout: Layout, when: str
 ) -> None:
@@ -108,6 +108,8 @@ def test_skipping_changes_no_bit(
         assert [step["actor/grad_norm"] > 0 for step in steps] == [True, True, False, True]
         for name, weight in weights.items():
             assert torch.equal(weight, other_weights[name]), name
-    tapped = [sorted(t for _, found, _ in run for t in found) for run in (computed, skipped)]
-    assert tapped[0] == tapped[1], "the drafter gets the same responses"
-    assert len(tapped[0]) == 6 * len(REWARDS)
+    # The drafter gets what is computed and the long tail.
+    before, after = ({t for _, found, _ in run for t in found} for run in (computed, skipped))
+    assert len(before) == 6 * len(REWARDS)
+    assert len(after) == len(before) if when == "always" else sum(NUM_COMPUTED) < len(after)
+    assert after <= before

@@ -127,14 +127,22 @@ class HiddenStateTap:
         }
 
     def choose(self, lengths: Sequence[int], groups: ProcessGroups) -> list[int]:
-        """Return the indices of the sequences that one pass over those of `lengths` would tap."""
+        """Return the indices of the long tail that fits: the longest, up to half of all tokens.
+
+        For sequences that only the tap needs forward.
+        """
         places, _ = plan_tap(
             [[length] for length in lengths],
             tp_size=groups.tp.size,
             pp_size=groups.pp.size,
             max_tokens=self._max_tokens,
         )
-        return [place.micro_batch for place in places]
+        chosen, num_tokens = [], 0
+        for place in places:  # longest first
+            if 2 * num_tokens < sum(lengths):
+                chosen.append(place.micro_batch)
+                num_tokens += place.end - place.start
+        return chosen
 
     @contextmanager
     def record(

@@ -116,7 +116,7 @@ class PolicyTrainer:
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
         update is the policy's first pass, the tap is passed to the update instead, and a pass here
-        gives it the responses that the update skips.
+        gives it the long tail of what the update skips.
         """
         section = self.section
         advantages = {} if section.has_kl_reward else self._advantages(scored, {})
@@ -249,7 +249,7 @@ class PolicyTrainer:
         return tuple(packs)
 
     def _tap_skipped(self, minibatch: Minibatch, tap: HiddenStateTap) -> None:
-        """Run the skipped responses forward that belong to the longest, which `tap` takes."""
+        """Run the skipped responses forward that belong to the long tail of this rank's share."""
         sizes = [r.num_tokens for pack in minibatch.packs for r in pack.rollouts]
         first = len(sizes)
         chosen = tap.choose([*sizes, *(r.num_tokens for _, r in minibatch.skipped)], self.groups)

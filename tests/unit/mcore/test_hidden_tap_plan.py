@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tlt_megatron.mcore.hidden_tap import TapPlace, plan_tap
+from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TapPlace, plan_tap
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 
 
 def lengths_of(places: list[TapPlace]) -> list[int]:
@@ -26,6 +27,19 @@ def test_budget_goes_to_the_longest_first() -> None:
     assert lengths_of(places) == [50, 20, 8]  # 30 no more, and nor 11 after 20
     assert num_left_out == 2
     assert plan_tap(lengths, tp_size=1, pp_size=1, max_tokens=3) == ([], 5)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "chosen"),
+    [(1000, [3, 0, 2]), (29, [0]), (80, [3, 0]), (1, [])],
+    ids=("half_of_all", "longest_does_not_fit", "two_fit", "none_fits"),
+)
+def test_the_long_tail_is_the_longest_up_to_half_of_all_tokens(
+    max_tokens: int, chosen: list[int]
+) -> None:
+    tap = HiddenStateTap(on_sequence=id, max_bytes=4 * 8 * max_tokens, hidden_size=8)
+    lengths = [30, 20, 30, 50, 20, 20, 20, 10]  # 80 after two are less than half of 200
+    assert tap.choose(lengths, ProcessGroups(world=SINGLE)) == chosen
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 3), (2, 2)])
