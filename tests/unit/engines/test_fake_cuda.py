@@ -102,6 +102,21 @@ def test_every_way_to_sample(
     assert run(engine, params) == run(make_engine(deep_path, None, "off"), params)
 
 
+@pytest.mark.parametrize("strategy", ["off", "3_2_6"])
+def test_every_batch_that_has_lanes_is_captured(
+    tiny_path: Path, device: PretendDevice, strategy: str
+) -> None:
+    """9 rows are in the bucket of 16, and memory has 12 lanes."""
+    sizes = {"max_batch_size": 16, "num_samples": 3, "kv_cache_tokens": 64 * 2 * 12}
+    engine = make_engine(tiny_path, device, strategy, max_prompt_tokens=70, **sizes)
+    limits = [[2, 4, 10], [2, 6, 8], [2, 2, 12]]
+    params = SamplingParams(num_samples=3, max_new_tokens=12, seed=5)
+    engine.generate(PROMPTS, params, policy_version=1, max_new_tokens=limits)
+    stats = engine.stats()
+    assert stats.num_graph_replays > 0
+    assert not [reason for reason in stats.eager_passes if reason.startswith("target")]
+
+
 def test_rows_in_pages_that_are_preempted(tiny_path: Path, device: PretendDevice) -> None:
     little = {"kv_cache_tokens": 64 * 5, "max_new_tokens": 68, "cuda_graphs": False}
     long = SamplingParams(num_samples=2, max_new_tokens=68, seed=5)

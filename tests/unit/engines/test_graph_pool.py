@@ -126,8 +126,6 @@ def test_eager_passes_are_counted_with_their_reason(pool: GraphPool, passes: Lan
     assert reason_of(Role.TARGET, 2, 8) is EagerReason.ROWS
     assert reason_of(Role.DRAFT, 2, 9) is EagerReason.ROWS
     assert reason_of(Role.TARGET, 9, 1) is EagerReason.BATCH
-    bind(pool, passes, num_lanes=6)
-    assert reason_of(Role.TARGET, 5, 1) is EagerReason.LANES
     pool.count_eager(Role.TARGET, EagerReason.PAGES)
     assert pool.take_counts().num_eager == {(Role.TARGET, EagerReason.PAGES): 1}
 
@@ -199,6 +197,19 @@ def test_lanes_shorter_than_planned_are_read_to_their_end(passes: LanePasses) ->
     expected = passes.steps[Role.TARGET](inputs)[0]
     torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=1e-12, atol=1e-12)
     assert {key.length for key in pool.take_counts().num_replays} == {LANE}
+
+
+@pytest.mark.parametrize("batch_size", [5, 6])
+def test_a_bucket_larger_than_the_lanes_is_captured_for_all_lanes(
+    passes: LanePasses, pool: GraphPool, batch_size: int
+) -> None:
+    bind(pool, passes, num_lanes=6)
+    inputs = passes.inputs(Role.TARGET, batch_size=batch_size, num_rows=1)
+    expected = passes.steps[Role.TARGET](inputs)[0].clone()
+    torch.testing.assert_close(pool.run(Role.TARGET, inputs)[0], expected, rtol=1e-12, atol=1e-12)
+    counts = pool.take_counts()
+    assert [key.batch_size for key in counts.num_replays] == [6]
+    assert not counts.num_eager
 
 
 def test_capturing_ahead_leaves_nothing_to_capture(pool: GraphPool, passes: LanePasses) -> None:

@@ -49,7 +49,6 @@ class EagerReason(StrEnum):
     BATCH = "batch larger than planned"
     ROWS = "more rows than planned for this batch size"
     LENGTH = "sequences longer than planned"
-    LANES = "no lanes to pad the batch with"
     PAGES = "sequences lie in pages, not in lanes"
     LAGGING = "rows that the drafter brings up to date apart from the others"
 

@@ -153,7 +153,7 @@ class GraphPool:
 
     @torch.inference_mode()
     def capture_ahead(self, example: Mapping[Role, PassInputs]) -> None:
-        """Capture all planned shapes that fit into the lanes. `example`: inputs of any shape for each role."""
+        """Capture all planned shapes, cut to the lanes. `example`: inputs of any shape for each role."""
         if self.has_graphs:
             for key in self._largest_first():
                 if key not in self._captured:
@@ -177,15 +177,14 @@ class GraphPool:
         self, role: Role, batch_size: int, num_rows: int, longest: int
     ) -> GraphKey | EagerReason:
         key = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
-        if isinstance(key, EagerReason):
-            return key
-        return self._in_lanes(key) or EagerReason.LANES
+        return key if isinstance(key, EagerReason) else self._in_lanes(key)
 
-    def _in_lanes(self, key: GraphKey) -> GraphKey | None:
-        """Return the capture, cut to the length of a lane. None if there are too few lanes for its batch."""
-        if key.batch_size > self._num_lanes:
-            return None
-        return key if key.length <= self._lane else dataclasses.replace(key, length=self._lane)
+    def _in_lanes(self, key: GraphKey) -> GraphKey:
+        """Return the capture, cut to the lanes that there are and to their length."""
+        if key.batch_size <= self._num_lanes and key.length <= self._lane:
+            return key
+        batch_size = min(key.batch_size, self._num_lanes)
+        return dataclasses.replace(key, batch_size=batch_size, length=min(key.length, self._lane))
 
     # ---- captures and their static tensors
 
@@ -196,8 +195,8 @@ class GraphPool:
             self._capture_blank(largest, dataclasses.replace(inputs, hidden_PD=None))
 
     def _largest_first(self) -> list[GraphKey]:
-        """Return all planned shapes that fit into the lanes, largest activations first."""
-        keys = dict.fromkeys(filter(None, map(self._in_lanes, self.plan.keys)))
+        """Return all planned shapes, cut to the lanes, largest activations first."""
+        keys = dict.fromkeys(map(self._in_lanes, self.plan.keys))
         return sorted(keys, key=lambda key: -self.plan.cost(key).activation_bytes)
 
     def _capture_blank(self, key: GraphKey, like: PassInputs) -> None:
