@@ -13,7 +13,7 @@ import torch
 
 from tests.gpu.cuda_ranks import needs_gpus
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import engine_over
+from tests.unit.engines.conftest import engine_over, load_from
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -127,6 +127,7 @@ def test_a_sleeping_engine_gives_all_back_and_wakes_with_the_same_tensors(
     assert freed >= engine.memory_plan().weights_bytes + engine.memory_plan().kv_bytes
     engine.wake()
     assert engine.target_tensors() == borrowed
+    load_from(path, engine)
     tokens, stats = run(engine)
     assert tokens == expected
     assert stats.num_graph_replays > 0

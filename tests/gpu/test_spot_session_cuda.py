@@ -16,7 +16,7 @@ from tlt_megatron.config.schema import DrafterSection, SpotSection
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
+from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.runtime.job_store import open_job_store
@@ -87,10 +87,13 @@ def test_a_save_needs_nothing_that_a_sleeping_engine_has_taken(
     borrowed = {name: getattr(trainer.model, name) for name in ("embedding_VD", "lm_head_VD")}
     checkpointer = AsyncDrafterCheckpointer(tmp_path, trainer.model)
     checkpointer.save(trainer.state_dict(), {})
-    asleep = ParkedWeights(borrowed.values())
+    contents = {name: tensor.clone() for name, tensor in borrowed.items()}
+    asleep = FreedWeights(borrowed.values())
     taken = torch.full((1 << 20,), torch.nan, device=device.torch_device)  # its memory, or more
     checkpointer.close()
     asleep.restore()
+    for name, tensor in borrowed.items():
+        tensor.copy_(contents[name])
     newest = find_newest(tmp_path)
     assert newest is not None
     saved = load_drafter(newest, **borrowed)  # refused beside another target

@@ -109,7 +109,10 @@ class RolloutEngine(Protocol):
         in another process may keep its KV until `sleep`."""
 
     def sleep(self) -> None:
-        """Free memory for training. Call `wake` before the next `generate` or `load_weights`."""
+        """Free memory for training, on a GPU also the policy's weights.
+
+        Call `wake` before the next `load_weights`, and on a GPU `load_weights` before `generate`.
+        """
 
     def wake(self) -> None:
         """Undo `sleep`."""

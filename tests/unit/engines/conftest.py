@@ -41,9 +41,14 @@ def engine_over(
     engine = EmbeddedEngine(
         config, section, device, max_prompt_tokens=max_prompt_tokens, tap_layers=tap_layers
     )
+    load_from(path, engine, dtype)
+    return engine
+
+
+def load_from(path: Path, engine: EmbeddedEngine, dtype: str = "float64") -> None:
+    """Load the weights at `path` as version 1."""
     tensors = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(path).items()]
     engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
-    return engine
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.pretend_cuda import CUDA, PretendDevice, PretendGpu, pretend_device
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import checksum, engine_over
+from tests.unit.engines.conftest import checksum, engine_over, load_from
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.loss import draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftSequence, pack_batch
@@ -162,6 +162,9 @@ def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows_and_no_kv(
     engine.wake()
     assert engine.target_tensors() == (embedding, head)
     assert [tensor.untyped_storage().nbytes() for tensor in (embedding, head)] == sizes
+    with pytest.raises(RuntimeError, match="the engine holds None"):
+        run(engine)
+    load_from(tiny_path, engine)
     assert run(engine) == expected
     other = [(name, tensor * 1.5) for name, tensor in tensors_of("float64")]
     engine.load_weights(other, version=1, checksum=lambda: checksum(other))

@@ -23,7 +23,7 @@ from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.packing import DraftBatch
-from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
+from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.runtime.timeline import Timeline
@@ -295,10 +295,13 @@ def test_what_publishing_saves_is_whole_though_the_engine_falls_asleep_at_once(
         rank.publish()
     model = rank.trainer.model
     borrowed = {"embedding_VD": model.embedding_VD, "lm_head_VD": model.lm_head_VD}
-    asleep = ParkedWeights(borrowed.values())
+    contents = {name: tensor.clone() for name, tensor in borrowed.items()}
+    asleep = FreedWeights(borrowed.values())
     assert rank.lifecycle.checkpointer is not None
     rank.lifecycle.checkpointer.wait()
     asleep.restore()
+    for name, tensor in borrowed.items():
+        tensor.copy_(contents[name])
     newest = find_newest(tmp_path / "drafter")
     assert newest is not None
     saved = load_drafter(newest, dtype=torch.float64, **borrowed)  # refused beside another target

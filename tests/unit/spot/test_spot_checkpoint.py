@@ -21,7 +21,7 @@ from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
+from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
 from tlt_megatron.spot.checkpoint import (
     AsyncDrafterCheckpointer,
@@ -283,10 +283,14 @@ def test_what_was_saved_does_not_need_the_borrowed_embedding_any_more(
     """The engine goes to sleep, and its memory with it, while a save waits."""
     checkpointer, proxy = gated
     checkpointer.save(state_of(model, 1), {"step": 1})
-    parked = ParkedWeights([model.embedding_VD, model.lm_head_VD])
+    borrowed = [model.embedding_VD, model.lm_head_VD]
+    contents = [tensor.clone() for tensor in borrowed]
+    freed = FreedWeights(borrowed)
     proxy.gate.set()
     checkpointer.wait()
-    parked.restore()
+    freed.restore()
+    for tensor, content in zip(borrowed, contents, strict=True):
+        tensor.copy_(content)
     newest = find_newest(tmp_path)
     assert newest is not None
     assert steps_in(tmp_path) == [0, 1]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
+from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.engines.embedded.generation import (
     Generation,
     group_rollouts,
@@ -21,7 +22,6 @@ from tlt_megatron.engines.embedded.generation import (
 )
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
-from tlt_megatron.engines.embedded.parked_weights import ParkedWeights
 from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.scheduler import make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -68,7 +68,7 @@ class EmbeddedEngine:
         self._plan = self.memory_plan(())
         self._graphs = self._make_graphs()
         self._model: Transformer | None = None
-        self._parked: ParkedWeights | None = None
+        self._freed: FreedWeights | None = None
         self._cache: KvCache | None = None
         self._version: int | None = None
         self._stats = EngineStats(kv_capacity_tokens=self._plan.kv_tokens)
@@ -178,24 +178,29 @@ class EmbeddedEngine:
         return True
 
     def free_kv(self) -> None:
-        """See `RolloutEngine`. Also frees all graphs, which read the KV."""
+        """See `RolloutEngine`. Also frees all graphs.
+
+        Graphs read fixed addresses of KV and weights. torch's allocator cannot give memory back and
+        take it again at the same address, so graphs are captured anew after each `sleep`.
+        """
         self._graphs.drop()
         self._cache = None
 
     def sleep(self) -> None:
-        """Free the KV and all graphs. On a GPU also move the weights to the host."""
+        """Free the KV and all graphs, on a GPU also the weights: `load_weights` sends them again."""
         self._require_open()
         self.free_kv()
         if self._model is not None and self._device.is_cuda and not self._is_asleep:
-            self._parked = ParkedWeights(t for _, t in self._model.named_hf_tensors())
+            self._freed = FreedWeights(t for _, t in self._model.named_hf_tensors())
+            self._version = None
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`. On a GPU call `load_weights` after it."""
         self._require_open()
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        if self._freed is not None:
+            self._freed.restore()
+            self._freed = None
         self._is_asleep = False
 
     def stats(self) -> EngineStats:
@@ -219,7 +224,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Free everything."""
         self.free_kv()
-        self._model = self._parked = self._version = None
+        self._model = self._freed = self._version = None
         self._is_closed = True
 
     def _require_open(self) -> None:
