@@ -87,7 +87,7 @@ def _engine_claims(
     config: RunConfig, model: ModelConfig, sizes: ModelSizes, device: Device
 ) -> list[MemoryClaim]:
     if config.rollout.engine == "sglang":
-        return _sglang_claims(config, sizes)
+        return _sglang_claims(config, sizes, device)
     rollout = config.rollout
     texts = config.speculation.strategies if config.speculation.enabled else []
     strategies = [SpeculationStrategy.parse(text) for text in texts]
@@ -132,8 +132,11 @@ def _engine_claims(
     return claims
 
 
-def _sglang_claims(config: RunConfig, sizes: ModelSizes) -> list[MemoryClaim]:
-    """Return the claims of the SGLang process, which shares the rank's device."""
+def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list[MemoryClaim]:
+    """Return the claims of the SGLang process, which shares the rank's device.
+
+    Graphs and workspaces are what SGLang itself reserves for them (arg_groups/memory_hook.py).
+    """
     rollout, item, ranks = config.rollout, _item_bytes(config), config.ranks_per_engine
     kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (
         config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -144,6 +147,11 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes) -> list[MemoryClaim]:
         kv_layers += 1
         weights += drafter_parameters(sizes)
     tp = f"sglang.engine_args.tp_size={ranks}"
+    num_states = 1  # an adaptive engine captures its graphs for each strategy
+    if config.speculation.enabled:
+        num_states = max(1, len([text for text in config.speculation.strategies if text != "off"]))
+    workspace_mib = 512 + 1.5 * max(rollout.prefill_chunk_tokens, 2048) + 1024 * ranks / 8
+    graphs_mib = 2 * rollout.max_batch_size * num_states
     return [
         MemoryClaim(
             name="engine weights", num_bytes=weights * item // ranks, phases=_AWAKE, lower=tp
@@ -153,6 +161,12 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes) -> list[MemoryClaim]:
             num_bytes=kv_tokens * sizes.kv * kv_layers * item // ranks,
             phases=_AWAKE - {Phase.WEIGHT_SYNC},
             lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.kv_cache_tokens={rollout.kv_cache_tokens} or {tp}",
+        ),
+        MemoryClaim(
+            name="engine graphs and workspaces",
+            num_bytes=int((workspace_mib + graphs_mib) * 2**20) if device.is_cuda else 0,
+            phases=_AWAKE,
+            lower=f"rollout.max_batch_size={rollout.max_batch_size} or rollout.prefill_chunk_tokens={rollout.prefill_chunk_tokens}",
         ),
     ]
 

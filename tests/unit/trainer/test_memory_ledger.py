@@ -102,6 +102,8 @@ def test_an_sglang_engine_is_cut_over_its_ranks(tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path, sglang, 4)
     assert claim(ledger, "engine weights") == sizes_of(tmp_path).total * 2 // 4
     assert claim(ledger, "engine KV") == 102400 * 1024 * 28 * 2 // 4
+    workspaces_mib = 512 + 1.5 * 2048 + 4 * 128 + 2 * 64
+    assert claim(ledger, "engine graphs") == workspaces_mib * 2**20
 
 
 def test_a_reference_policy_is_counted(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class SharedGpu:
         self.peak = 0
 
     def _sum(self, phase: Phase, *, of_engine: bool) -> int:
-        engine = ("engine weights", "engine KV")
+        engine = ("engine weights", "engine KV", "engine graphs")
         return sum(
             claim.num_bytes
             for claim in self._ledger.claims
