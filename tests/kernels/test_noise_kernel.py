@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.tiny_task import REPO
-from tlt_megatron.speculation.sampling import gumbel_noise, row_keys, sample
+from tlt_megatron.speculation.sampling import add_noise, gumbel_noise, row_keys, sample
 
 pytest.importorskip(
     "triton", reason="the CPU build of torch comes without triton: make test-sglang"
@@ -23,6 +23,7 @@ elif os.environ.get("TRITON_INTERPRET") == "1":
 else:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from tlt_megatron.speculation import noise_kernel
 from tlt_megatron.speculation.noise_kernel import fill_gumbel, noisy_argmax
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0]
@@ -35,11 +36,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tlt_megatron.speculation import noise_kernel
 
+add = {"logits": "*bf16", "keys": "*i64", "scale": "*fp64", "factors": "*fp64", "out": "*fp32"}
 outputs = {"vocab_size": "i32", "BLOCK": "constexpr"}
 argmax = {"logits": "*fp32", "keys": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
 for kernel, signature in (
     (noise_kernel._fill, {"keys": "*i64", "noise": "*fp64"} | outputs),
     (noise_kernel._argmax_of_block, argmax),
+    (noise_kernel._add, add | {"vocab_size": "i32", "rows_per_key": "i32", "BLOCK": "constexpr"}),
 ):
     source = ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": noise_kernel._BLOCK})
     target = GPUTarget("cuda", 90, 32)
@@ -72,6 +75,30 @@ def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype)
     expected = sample(logits_BV, seeds_B.cpu(), positions_B.cpu(), temperature=1.0)
     tokens_B = noisy_argmax(logits_BV.to(DEVICE), row_keys(seeds_B, positions_B))
     assert tokens_B.tolist() == expected.token_ids_B.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_branches", [0, 3])
+def test_noise_added_to_draft_logits_is_that_of_the_torch_form(
+    dtype: torch.dtype, num_branches: int
+) -> None:
+    """And so are the candidates that a tree takes."""
+    seeds_B, positions_B = keys()
+    shape = (len(seeds_B), num_branches, 1025) if num_branches else (len(seeds_B), 1025)
+    generator = torch.Generator().manual_seed(num_branches)
+    logits = (3.0 * torch.randn(shape, generator=generator)).to(dtype)
+    logits[..., 7] = -torch.inf
+    scale = torch.tensor(0.7, dtype=torch.float64)
+    factor_B = torch.linspace(0.0, 1.3, len(seeds_B), dtype=torch.float64)
+    expected = add_noise(logits, seeds_B.cpu(), positions_B.cpu(), scale, factor_B)
+    on_device = (value.to(DEVICE) for value in (scale, factor_B))
+    found = noise_kernel.add_noise(
+        logits.to(DEVICE), row_keys(seeds_B, positions_B), *on_device
+    ).cpu()
+    assert found.dtype == expected.dtype == torch.promote_types(dtype, torch.float32)
+    ulps = 4 * torch.finfo(found.dtype).eps * 40
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=ulps)
+    assert found.topk(4).indices.equal(expected.topk(4).indices)
 
 
 def test_tokens_outside_the_allowed_set_are_never_drawn() -> None:

@@ -36,9 +36,7 @@ def test_draws_are_those_of_plain_sampling_however_they_are_cut(
     seeds_B = torch.arange(NUM_REQUESTS) * 7919 + 1
     lengths_B = torch.tensor([3, 9, 4, 30, 5])
     positions_BQ = lengths_B.unsqueeze(1) + torch.tensor([0, 1, 1, 2])
-    found_P = tree_draws(
-        logits_PV, seeds_B, lengths_B, positions_BQ, settings, num_steps=3, most=most
-    )
+    found_P = tree_draws(logits_PV, seeds_B, positions_BQ, settings, most=most)
     seeds_P = seeds_B.repeat_interleave(NUM_NODES)
     expected = sample(logits_PV, seeds_P, positions_BQ.flatten(), *settings)
     assert found_P.tolist() == expected.token_ids_B.tolist()
@@ -60,7 +58,7 @@ def test_no_requests_draw_nothing() -> None:
     logits_PV = torch.empty(0, VOCAB_SIZE)
     assert _sample_rows(logits_PV, none, none, CUT).token_ids_B.tolist() == []
     positions_BQ = none.view(0, NUM_NODES)
-    assert tree_draws(logits_PV, none, none, positions_BQ, CUT, num_steps=3).tolist() == []
+    assert tree_draws(logits_PV, none, positions_BQ, CUT).tolist() == []
 
 
 class CountedSoftmax(TorchDispatchMode):

@@ -1,7 +1,7 @@
 """Triton kernels of the sampling noise, for CUDA. `sampling.py` calls them; its torch form is the reference.
 
 One kernel replaces about twenty elementwise ones: it hashes (row key, token id) to a uniform number and turns that into
-Gumbel noise in registers. `noisy_argmax` writes no noise at all. `TRITON_INTERPRET=1` runs both on a CPU: tests/kernels.
+Gumbel noise in registers. `noisy_argmax` and `add_noise` write no noise at all. `TRITON_INTERPRET=1` runs both on a CPU: tests/kernels.
 """
 
 from __future__ import annotations
@@ -52,6 +52,19 @@ def _argmax_of_block(logits, keys, largest, winners, vocab_size, BLOCK: tl.const
     tl.store(winners + cell, (tl.program_id(1) * BLOCK + index).to(tl.int64))
 
 
+@triton.jit
+def _add(logits, keys, scale, factors, out, vocab_size, rows_per_key, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token_ids < vocab_size
+    request = row // rows_per_key
+    kind = out.dtype.element_ty
+    offsets = (_gumbel(tl.load(keys + request), token_ids) * tl.load(factors + request)).to(kind)
+    values = tl.load(logits + row * vocab_size + token_ids, mask=is_token, other=0.0).to(kind)
+    noisy = values * tl.load(scale).to(kind) + offsets
+    tl.store(out + row * vocab_size + token_ids, noisy, mask=is_token)
+
+
 def fill_gumbel(keys_B: Tensor, vocab_size: int) -> Tensor:
     """Return [B, V] float64 noise of `sampling.row_keys`."""
     noise_BV = keys_B.new_empty((keys_B.shape[0], vocab_size), dtype=torch.float64)
@@ -71,3 +84,16 @@ def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
     _argmax_of_block[grid](*arguments, BLOCK=_BLOCK, **_OPTIONS)
     block_B1 = largest_BK.argmax(dim=1, keepdim=True)
     return winners_BK.gather(1, block_B1).squeeze(1)
+
+
+def add_noise(logits: Tensor, keys_B: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+    """See `sampling.add_noise`; with `sampling.row_keys`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    vocab_size, num_keys = logits.shape[-1], keys_B.shape[0]
+    num_rows = logits.numel() // vocab_size
+    grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
+    factor_B = factor.expand_as(keys_B).contiguous()
+    arguments = (logits.contiguous(), keys_B, scale, factor_B, out, vocab_size)
+    _add[grid](*arguments, num_rows // num_keys, BLOCK=_BLOCK, **_OPTIONS)
+    return out

@@ -295,3 +295,21 @@ def sample(
     return Sampled(
         token_ids_B=tokens_B1.squeeze(1), logprobs_B=logprobs_B, policy_logprobs_B=policy_B
     )
+
+
+def add_noise(
+    logits: Tensor, seeds_B: Tensor, positions_B: Tensor, scale: Tensor, factor: Tensor
+) -> Tensor:
+    """Return logits * scale + `gumbel_noise` * factor in at least float32, for logits [B, V] or [B, K, V].
+
+    The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64. On CUDA the noise is not
+    written.
+    """
+    keys_B = row_keys(seeds_B, positions_B)
+    if _has_kernels(keys_B):
+        return _kernels().add_noise(logits, keys_B, scale, factor)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
+    offset_BV = noise_BV.mul_(factor.expand_as(seeds_B).unsqueeze(1)).to(dtype)
+    offset = offset_BV if logits.dim() == 2 else offset_BV.unsqueeze(1)
+    return (logits.to(dtype) * scale).add_(offset)

@@ -19,7 +19,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from tlt_megatron.speculation.sampling import cut_logits
+from tlt_megatron.speculation.sampling import add_noise, cut_logits
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 ROOT = -1  # as a parent: the last committed token
@@ -147,21 +147,27 @@ class _Scoring:
         Tensor, ...
     ]  # factor on the logits; 0-dim, so that float64 does not promote the logits
     offsets: tuple[Tensor, ...] | None  # [B, V] each, added to the scaled logits
+    keys: tuple[Tensor, Tensor] | None  # instead: seeds [B] and positions [B] of depth 0's noise
     temperature: float
     top_p: float
     top_k: int
 
     def log_probs(self, logits: Tensor, depth: int) -> Tensor:
         """Return log softmax(logits * scale + offset) in at least float32. `logits` is [B, V] or [B, K, V]."""
-        if self.offsets is None:
+        if self.offsets is None and self.keys is None:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return (logits * self.scale_D[depth]).log_softmax(-1)
         if self.top_p < 1.0 or self.top_k > 0:
             logits = self._cut(logits)
+        scale = self.scale_D[depth]
+        if self.keys is not None:
+            seeds_B, positions_B = self.keys
+            factor = scale * self.temperature
+            return add_noise(logits, seeds_B, positions_B + depth, scale, factor).log_softmax(-1)
         offset = self.offsets[depth]
         if logits.dim() == 3:
             offset = offset.unsqueeze(1)
-        return torch.addcmul(offset, logits, self.scale_D[depth]).log_softmax(-1)
+        return torch.addcmul(offset, logits, scale).log_softmax(-1)
 
     def _cut(self, logits: Tensor) -> Tensor:
         """Drop tokens that the target's top-p and top-k most likely exclude, because noise could rank them high.
@@ -207,6 +213,7 @@ class TreeGrower:
         *,
         temperature: float,
         noise_BDV: Tensor | None = None,
+        noise_keys: tuple[Tensor, Tensor] | None = None,
         tau_D: Tensor | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -214,42 +221,41 @@ class TreeGrower:
         """Grow one tree per request.
 
         `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
-        d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs this noise. `tau_D`
+        d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs this noise. On CUDA
+        give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `tau_D`
         (float64, at least num_steps values on the device) is the error of draft logits at each depth, default 1
         (`calibration.AcceptanceCalibrator`). `top_p` and `top_k` are those of the target's sampling.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
-        scale_D, offsets = self._scales(temperature, noise_BDV, tau_D, dtype)
+        has_noise = self.ranking is Ranking.NOISE and temperature > 0.0
+        if has_noise and noise_BDV is None and noise_keys is None:
+            raise ValueError(f"ranking={self.ranking} at temperature={temperature} needs noise_BDV")
+        scale_D = self._scales(temperature, tau_D)
+        offsets = None
+        if has_noise and noise_BDV is not None:
+            factor_D1 = (scale_D * temperature).unsqueeze(1)
+            offsets = (noise_BDV[:, : self.strategy.num_steps] * factor_D1).to(dtype).unbind(1)
         scoring = _Scoring(
-            scale_D=scale_D, offsets=offsets, temperature=temperature, top_p=top_p, top_k=top_k
+            scale_D=scale_D.unbind(),
+            offsets=offsets,
+            keys=noise_keys if has_noise and offsets is None else None,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
         )
         if self.strategy.topk == 1:
             return self._grow_chain(root_logits_BV, expand, scoring)
         return self._grow_tree(root_logits_BV, expand, scoring)
 
-    def _scales(
-        self,
-        temperature: float,
-        noise_BDV: Tensor | None,
-        tau_D: Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Return the factor on logits and the [B, V] offset of each depth; the estimate is softmax(logits * factor + offset).
+    def _scales(self, temperature: float, tau_D: Tensor | None) -> Tensor:
+        """Return the factor on logits of each depth; the estimate is softmax(logits * factor + noise * temperature * factor).
 
         Noise ranking uses (logits + temperature * noise) / tau, so tau is an error of draft logits at any temperature,
         0 included. If that error were Gumbel noise of scale tau, the softmax would be the exact posterior.
         """
         if self.ranking is Ranking.PROBABILITY:
-            scale_D = self._ones_D / temperature if temperature > 0.0 else self._ones_D
-            return scale_D.unbind(), None
-        steps = self.strategy.num_steps
-        scale_D = 1.0 / tau_D[:steps] if tau_D is not None else self._ones_D
-        if temperature == 0.0:
-            return scale_D.unbind(), None
-        if noise_BDV is None:
-            raise ValueError(f"ranking={self.ranking} at temperature={temperature} needs noise_BDV")
-        offsets_BDV = noise_BDV[:, :steps] * (scale_D * temperature).unsqueeze(1)
-        return scale_D.unbind(), offsets_BDV.to(dtype).unbind(1)
+            return self._ones_D / temperature if temperature > 0.0 else self._ones_D
+        return 1.0 / tau_D[: self.strategy.num_steps] if tau_D is not None else self._ones_D
 
     def _grow_chain(
         self,

@@ -87,7 +87,10 @@ class ModelDrafter:
         noise_BSV: Tensor | None,
         tau_D: Tensor | None,
     ) -> DraftTree:
-        """Compute the pairs that the drafter has not seen. Then grow a tree from every root."""
+        """Compute the pairs that the drafter has not seen. Then grow a tree from every root.
+
+        `noise_BSV` is None at temperature 0, and on CUDA, where the noise is never written.
+        """
         rows = list(zip(roots.positions, roots.requests, strict=True))
         num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
         num_left = self._catch_up(view, roots.positions, num_unseen)
@@ -103,6 +106,7 @@ class ModelDrafter:
             self._expand_from(view, roots, hidden_BD, strategy),
             temperature=params.temperature,
             noise_BDV=noise_BSV,
+            noise_keys=(roots.seeds_B, roots.draw_positions_B + 1),
             tau_D=tau_D,
             top_p=params.top_p,
             top_k=params.top_k,

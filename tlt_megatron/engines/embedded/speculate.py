@@ -177,7 +177,7 @@ class Speculator:
         params, noise_BSV, retrieved_BN = self._params, None, None
         # Roots sampled after a plain pass are not written yet.
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
-        if params.temperature > 0.0:
+        if params.temperature > 0.0 and not roots.seeds_B.is_cuda:
             noise_BSV = self._noise.window(
                 roots.seeds_B, roots.draw_positions_B + 1, strategy.depth + 1
             )
@@ -216,7 +216,7 @@ class Speculator:
             roots,
             strategy,
             self._params,
-            noise_BSV=noise_BSV if noise_BSV is None else noise_BSV[:, : strategy.num_steps + 1],
+            noise_BSV=noise_BSV,
             tau_D=self._tau(),
         )
 
@@ -253,7 +253,10 @@ class Verifier:
     def verify(
         self, view: LaneView, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
     ) -> Committed:
-        """Run one pass over B * R tokens and commit. `noise_BSV[:, d]` is for nodes at depth d."""
+        """Run one pass over B * R tokens and commit.
+
+        `noise_BSV[:, d]` is for nodes at depth d; with None it is made where it is used.
+        """
         num_rows, num_queries = tree.row_depths_BR.shape
         ancestors_BRR = ancestor_mask(tree)
         rows_R = torch.arange(num_queries, device=self._model.device)
@@ -288,8 +291,12 @@ class Verifier:
     ) -> Sampled:
         """Sample the target's token after every node, as plain decoding does."""
         params = self._params
-        noise_PV = None
-        if noise_BSV is not None:
+        noise_PV, seeds_P, positions_P = None, roots.seeds_B, roots.draw_positions_B
+        if noise_BSV is None:
+            positions_BR = positions_P.unsqueeze(1) + 1 + tree.row_depths_BR
+            seeds_P = seeds_P.unsqueeze(1).expand_as(positions_BR).reshape(-1)
+            positions_P = positions_BR.view(-1)
+        else:
             num_rows, _, vocab_size = noise_BSV.shape
             if tree.is_chain:
                 noise_PV = noise_BSV.reshape(-1, vocab_size)
@@ -298,8 +305,8 @@ class Verifier:
                 noise_PV = noise_BSV[rows_B1, tree.row_depths_BR].view(-1, vocab_size)
         return sample(
             self._model.logits(hidden_PD),
-            roots.seeds_B,
-            roots.draw_positions_B,
+            seeds_P,
+            positions_P,
             params.temperature,
             params.top_p,
             params.top_k,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.sglang.noise import ranks_by_noise, settings_of
-from tlt_megatron.speculation.sampling import gumbel_noise
+from tlt_megatron.speculation.sampling import add_noise, gumbel_noise
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -208,6 +208,7 @@ class _Buffers:
         num_rows = max(worker.draft_runner.max_running_requests, *graph_sizes, 1)
         self._seeds_R = torch.zeros(num_rows, dtype=torch.int64, device=worker.device)
         self._temperatures_R = torch.zeros(num_rows, dtype=torch.float64, device=worker.device)
+        self._one = torch.ones((), dtype=torch.float64, device=worker.device)
         self._topk = worker.topk
         self._worker = worker
 
@@ -221,15 +222,15 @@ class _Buffers:
         """Add temperature * noise in place. The `topk` branches of a request share its noise."""
         topk = topk or self._topk
         num_rows = logits_PV.shape[0] // topk
-        hot_ids = self._worker.hot_token_id  # a pruned draft vocabulary
-        vocab_size = logits_PV.shape[-1]
-        if hot_ids is not None:
-            vocab_size = self._worker.target_worker.model_config.vocab_size
-        noise_BV = gumbel_noise(
-            self._seeds_R[:num_rows], positions_P.view(num_rows, topk)[:, 0], vocab_size
-        )
-        if hot_ids is not None:
-            noise_BV = noise_BV[:, hot_ids]
-        noise_BV *= self._temperatures_R[:num_rows].unsqueeze(1)
         logits_BKV = logits_PV.view(num_rows, topk, -1)
+        seeds_B, factor_B = self._seeds_R[:num_rows], self._temperatures_R[:num_rows]
+        positions_B = positions_P.view(num_rows, topk)[:, 0]
+        hot_ids = self._worker.hot_token_id  # a pruned draft vocabulary
+        if hot_ids is None:
+            noisy_BKV = add_noise(logits_BKV, seeds_B, positions_B, self._one, factor_B)
+            logits_BKV.copy_(noisy_BKV)
+            return
+        vocab_size = self._worker.target_worker.model_config.vocab_size
+        noise_BV = gumbel_noise(seeds_B, positions_B, vocab_size)[:, hot_ids]
+        noise_BV *= factor_B.unsqueeze(1)
         logits_BKV += noise_BV.unsqueeze(1).to(logits_PV.dtype)

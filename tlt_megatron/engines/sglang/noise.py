@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_megatron.speculation.sampling import Sampled, cut_logits, gumbel_noise, sample
+from tlt_megatron.speculation.sampling import Sampled, cut_logits, noisy_argmax, sample
 from tlt_megatron.speculation.tree import Ranking
 
 if TYPE_CHECKING:
@@ -214,10 +214,8 @@ def verify_perturbed(
     draws_P = tree_draws(
         raw_PV,
         batch.sampling_info.sampling_seed,
-        batch.seq_lens,
         verify_input.positions.view(batch.seq_lens.shape[0], -1),
         settings,
-        num_steps=verify_input.max_tree_depth,
     )
     # One byte per element; the argmax of every row is its sample.
     is_draw_PV = torch.zeros(raw_PV.shape, dtype=torch.uint8, device=raw_PV.device)
@@ -231,27 +229,20 @@ def verify_perturbed(
 def tree_draws(
     logits_PV: Tensor,
     seeds_B: Tensor,
-    lengths_B: Tensor,
     positions_BQ: Tensor,
     settings: SamplingSettings,
     *,
-    num_steps: int,
     most: int = _MOST_NOISE,
 ) -> Tensor:
     """Return the target's samples [B * Q], one after every node of the draft trees.
 
-    `positions_BQ` are the positions of the nodes, `lengths_B` those of the roots. A chunk has at
-    most `most` elements, or one request."""
-    num_requests, num_nodes = positions_BQ.shape
-    vocab_size = logits_PV.shape[-1]
-    logits_BQV = logits_PV.view(num_requests, num_nodes, vocab_size)
-    draws = []
-    for rows in row_chunks(num_requests, num_nodes * vocab_size, most):
-        noise_PV = _tree_noise(
-            seeds_B[rows], lengths_B[rows], positions_BQ[rows], num_steps, vocab_size
-        )
-        noise_PV += _allowed(logits_BQV[rows].flatten(0, 1), settings)
-        draws.append(noise_PV.argmax(dim=-1))
+    `positions_BQ` are the positions of the nodes. A chunk has at most `most` elements, or one node."""
+    seeds_P = seeds_B.unsqueeze(1).expand_as(positions_BQ).reshape(-1)
+    positions_P = positions_BQ.reshape(-1).to(torch.int64)
+    draws = [
+        noisy_argmax(_allowed(logits_PV[rows], settings), seeds_P[rows], positions_P[rows])
+        for rows in row_chunks(*logits_PV.shape, most)
+    ]
     return torch.cat(draws)
 
 
@@ -261,22 +252,6 @@ def _allowed(logits_PV: Tensor, settings: SamplingSettings) -> Tensor:
     if settings.is_plain:
         return logits_PV
     return cut_logits(logits_PV / settings.temperature, settings.top_p, settings.top_k)
-
-
-def _tree_noise(
-    seeds_B: Tensor, lengths_B: Tensor, positions_BQ: Tensor, num_steps: int, vocab_size: int
-) -> Tensor:
-    """Return the noise [B * Q, V]. Nodes of one request at the same depth share a row."""
-    depths_BQ = positions_BQ - lengths_B.unsqueeze(1)
-    steps_S = torch.arange(num_steps, device=lengths_B.device)
-    positions_BS = lengths_B.unsqueeze(1).to(torch.int64) + steps_S
-    noise_SBV = gumbel_noise(
-        seeds_B.unsqueeze(1).expand_as(positions_BS).reshape(-1),
-        positions_BS.reshape(-1),
-        vocab_size,
-    ).view(*positions_BS.shape, vocab_size)
-    rows_B1 = torch.arange(lengths_B.shape[0], device=lengths_B.device).unsqueeze(1)
-    return noise_SBV[rows_B1, depths_BQ.long()].view(-1, vocab_size)
 
 
 def spec_logprobs(
