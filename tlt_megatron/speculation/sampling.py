@@ -23,9 +23,10 @@ SHIFTS = (30, 27, 31)
 UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
 _NOISE_CHUNK = 1 << 15  # elements of noise made at once on a CPU, so that they fit in the cache
-_SEARCH_FROM = (
+_SEARCHED_TOKENS = (
     1 << 14
-)  # tokens; below this, noise for all of a small vocabulary is as fast as a search
+)  # of a vocabulary; below this, noise for all of it is as fast as a search
+_SEARCHED_LOGITS = 1 << 17  # of all rows; below this, call overhead dominates the cost of a search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Ten
     """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
     if _has_kernels(seeds_B):
         return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
-    if _is_searched(logits_BV):
+    if is_searched(*logits_BV.shape, logits_BV.device):
         tokens_B = _search().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
         if tokens_B is not None:
             return tokens_B
@@ -119,8 +120,10 @@ def _has_kernels(like: Tensor) -> bool:
     return like.is_cuda and importlib.util.find_spec("triton") is not None
 
 
-def _is_searched(logits_BV: Tensor) -> bool:
-    return logits_BV.is_cpu and logits_BV.shape[1] >= _SEARCH_FROM
+def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:
+    """Return whether `noisy_argmax` makes noise for few tokens only, so that noise made ahead costs more."""
+    is_large = vocab_size >= _SEARCHED_TOKENS and num_rows * vocab_size >= _SEARCHED_LOGITS
+    return is_large and device.type == "cpu"
 
 
 def _search() -> ModuleType:
@@ -182,7 +185,7 @@ class NoiseAhead:
 class NoiseWindow:
     """`gumbel_noise` for speculative decoding, where rows advance by different amounts.
 
-    Makes a block of positions at once and returns a window of it. Call `start` after the rows change.
+    Keeps a block of positions per row, and makes noise only for those that it lacks. Call `start` after the rows change.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -196,26 +199,36 @@ class NoiseWindow:
     def window(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
         """Return [B, length, V]: the noise of positions_B and the `length` - 1 positions after each. Do not overwrite it."""
         if self._block_BAV is not None and self._used_up_to + length > self._block_BAV.shape[1]:
-            offsets_B = positions_B - self._first_B
-            self._used_up_to = int(offsets_B.max())
-            if self._used_up_to + length > self._block_BAV.shape[1]:
-                self._block_BAV = None
-        if self._block_BAV is None:
-            num_rows = seeds_B.shape[0]
-            ahead = max(_NOISE_AHEAD // (num_rows * self._vocab_size), 1) + length - 1
-            positions_BA = positions_B.unsqueeze(1) + torch.arange(ahead, device=seeds_B.device)
-            noise = gumbel_noise(
-                seeds_B.unsqueeze(1).expand_as(positions_BA).reshape(-1),
-                positions_BA.reshape(-1),
-                self._vocab_size,
-            )
-            self._block_BAV = noise.view(num_rows, ahead, self._vocab_size)
+            self._used_up_to = int((positions_B - self._first_B).max())
+        if self._block_BAV is None or self._used_up_to + length > self._block_BAV.shape[1]:
+            self._block_BAV = self._block_from(seeds_B, positions_B, length)
             self._first_B = positions_B.clone()
-            self._rows_B1 = torch.arange(num_rows, device=seeds_B.device).unsqueeze(1)
-            self._used_up_to = 0
+            self._used_up_to = length
+            return self._block_BAV[:, :length]
         self._used_up_to += length  # an upper bound; computed exactly when it reaches the end
+        offsets_B1 = (positions_B - self._first_B).unsqueeze(1)
         steps = torch.arange(length, device=seeds_B.device)
-        return self._block_BAV[self._rows_B1, (positions_B - self._first_B).unsqueeze(1) + steps]
+        rows_B1 = torch.arange(len(seeds_B), device=seeds_B.device).unsqueeze(1)
+        return self._block_BAV[rows_B1, offsets_B1 + steps]
+
+    def _block_from(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
+        """Return [B, A, V], A >= length. On a CPU, copies the noise that the last block has already."""
+        num_rows, vocab_size, device = len(seeds_B), self._vocab_size, seeds_B.device
+        ahead = max(_NOISE_AHEAD // (num_rows * vocab_size), 1) + length - 1
+        steps_A = torch.arange(ahead, device=device)
+        positions_BA = positions_B.unsqueeze(1) + steps_A
+        old_BAV = self._block_BAV
+        if old_BAV is None or device.type != "cpu":  # elsewhere, counting rows would wait
+            seeds_BA = seeds_B.unsqueeze(1).expand_as(positions_BA)
+            noise = gumbel_noise(seeds_BA.reshape(-1), positions_BA.view(-1), vocab_size)
+            return noise.view(num_rows, ahead, vocab_size)
+        offsets_BA = positions_BA - self._first_B.unsqueeze(1)
+        rows_N, new_N = (offsets_BA >= old_BAV.shape[1]).nonzero(as_tuple=True)
+        offsets_BA.clamp_(max=old_BAV.shape[1] - 1)
+        block_BAV = old_BAV[torch.arange(num_rows).unsqueeze(1), offsets_BA]
+        new_positions_N = positions_BA[rows_N, new_N]
+        block_BAV[rows_N, new_N] = gumbel_noise(seeds_B[rows_N], new_positions_N, vocab_size)
+        return block_BAV
 
 
 def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -283,7 +296,7 @@ def sample(
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
     if noise_BV is not None:
         tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
-    elif noise_ahead is None or seeds_B.is_cuda or _is_searched(scaled):
+    elif noise_ahead is None or seeds_B.is_cuda or is_searched(*scaled.shape, scaled.device):
         tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
     else:
         noise_BV = noise_ahead.next(seeds_B, positions_B)

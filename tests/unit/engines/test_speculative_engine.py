@@ -113,6 +113,19 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(
             assert sum(a.accept_lengths) <= a.token_ids.numel()
 
 
+def test_a_searched_vocabulary_gives_the_tokens_of_the_whole_noise(tmp_path) -> None:
+    """Plain and retrieved passes search a large vocabulary; learned trees make its noise."""
+    path = make_tiny_hf(tmp_path / "wide", "qwen3", num_layers=1, vocab_size=24_000)
+    engine = engine_over(path, max_batch_size=16, max_new_tokens=64)
+    params = dataclasses.replace(PARAMS, max_new_tokens=12)
+    plain = engine.generate(prompts(2), params, policy_version=1)
+    engine.set_speculation(speculation_for(engine, path, CyclingSelector(STRATEGIES[1:])))
+    assert tokens(engine.generate(prompts(2), params, policy_version=1)) == tokens(plain)
+    retrieved = CyclingSelector([SpeculationStrategy.parse("ngram_4")])
+    engine.set_speculation(speculation_for(engine, path, retrieved))
+    assert tokens(engine.generate(prompts(2), params, policy_version=1)) == tokens(plain)
+
+
 def test_switching_at_every_step_and_in_the_middle_changes_nothing(make_engine, tiny_path) -> None:
     engine = make_engine()
     plain = engine.generate(prompts(), PARAMS, policy_version=1)

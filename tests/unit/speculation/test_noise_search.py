@@ -21,7 +21,7 @@ from tlt_megatron.speculation.sampling import (
     sample,
 )
 
-REAL = 20_011  # a vocabulary that is searched, with tokens after the last whole block
+REAL = 20_011  # a vocabulary that is searched for 8 rows, with tokens after the last whole block
 
 
 def plain(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> list[int]:
@@ -117,15 +117,15 @@ def test_a_rival_at_the_threshold_is_not_lost(behind: float) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_left_to_the_plain_form(value: float) -> None:
-    seeds_B, positions_B = draws(3)
+    seeds_B, positions_B = draws(8)
     for token in (7, REAL - 1):
-        logits_BV = normal(3, REAL, 3).float()
+        logits_BV = normal(8, REAL, 3).float()
         logits_BV[1, token] = value
         assert noise_search.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B)) is None
         found = noisy_argmax(logits_BV, seeds_B, positions_B).tolist()
         assert found == plain(logits_BV, seeds_B, positions_B)
-    nothing_BV = torch.full((3, REAL), -torch.inf)
-    assert noisy_argmax(nothing_BV, seeds_B, positions_B).tolist() == [0, 0, 0]
+    nothing_BV = torch.full((8, REAL), -torch.inf)
+    assert noisy_argmax(nothing_BV, seeds_B, positions_B).tolist() == [0] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -136,8 +136,8 @@ def test_samples_are_those_of_the_whole_noise(
     dtype: torch.dtype, temperature: float, top_p: float, top_k: int
 ) -> None:
     """Token and both log-probabilities, with and without noise made ahead."""
-    logits_BV = normal(5, REAL, 4, 3.0).to(dtype)
-    seeds_B, positions_B = draws(5)
+    logits_BV = normal(8, REAL, 4, 3.0).to(dtype)
+    seeds_B, positions_B = draws(8)
     noise_BV = gumbel_noise(seeds_B, positions_B, REAL)
     rows = (logits_BV, seeds_B, positions_B, temperature, top_p, top_k)
     expected = sample(*rows, noise_BV=noise_BV)

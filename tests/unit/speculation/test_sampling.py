@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tlt_megatron.speculation.sampling import (
     NoiseAhead,
+    NoiseWindow,
     cut_logits,
     gumbel_noise,
     request_seed,
@@ -185,3 +186,21 @@ def test_noise_made_ahead_is_the_noise_of_each_step() -> None:
         assert torch.equal(given, gumbel_noise(row_seeds, positions, 50))
         given.zero_()
         positions = positions + 1
+
+
+@pytest.mark.parametrize("vocab_size", [7, 500, 3000])
+def test_a_window_of_noise_is_the_noise_of_its_positions(vocab_size: int) -> None:
+    """Rows advance by different amounts under strategies of different depth; one row leaves."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    window = NoiseWindow(vocab_size)
+    row_seeds, positions = seeds(3), torch.tensor([0, 5, 100])
+    for step in range(60):
+        if step == 33:
+            row_seeds, positions = row_seeds[:2], positions[:2]
+            window.start()
+        length = int(torch.randint(1, 6, (1,), generator=generator))
+        given = window.window(row_seeds, positions, length)
+        for depth in range(length):
+            expected = gumbel_noise(row_seeds, positions + depth, vocab_size)
+            assert torch.equal(given[:, depth], expected)
+        positions = positions + torch.randint(1, length + 1, positions.shape, generator=generator)

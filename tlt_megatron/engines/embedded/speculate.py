@@ -38,7 +38,7 @@ from tlt_megatron.speculation.calibration import (
     first_counts,
 )
 from tlt_megatron.speculation.graft import graft, retrieved_chain
-from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, sample
+from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask
@@ -158,6 +158,7 @@ class Speculator:
         self._drafter_version = speculation.drafter_version
         self._calibrator = speculation.calibrator
         self._noise = NoiseWindow(model.config.vocab_size)
+        self._vocab_size = model.config.vocab_size
         self._tau_D: Tensor | None = None
         self._counts: dict[int, Tensor] = {}  # by num_steps
         self._num_counted = 0
@@ -177,7 +178,11 @@ class Speculator:
         params, noise_BSV, retrieved_BN = self._params, None, None
         # Roots sampled after a plain pass are not written yet.
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
-        if params.temperature > 0.0 and not roots.seeds_B.is_cuda:
+        num_rows = len(roots.requests) * (strategy.depth + 1)
+        is_read = strategy.is_learned or not is_searched(
+            num_rows, self._vocab_size, self._cache.device
+        )
+        if params.temperature > 0.0 and is_read and not roots.seeds_B.is_cuda:
             noise_BSV = self._noise.window(
                 roots.seeds_B, roots.draw_positions_B + 1, strategy.depth + 1
             )
