@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from tests.tiny_task import (
     REPO,
+    REWARD,
     answers,
     launch,
     metric_rows,
@@ -26,6 +28,17 @@ from tests.tiny_task import (
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
+
+# Nothing is scored after the first checkpoint, so there is no second one.
+HELD = """
+
+def held_score(data_source, solution_str, ground_truth, extra_info=None):
+    import pathlib, time
+
+    while pathlib.Path({pointer!r}).exists():
+        time.sleep(0.02)
+    return compute_score(data_source, solution_str, ground_truth)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +91,17 @@ def test_killed_and_resumed_equals_straight_run_bitwise(
 ) -> None:
     """SIGKILL of everything as soon as the first checkpoint stands; then --resume auto."""
     pointer = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
-    process = start(2, config, tmp_path, "checkpoint.interval=1", "checkpoint.keep=0")
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD + HELD.format(pointer=str(pointer)))
+    held = (f"reward.function={reward}:held_score", "reward.timeout_s=600")
+    process = start(2, config, tmp_path, "checkpoint.interval=1", "checkpoint.keep=0", *held)
     wait_until(pointer.is_file, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    done_before_kill = int(pointer.read_text())
+    _, said = process.communicate()
+    assert pointer.read_text() == "1", said
     again = ("--resume", "auto", "checkpoint.interval=1", "checkpoint.keep=0")
     done = launch(2, "--config", config, f"run.dir={tmp_path}", *again)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    assert done_before_kill < 3, "the kill came too late to test anything"
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(tmp_path)[name]), name
     assert answers(tmp_path) == answers(straight)
@@ -205,16 +220,20 @@ def start(num_ranks: int, config: Path, run_dir: Path, *arguments: str) -> subpr
         cwd=REPO,
         env=plain_environment(),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
 
 
-def wait_until(holds, process: subprocess.Popen, timeout_s: float = 120) -> None:
+def wait_until(
+    holds: Callable[[], bool], process: subprocess.Popen, timeout_s: float = 300
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < deadline, "waited too long"
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"ended early, or not there in time:\n{process.communicate()[1]}")
         time.sleep(0.02)
 
 
