@@ -30,6 +30,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return round(4 * sum(c < ground_truth for c in digits) / max(1, len(digits))) / 4
 '''
 
+PATIENT_ENGINE = """
+import time
+
+from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.trainer.build_NAME import build_NAME_engine as build
+
+
+def engine(config, device, run_dir, world):
+    engine = build(config, device, run_dir, world)
+    generate, step = engine.generate, DrafterTrainer.step
+    marks = [run_dir / "trained 2", run_dir / "trained 1"]
+
+    def held(*args, **kwargs):
+        groups = generate(*args, **kwargs)
+        if marks:
+            mark = marks.pop()
+            while world.rank == 0 and not mark.exists():
+                time.sleep(0.001)
+        return groups
+
+    def marked(*args, **kwargs):
+        stats = step(*args, **kwargs)
+        (run_dir / f"trained {2 - len(marks)}").touch()
+        return stats
+
+    engine.generate, DrafterTrainer.step = held, marked
+    return engine
+"""
+
 
 def make_tiny_task(folder: Path, *, kind: str = "qwen2", num_layers: int = 2) -> Path:
     """Write model/, train.jsonl, eval.jsonl, reward.py and config.yaml; returns the path of the config."""
@@ -110,6 +139,14 @@ def torchrun(num_ranks: int, *arguments: str | Path) -> list[str]:
         *("--nproc-per-node", str(num_ranks), "launch/pretrain_rl.py"),
         *map(str, arguments),
     ]
+
+
+def patient_engine(folder: Path, name: str) -> str:
+    """The setting of an engine, embedded or sglang, that makes sure of idle time: in the first two steps rank 0's rollouts
+    end when rank 1 has trained the drafter."""
+    path = folder / "patient_engine.py"
+    path.write_text(PATIENT_ENGINE.replace("NAME", name))
+    return f"rollout.engine={path}:engine"
 
 
 def rollouts(run_dir: Path) -> list[dict]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_task import answers, metric_rows, run, weights
+from tests.tiny_task import answers, metric_rows, patient_engine, run, weights
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.models.hf_io import HfReader
 
@@ -31,45 +31,14 @@ SPOT = (
     "data.eval=",
     "logging.tensorboard=false",
 )
-# In the first two steps, rank 0's rollouts end when rank 1 has trained: a busy machine may leave it no time by chance.
-ENGINE = """
-import time
-
-from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.trainer.build_embedded import build_embedded_engine
-
-
-def engine(config, device, run_dir, world):
-    engine = build_embedded_engine(config, device, run_dir, world)
-    generate, step = engine.generate, DrafterTrainer.step
-    marks = [run_dir / "trained 2", run_dir / "trained 1"]
-
-    def held(*args, **kwargs):
-        groups = generate(*args, **kwargs)
-        if marks:
-            mark = marks.pop()
-            while world.rank == 0 and not mark.exists():
-                time.sleep(0.001)
-        return groups
-
-    def marked(*args, **kwargs):
-        stats = step(*args, **kwargs)
-        (run_dir / f"trained {2 - len(marks)}").touch()
-        return stats
-
-    engine.generate, DrafterTrainer.step = held, marked
-    return engine
-"""
 
 
 @pytest.fixture(scope="module")
 def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps from a drafter with random weights, checkpointed after each."""
     run_dir = tmp_path_factory.mktemp("straight")
-    engine = tmp_path_factory.mktemp("engine") / "mine.py"
-    engine.write_text(ENGINE)
-    extra = ["checkpoint.interval=1", "checkpoint.keep=0", "speculation.measure_gain=true"]
-    extra.append(f"rollout.engine={engine}:engine")
+    engine = patient_engine(tmp_path_factory.mktemp("engine"), "embedded")
+    extra = [engine, "checkpoint.interval=1", "checkpoint.keep=0", "speculation.measure_gain=true"]
     run(2, config, run_dir, "run.num_steps=4", *SPOT, *extra)
     return run_dir
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import REPO, answers, make_tiny_task, metric_rows, torchrun
+from tests.tiny_task import (
+    REPO,
+    answers,
+    make_tiny_task,
+    metric_rows,
+    patient_engine,
+    torchrun,
+)
 
 STAND_INS = REPO / "tests" / "sglang" / "stand_ins"
 SGLANG = ("rollout.engine=sglang",)
@@ -85,7 +92,7 @@ def check_same(run_dir: Path, embedded: Path) -> list[dict]:
 def test_a_run_with_a_drafter_in_training_is_the_embedded_engines_plain_run(
     config: Path, embedded: Path, tmp_path: Path
 ) -> None:
-    finish(run(config, tmp_path, *SGLANG, *DRAFTING))
+    finish(run(config, tmp_path, patient_engine(tmp_path, "sglang"), *DRAFTING))
     rows = check_same(tmp_path, embedded)
     assert all(row["rollout/spec_accept_length"] >= 1.0 for row in rows)
     assert rows[-1]["drafter/num_updates"] == sum(row["spot/updates"] for row in rows) > 0
