@@ -163,7 +163,7 @@ def free_port() -> int:
     A port of the system's own choice may go to another process before its user listens on it.
     """
     while True:
-        port = random.SystemRandom().randrange(10_000, 21_000)
+        port = random.SystemRandom().randrange(10_000, 16_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
