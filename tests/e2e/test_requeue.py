@@ -110,13 +110,13 @@ class Start:
     def stop_in_second_step(self, number: signal.Signals) -> int:
         """Signal the batch script while a response of the second step waits for its score; the script's exit code."""
         called = self.folder / "called"
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 300
         while not called.exists() or called.stat().st_size <= NUM_CALLS:
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, f"no second step:\n{self.output}"
             time.sleep(0.02)
         self.process.send_signal(number)
-        return self.process.wait(timeout=240)
+        return self.process.wait(timeout=300)
 
     @property
     def requeued(self) -> str:
