@@ -3,7 +3,8 @@
     python -m tools.bench speculation --quick
     python -m tools.bench speculation --help
 
-Each benchmark prints tables and writes build/bench/NAME.json.
+Each benchmark prints tables and writes build/bench/NAME.json. Its file has `run(options, console)`, which returns what goes
+into the JSON. It may have `add_options(add)` and `QUICK`, the defaults of a run that only shows that everything works.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks inherit it
 
@@ -21,12 +23,14 @@ _BENCHES = {
     "speculation": "what speculation gains, by batch size, drafter and selector",
     "step": "what TLT gains in an RL step, and that it changes no token",
     "drafter": "packed drafter training, and checkpoints in the background",
+    "gate": "selectors over recorded passes, without the noise of the machine",
     "gpu": "captured graphs and speculation on a GPU",
     "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
     "noise": "what sampling noise costs beside a decode pass on a CPU",
     "graph-bytes": "bytes of captured graphs of a 7B model, counted without a GPU",
     "roofline": "tokens per second that memory bandwidth allows on a GPU, computed",
 }
+_TABLE_WIDTH = 140  # in a file
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,7 +43,32 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("name", choices=_BENCHES, metavar="NAME")
     name = parser.parse_args(arguments[:1]).name
-    importlib.import_module(f"tools.bench.{name.replace('-', '_')}").main(arguments[1:])
+    bench = importlib.import_module(f"tools.bench.{name.replace('-', '_')}")
+    options = _parse(name, bench, arguments[1:])
+
+    import torch
+    from rich.console import Console
+
+    from tools.bench.measure import write_json
+
+    torch.set_num_threads(1)
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    write_json(options.out, bench.run(options, console))
+
+
+def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"tools.bench {name}", description=(bench.__doc__ or "").splitlines()[0]
+    )
+    if hasattr(bench, "add_options"):
+        bench.add_options(parser.add_argument)
+    parser.add_argument("--out", default=f"build/bench/{name.replace('-', '_')}.json")
+    quick = getattr(bench, "QUICK", {})
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="shows that everything works")
+    if "--quick" in arguments:
+        parser.set_defaults(**quick)
+    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":

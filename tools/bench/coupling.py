@@ -12,7 +12,7 @@ accepts 1 - TV(p, q), the upper bound for independent draws. Shared noise accept
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from rich.console import Console
@@ -90,11 +90,18 @@ def _normalized(weights_NV: Tensor) -> Tensor:
     return torch.where(sums_N1 > 1e-300, weights_NV / sums_N1.clamp(min=1e-300), uniform)
 
 
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("--model", default="build/tiny_policy")
+    add("--drafter", default="build/tiny_drafter")
+    add("--prompts", default="build/tiny_policy/eval.jsonl")
+    add("--num-prompts", type=int, default=32)
+    add("--num-tokens", type=int, default=200)
+
+
 @torch.no_grad()
-def main(arguments: Sequence[str]) -> None:
-    """Measure at the first drafted token, print the table."""
-    options = _parse(arguments)
-    torch.set_num_threads(1)
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Measure at the first drafted token and print the table. Return the values of the JSON."""
     policy = LoadedPolicy(options.model, max_new_tokens=options.num_tokens)
     prompts = policy.prompts(options.prompts, options.num_prompts)
     params = policy.params(options.num_tokens, seed=4)
@@ -106,23 +113,12 @@ def main(arguments: Sequence[str]) -> None:
     rows_M = batch.loss_mask.nonzero().squeeze(-1)
     target_MV = (batch.target_hidden[rows_M] @ head_VD.t()).softmax(1)
     draft_MV = (head_inputs[0][rows_M] @ head_VD.t()).softmax(1)
-    generator = torch.Generator().manual_seed(0)
-    measured = acceptances(target_MV, draft_MV, generator)
-    entropy = -(target_MV * target_MV.clamp(min=1e-30).log()).sum(1).mean()
-    title = f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy"
-    table = make_table(title, "drafts: scheme", "accepted")
+    measured = acceptances(target_MV, draft_MV, torch.Generator().manual_seed(0))
+    entropy = float(-(target_MV * target_MV.clamp(min=1e-30).log()).sum(1).mean())
+    table = make_table(
+        f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy", "drafts: scheme", "accepted"
+    )
     for name, value in measured.items():
         table.add_row(name, f"{value:.3f}")
-    Console(width=100).print(table)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools.bench coupling", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--model", default="build/tiny_policy")
-    parser.add_argument("--drafter", default="build/tiny_drafter")
-    parser.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--num-tokens", type=int, default=200)
-    return parser.parse_args(arguments)
+    console.print(table)
+    return {"num_tokens": len(rows_M), "entropy": entropy, "accepted": measured}

@@ -8,10 +8,8 @@ sorted by length, which reduces padding but gives up the random order. All use t
 real row. Every round runs all variants. Ratios are taken within a round, in CPU time of this process.
 
 Checkpoints: seconds that the trainer waits. Full: parameters, moments and the borrowed embedding and head go into one
-safetensors file, fsynced, by the caller. Own: the same without the borrowed tensors. Async: `AsyncDrafterCheckpointer`. Two
-drafters are measured. One has the proportions of a real target (a vocabulary of 32,768; `checkpoint_blocking_ratio`). The other
-is that of `--model`, whose 24 tokens make the borrowed tensors tiny. Every round runs all three; ratios are taken within a
-round, in wall time. Writes build/bench/drafter.json.
+safetensors file, fsynced, by the caller. Async: `AsyncDrafterCheckpointer`, which saves without the borrowed tensors. The
+drafter has the proportions of a real target (a vocabulary of 32,768). Ratios are taken within a round, in wall time.
 """
 
 from __future__ import annotations
@@ -44,13 +42,12 @@ from tools.bench.measure import (
     ratios,
     spread,
     wall_seconds,
-    write_json,
 )
 from tools.export_drafter import load_target
 from tools.load_engine import LoadedPolicy
 
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
-FULL, SELECTIVE, ASYNCHRONOUS = "full", "own", "async"
+FULL, ASYNCHRONOUS = "full", "async"
 # A target of 80M parameters. The vocabulary takes 40 %, as in models of 0.5 to 3 billion.
 REAL_TARGET = dataclasses.replace(
     QWEN_2_5_7B,
@@ -64,13 +61,26 @@ REAL_TARGET = dataclasses.replace(
 )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure, print two tables, write JSON."""
-    options = _parse(arguments)
-    torch.set_num_threads(1)
-    console = Console()
-    result = _bench_packing(options, console) | _bench_checkpoints(options, console)
-    write_json(options.out, result)
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("--model", default="build/tiny_policy")
+    add("--drafter", default="build/tiny_drafter")
+    add("--prompts", default="build/tiny_policy/train.jsonl")
+    add("--algorithm", default="hass", choices=("eagle", "hass"))
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--batch-tokens", type=int, default=4096, help="rows of a packed batch")
+    add("--num-requests", type=int, default=256)
+    add("--num-samples", type=int, default=8)
+    add("--max-new-tokens", type=int, default=600)
+    add("--rounds", type=int, default=5)
+    add("--checkpoint-rounds", type=int, default=15)
+    add("--folder", default="build", help="on the disk that checkpoints go to")
+    add("--seed", type=int, default=2)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Measure and print two tables. Return the values of the JSON."""
+    return _bench_packing(options, console) | _bench_checkpoints(options, console)
 
 
 def pad_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
@@ -179,8 +189,8 @@ def measure_blocking(
     checkpointer = AsyncDrafterCheckpointer(folder / "asynchronous", model)
     file = folder / "synchronous.safetensors"
 
-    def save_now(**extra: torch.Tensor) -> None:
-        save_file(trainer.state_dict() | extra, file)
+    def save_all() -> None:
+        save_file(trainer.state_dict() | borrowed, file)
         sync_path(file)
 
     written = [checkpointer.writing_s]
@@ -192,8 +202,7 @@ def measure_blocking(
         return seconds
 
     variants: dict[str, Callable[[], None]] = {
-        FULL: lambda: save_now(**borrowed),
-        SELECTIVE: save_now,
+        FULL: save_all,
         ASYNCHRONOUS: lambda: checkpointer.save(trainer.state_dict(), {}),
     }
     seconds = interleave(variants, rounds, blocked_seconds)
@@ -202,51 +211,25 @@ def measure_blocking(
 
 
 def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    trainer = _make_real_trainer()
+    model = trainer.model
+    own = sum(tensor.nbytes for tensor in trainer.state_dict().values()) / 1e6
+    full = own + (model.embedding_VD.nbytes + model.lm_head_VD.nbytes) / 1e6
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as folder:
+        seconds, written = measure_blocking(trainer, Path(folder), options.checkpoint_rounds)
+    ratio = ratios(seconds[FULL], seconds[ASYNCHRONOUS])
     table = make_table(
-        "milliseconds that the trainer waits for a checkpoint: full / async",
-        *("drafter", "MB full", "MB own", FULL, SELECTIVE, ASYNCHRONOUS, "thread"),
-        *("less by", "min", "max"),
+        f"milliseconds that the trainer waits for a checkpoint ({full:.0f} MB, {own:.0f} MB of its own)",
+        *(FULL, ASYNCHRONOUS, "thread", "less by", "min", "max"),
+        num_names=0,
     )
-    result: dict[str, dict[str, object]] = {}
-    for name, trainer in (("real", _make_real_trainer()), ("tiny", _make_trainer(options))):
-        own = sum(tensor.nbytes for tensor in trainer.state_dict().values()) / 1e6
-        model = trainer.model
-        full = own + (model.embedding_VD.nbytes + model.lm_head_VD.nbytes) / 1e6
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as folder:
-            seconds, written = measure_blocking(trainer, Path(folder), options.checkpoint_rounds)
-        ratio = ratios(seconds[FULL], seconds[ASYNCHRONOUS])
-        cells = [f"{1e3 * statistics.median(values):.2f}" for values in seconds.values()]
-        less = [f"{value:.1f}" for value in ratio.values()]
-        table.add_row(name, f"{full:.1f}", f"{own:.1f}", *cells, f"{1e3 * written:.1f}", *less)
-        result[name] = {
-            "ratio": ratio,
-            "ratio_to_selective": ratios(seconds[SELECTIVE], seconds[ASYNCHRONOUS]),
-            "seconds": {variant: spread(values) for variant, values in seconds.items()},
-            "background_s": written,
-            "full_mb": full,
-            "own_mb": own,
-        }
+    waits = [statistics.median(values) for values in seconds.values()]
+    cells = [f"{1e3 * value:.2f}" for value in (*waits, written)]
+    table.add_row(*cells, *(f"{value:.1f}" for value in ratio.values()))
     console.print(table)
-    return {"checkpoint_blocking_ratio": result["real"]["ratio"], "checkpoints": result}
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools.bench drafter", description=__doc__.splitlines()[0]
-    )
-    add = parser.add_argument
-    add("--model", default="build/tiny_policy")
-    add("--drafter", default="build/tiny_drafter")
-    add("--prompts", default="build/tiny_policy/train.jsonl")
-    add("--algorithm", default="hass", choices=("eagle", "hass"))
-    add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--batch-tokens", type=int, default=4096, help="rows of a packed batch")
-    add("--num-requests", type=int, default=256)
-    add("--num-samples", type=int, default=8)
-    add("--max-new-tokens", type=int, default=600)
-    add("--rounds", type=int, default=5)
-    add("--checkpoint-rounds", type=int, default=15)
-    add("--folder", default="build", help="on the disk that checkpoints go to")
-    add("--seed", type=int, default=2)
-    add("--out", default="build/bench/drafter.json")
-    return parser.parse_args(arguments)
+    return {
+        "checkpoint_blocking_ratio": ratio,
+        "checkpoint_seconds": {name: spread(values) for name, values in seconds.items()},
+        "checkpoint_background_s": written,
+        "checkpoint_mb": {"full": full, "own": own},
+    }

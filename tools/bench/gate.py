@@ -1,11 +1,11 @@
 """The gate of a selector: recorded decode passes, replayed with fixed pass costs, so that machine noise does not matter.
 
-    python -m tools.bench.gate record --model build/tiny_policy --drafter build/tiny_drafter --out trace.json
-    python -m tools.bench.gate replay trace.json other.json
+    python -m tools.bench gate trace.json other.json --model build/tiny_policy --drafter build/tiny_drafter
 
-`record` runs every strategy with the given drafter and with an untrained one, and stores what each pass accepted and the
-median seconds of every (strategy, batch size). `replay` gives selectors these passes; the seconds that they see are the
-medians with seeded noise. Use a trace of another policy to judge a selector than the one to tune it.
+A trace that is not there is recorded first: every strategy runs with the given drafter and with an untrained one, and the
+trace has what each pass accepted and the median seconds of every (strategy, batch size). Then each selector chooses again; the
+seconds that it sees are the medians with seeded noise. Use a trace of another policy to judge a selector than the one to tune
+it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,64 @@ import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.speculation.replay import PassTrace, RecordingSelector, TraceTable, replay
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import SamplingParams
-from tools.bench.measure import cpu_seconds
-from tools.bench.setting import GOOD, RANDOM, long_prompts, make_drafts, make_setting
-from tools.load_engine import VERSION
+from tools.bench.measure import cpu_seconds, make_table
+from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
+from tools.bench.setting import (
+    GOOD,
+    RANDOM,
+    add_setting_options,
+    long_prompts,
+    make_drafts,
+    make_setting,
+)
 
 _EPOCHS = 5  # of the replayed rollout; the first is reported apart
 _HALVING = 60  # passes in which the batch of that rollout halves
 _SEEDS = 3  # of the noise; results are means
-_NOISE, _HICCUP, _HICCUP_SHARE = 0.05, 4.0, 0.01  # relative noise of seconds; rare slow passes
+_NOISE, _SLOWDOWN, _SLOW_SHARE = 0.05, 4.0, 0.01  # relative noise of seconds; rare slow passes
 _COLLAPSE_AFTER, _COLLAPSE_SHOWN = 100, 40  # passes with the good drafter, and with the bad one
 _COLLAPSE_SIZES = (1, 8, 32)
 
 MakeSelector = Callable[[], StrategySelector]
 
 
-def record(options: argparse.Namespace) -> None:
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("traces", nargs="+", type=Path, metavar="TRACE")
+    add_setting_options(add)
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--num-requests", type=int, default=16, help="at least, per batch size")
+    add(
+        "--selector",
+        nargs="+",
+        default=[
+            "cost_model=tlt_megatron.speculation.cost_model:CostModelSelector",
+            "beg_mab=tlt_megatron.speculation.beg_mab:BegMabSelector",
+        ],
+        help="name=module:class; one with mab in its name gets off as a strategy",
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Record the traces that are missing, and print the table of every trace. Return the values of the JSON."""
+    for path in options.traces:
+        if not path.is_file():
+            _record(options, path)
+    return {str(path): _compare(path, options.selector, console) for path in options.traces}
+
+
+def _record(options: argparse.Namespace, path: Path) -> None:
     """Write the trace of one policy: passes by drafter, each with the median seconds of its kind."""
-    torch.set_num_threads(1)
     setting = make_setting(options, options.dtype)
     drafts = make_drafts(setting, options.drafter, None)
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
@@ -65,13 +92,11 @@ def record(options: argparse.Namespace) -> None:
                     recorder = RecordingSelector(FixedSelector(strategy))
                     setting.engine.set_speculation(Speculation(drafts[name], recorder, strategies))
                     # CPU time of this process alone: wall time would include other processes.
-                    seconds = cpu_seconds(
-                        partial(setting.engine.generate, batch, params, policy_version=VERSION)
-                    )
+                    seconds = cpu_seconds(partial(setting.policy.generate, batch, params))
                     each_s = seconds / sum(each.batch_size for each in recorder.passes) * size
                     found += [dataclasses.replace(p, seconds=each_s) for p in recorder.passes]
     rows = {name: [each.to_json() for each in found] for name, found in passes.items()}
-    Path(options.out).write_text(json.dumps(rows))
+    path.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def fixed_seconds(passes: Sequence[PassTrace], seed: int) -> list[PassTrace]:
@@ -86,7 +111,7 @@ def fixed_seconds(passes: Sequence[PassTrace], seed: int) -> list[PassTrace]:
             each,
             seconds=medians[each.strategy, each.batch_size]
             * math.exp(rng.gauss(0.0, _NOISE))
-            * (_HICCUP if rng.random() < _HICCUP_SHARE else 1.0),
+            * (_SLOWDOWN if rng.random() < _SLOW_SHARE else 1.0),
         )
         for each in passes
     ]
@@ -141,74 +166,35 @@ def _decode(
     return chosen
 
 
-def compare(options: argparse.Namespace) -> None:
-    """Print the table of all fixed strategies and selectors for every trace."""
-    for path in options.traces:
-        rows = json.loads(Path(path).read_text())
-        passes = {name: [PassTrace.from_json(row) for row in of] for name, of in rows.items()}
-        sizes = sorted({each.batch_size for each in passes[GOOD]})
-        sizes = [size for size in sizes if size & (size - 1) == 0]
-        good, bad = (
-            [TraceTable(fixed_seconds(passes[name], seed), sizes) for seed in range(_SEEDS)]
-            for name in (GOOD, RANDOM)
-        )
-        strategies = [s for s in good[0].strategies if not s.is_off]
-        table = Table(title=f"replayed: {path}")
-        columns = (*map(str, sizes), "first", "later", "useless")
-        for column in ("", *columns, *(f"collapse {size}" for size in _COLLAPSE_SIZES)):
-            table.add_column(column, justify="right" if column else "left")
-        for strategy in (OFF, *strategies):
-            speeds = [
-                good[0].tokens_per_s(strategy, size) / good[0].tokens_per_s(OFF, size)
-                for size in sizes
-            ]
-            values = judge(partial(FixedSelector, strategy), good, bad)[:3]
-            cells = [*(f"{x:.2f}" for x in speeds), *(f"{x:.3f}" for x in values)]
-            table.add_row(str(strategy), *cells)
-        for text in options.selector:
-            name, _, path_of = text.partition("=")
-            module, _, attribute = path_of.partition(":")
-            cls = getattr(importlib.import_module(module), attribute)
-            arms = [*strategies, OFF] if "mab" in name else strategies
-            values = judge(partial(cls, arms), good, bad)
-            cells = [*(f"{x:.3f}" for x in values[:3]), *(f"{x:.1f}" for x in values[3:])]
-            table.add_row(name, *[""] * len(sizes), *cells)
-        Console(width=140).print(table)
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("--model", default="build/tiny_policy")
-    recording.add_argument("--drafter", default="build/tiny_drafter")
-    recording.add_argument("--prompts", default="build/tiny_policy/eval.jsonl")
-    recording.add_argument("--deepen", type=int, default=20, help="identity layers")
-    recording.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    recording.add_argument(
-        "--strategies",
-        nargs="+",
-        default=["2_1_2", "4_1_4", "6_1_6", "10_1_10", "4_2_8", "6_4_16"],
+def _compare(path: Path, selectors: Sequence[str], console: Console) -> dict[str, list[float]]:
+    """Print the table of all fixed strategies and selectors. Return its values, see `judge`, by strategy and selector."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    passes = {name: [PassTrace.from_json(row) for row in of] for name, of in rows.items()}
+    sizes = sorted({each.batch_size for each in passes[GOOD]})
+    sizes = [size for size in sizes if size & (size - 1) == 0]
+    good, bad = (
+        [TraceTable(fixed_seconds(passes[name], seed), sizes) for seed in range(_SEEDS)]
+        for name in (GOOD, RANDOM)
     )
-    recording.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    recording.add_argument("--num-tokens", type=int, default=100, help="of each response")
-    recording.add_argument("--max-new-tokens", type=int, default=300)
-    recording.add_argument("--num-requests", type=int, default=16, help="at least, per batch size")
-    recording.add_argument("--out", required=True)
-    replaying = commands.add_parser("replay")
-    replaying.add_argument("traces", nargs="+")
-    replaying.add_argument(
-        "--selector",
-        nargs="+",
-        default=[
-            "cost_model=tlt_megatron.speculation.cost_model:CostModelSelector",
-            "beg_mab=tlt_megatron.speculation.beg_mab:BegMabSelector",
-        ],
-        help="name=module:class; one with mab in its name gets off as a strategy",
+    strategies = [s for s in good[0].strategies if not s.is_off]
+    collapses = (f"collapse {size}" for size in _COLLAPSE_SIZES)
+    table = make_table(
+        f"replayed: {path}", "", *map(str, sizes), "first", "later", "useless", *collapses
     )
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    parsed = _parse(sys.argv[1:])
-    record(parsed) if parsed.command == "record" else compare(parsed)
+    result: dict[str, list[float]] = {}
+    for strategy in (OFF, *strategies):
+        plain = [good[0].tokens_per_s(OFF, size) for size in sizes]
+        rates = [good[0].tokens_per_s(strategy, size) for size in sizes]
+        speeds = [f"{rate / off:.2f}" for rate, off in zip(rates, plain, strict=True)]
+        result[str(strategy)] = judge(partial(FixedSelector, strategy), good, bad)[:3]
+        table.add_row(str(strategy), *speeds, *(f"{x:.3f}" for x in result[str(strategy)]))
+    for text in selectors:
+        name, _, path_of = text.partition("=")
+        module, _, attribute = path_of.partition(":")
+        cls = getattr(importlib.import_module(module), attribute)
+        values = judge(partial(cls, [*strategies, OFF] if "mab" in name else strategies), good, bad)
+        cells = [*(f"{x:.3f}" for x in values[:3]), *(f"{x:.1f}" for x in values[3:])]
+        table.add_row(name, *[""] * len(sizes), *cells)
+        result[name] = values
+    console.print(table)
+    return result

@@ -4,11 +4,11 @@
 
 (a) speed by batch size against plain decoding, with graphs: chains, a tree, both selectors
 (b) bytes of the graph pool, measured: every strategy captured alone, each graph in its own memory, against ours
-(c) graphs against eager passes, plain and speculative
+(c) graphs against eager passes, plain and with the first of the strategies
 
 (a) and (c) are wall time of the embedded engine, without captures. Each variant runs between two runs of plain decoding.
 `--deepen` adds identity layers to the policy, as in `tools.bench speculation`. (b) has the widths of Qwen2.5-7B and fewer
-layers. Writes build/bench/gpu.json. Exits with an error if torch sees no CUDA device.
+layers. Exits with an error if torch sees no CUDA device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from rich.console import Console
@@ -26,20 +25,19 @@ from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.interleaved import Comparison, Variant
-from tools.bench.measure import make_table, write_json
+from tools.bench.measure import make_table
 from tools.bench.pool_bytes import Captures, bench_pool_bytes
 from tools.bench.setting import (
     GOOD,
     Setting,
-    add_options,
+    add_setting_options,
     make_drafts,
     make_setting,
     make_variants,
 )
-from tools.bench.speculation import TABLE_WIDTH, speedup_by_batch
-from tools.bench.speed import bench_batch_sizes
+from tools.bench.speed import bench_batch_sizes, speedup_by_batch
 
-_QUICK = {
+QUICK = {
     "batch_sizes": [1, 8],
     "num_tokens": 40,
     "max_new_tokens": 200,
@@ -52,13 +50,20 @@ _QUICK = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure, print the tables, write JSON."""
-    options = _parse(arguments)
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add_setting_options(add)
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--bytes-layers", type=int, default=4, help="of the model of (b)")
+    add("--bytes-max-batch-size", type=int, default=32)
+    add("--bytes-max-length", type=int, default=2048)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Measure and print the tables. Return the values of the JSON."""
     if not torch.cuda.is_available():
         version = torch.__version__
         raise SystemExit(f"tools.bench gpu: needs a CUDA device, torch {version} sees none here")
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     device = select_device("cuda")
     name = torch.cuda.get_device_name(device.torch_device)
     console.print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
     chain = options.strategies[0]
     eager_variants = {chain: _variants(eager_setting, options)[chain]}
     eager = bench_batch_sizes(eager_setting, eager_variants, options, console)
-    result = {
+    return {
         "device": name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -90,7 +95,6 @@ def main(arguments: Sequence[str]) -> None:
         "graph_pool": pool,
         "graphs_over_eager": _graphs_over_eager(by_batch, eager, chain, console),
     }
-    write_json(options.out, result)
 
 
 def _variants(setting: Setting, options: argparse.Namespace) -> dict[str, Variant]:
@@ -124,18 +128,3 @@ def _graphs_over_eager(
         table.add_row(str(size), *(f"{ratio:.2f}" for ratio in result[str(size)].values()))
     console.print(table)
     return result
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools.bench gpu", description=__doc__.splitlines()[0])
-    add_options(parser)
-    parser.set_defaults(strategies=["6_1_6", "3_1_3", "10_1_10", "14_1_14", "4_2_8"])
-    add = parser.add_argument
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--bytes-layers", type=int, default=4, help="of the model of (b)")
-    add("--bytes-max-batch-size", type=int, default=32)
-    add("--bytes-max-length", type=int, default=2048)
-    add("--out", default="build/bench/gpu.json")
-    if "--quick" in arguments:
-        parser.set_defaults(**_QUICK)
-    return parser.parse_args(arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from rich.console import Console
@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt_megatron.models.config import ModelConfig, RopeConfig, load_model_config
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import gumbel_noise, noisy_argmax
-from tools.bench.measure import cpu_seconds, interleave, make_table, ratios, spread, write_json
+from tools.bench.measure import cpu_seconds, interleave, make_table, ratios, spread
 
 _ENTROPY = 2.8  # nats: SmolLM2-135M at temperature 1
 _SMOLLM2 = ModelConfig(
@@ -89,11 +89,18 @@ def measure(model: Transformer, batch_size: int, rounds: int) -> dict[str, dict[
     return result
 
 
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("--model", help="folder with a config.json; only its shapes count")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--vocab-sizes", type=int, nargs="+", default=[1536, 49_152, 151_936])
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
+    add("--rounds", type=int, default=7)
+
+
 @torch.no_grad()
-def main(arguments: Sequence[str]) -> None:
-    """Measure every vocabulary and batch size, print the table, write the JSON file."""
-    options = _parse(arguments)
-    torch.set_num_threads(1)
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Measure every vocabulary and batch size and print the table. Return the values of the JSON."""
     config = load_model_config(options.model) if options.model else _SMOLLM2
     dtype = getattr(torch, options.dtype)
     title = f"noise of a decode pass, {options.dtype}, {options.rounds} rounds"
@@ -114,16 +121,5 @@ def main(arguments: Sequence[str]) -> None:
                 f"{ratio['median']:.1f} ({ratio['min']:.1f}-{ratio['max']:.1f})",
                 *(f"{result[f'{name}_share']['median']:.1%}" for name in ("plain", "search")),
             )  # fmt: skip
-    Console(width=120).print(table)
-    write_json(options.output, {"dtype": options.dtype, "by_vocabulary_and_batch": found})
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools.bench noise", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder with a config.json; only its shapes count")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[1536, 49_152, 151_936])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", default="build/bench/noise.json")
-    return parser.parse_args(arguments)
+    console.print(table)
+    return {"dtype": options.dtype, "by_vocabulary_and_batch": found}

@@ -1,7 +1,6 @@
 """Measures tokens per second of the embedded engine against `transformers` generate, on the same long-tailed requests.
 
-    python -m tools.bench rollout --model build/tiny_policy --prompts build/tiny_policy/train.jsonl \\
-        --num-requests 128 --rounds 3 --out build/bench/rollout.json
+    python -m tools.bench rollout --model build/tiny_policy --prompts build/tiny_policy/train.jsonl
 
 Both sides sample, but must do the same work. So the model first draws each response's length with its own stop tokens, and the
 measured runs replay these lengths and ignore stop tokens. The engine gets them as limits of single requests. transformers gets
@@ -20,6 +19,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from tlt_megatron.types import Prompt, SamplingParams
-from tools.bench.measure import interleave, make_table, ratios, spread, wall_seconds, write_json
+from tools.bench.measure import interleave, make_table, ratios, spread, wall_seconds
 from tools.load_engine import VERSION, LoadedPolicy
 
 
@@ -55,10 +55,22 @@ class StopAtLengths(StoppingCriteria):
         return self._ends_B <= input_ids.shape[1]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure, print a table, write JSON."""
-    options = _parse(arguments)
-    torch.set_num_threads(options.threads)
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("--model", default="build/tiny_policy", help="folder of a Hugging Face model")
+    add("--prompts", default="build/tiny_policy/train.jsonl")
+    add("--num-requests", type=int, default=128)
+    add("--num-samples", type=int, default=8, help="responses per prompt")
+    add("--max-new-tokens", type=int, default=512)
+    add("--max-batch-size", type=int, default=128, help="of the embedded engine")
+    add("--hf-batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    add("--rounds", type=int, default=3)
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--seed", type=int, default=0)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Measure and print a table. Return the values of the JSON."""
     policy = LoadedPolicy(
         options.model,
         dtype=options.dtype,
@@ -84,7 +96,7 @@ def main(arguments: Sequence[str]) -> None:
         [min(of_round) for of_round in zip(*of_side, strict=True)]
         for of_side in (list(seconds.values())[::2], list(seconds.values())[1::2])
     )
-    _report(options, workload, ours, theirs, sweep, policy)
+    return _report(options, workload, ours, theirs, sweep, console)
 
 
 def _make_workload(options: argparse.Namespace, policy: LoadedPolicy) -> Workload:
@@ -144,26 +156,22 @@ def _report(
     ours: Sequence[float],
     theirs: Sequence[float],
     sweep: dict[int, float],
-    policy: LoadedPolicy,
-) -> None:
+    console: Console,
+) -> dict[str, object]:
     lengths = sorted(length for row in workload.lengths for length in row)
     num_tokens = sum(lengths)
     median, p95 = statistics.median(lengths), lengths[int(0.95 * (len(lengths) - 1))]
-    stats = policy.engine.stats()
-    result = {
+    result: dict[str, Any] = {
         "embedded_tokens_per_s": spread([num_tokens / seconds for seconds in ours]),
         "transformers_tokens_per_s": spread([num_tokens / seconds for seconds in theirs]),
         "ratio": ratios(theirs, ours),
         "transformers_sweep_tokens_per_s": {
             f"batch_size_{size}": num_tokens / seconds for size, seconds in sweep.items()
         },
-        "embedded_decode_passes": stats.num_decode_passes,
-        "embedded_peak_kv_tokens": stats.peak_kv_tokens,
         "num_requests": len(lengths),
         "num_tokens": num_tokens,
         "lengths": {"median": median, "p95": p95, "max": lengths[-1]},
         "dtype": options.dtype,
-        "threads": options.threads,
         "rounds": options.rounds,
     }
     table = make_table(
@@ -177,25 +185,5 @@ def _report(
         ("ratio", "ratio", 2),
     ):
         table.add_row(label, *(f"{value:.{digits}f}" for value in result[key].values()))
-    Console().print(table)
-    write_json(options.out, result)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools.bench rollout", description=__doc__.splitlines()[0]
-    )
-    add = parser.add_argument
-    add("--model", default="build/tiny_policy", help="folder of a Hugging Face model")
-    add("--prompts", default="build/tiny_policy/train.jsonl")
-    add("--num-requests", type=int, default=128)
-    add("--num-samples", type=int, default=8, help="responses per prompt")
-    add("--max-new-tokens", type=int, default=512)
-    add("--max-batch-size", type=int, default=128, help="of the embedded engine")
-    add("--hf-batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    add("--rounds", type=int, default=3)
-    add("--dtype", default="float32", choices=["float32", "bfloat16"])
-    add("--threads", type=int, default=1)
-    add("--seed", type=int, default=0)
-    add("--out", default="build/bench/rollout.json")
-    return parser.parse_args(arguments)
+    console.print(table)
+    return result

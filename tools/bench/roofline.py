@@ -10,10 +10,9 @@ not, so real speed is lower.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 from rich.console import Console
 
@@ -21,7 +20,7 @@ from tlt_megatron.drafter.memory import drafter_parameters
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.graph_bytes import QWEN_2_5_7B
-from tools.bench.measure import make_table, write_json
+from tools.bench.measure import make_table
 
 QWEN_2_5_32B = replace(
     QWEN_2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_size=27648
@@ -96,15 +95,9 @@ class Decoding:
         return self.batch * accept_length / (drafting + self.pass_s(gpu, rows))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print both tables, write JSON."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench roofline", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=Path("build/bench/roofline.json"))
-    options = parser.parse_args(arguments)
-    console = Console()
-    write_json(options.out, {"computed": _speeds(console), "speedups": _speedups(console)})
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Compute and print both tables. Return the values of the JSON."""
+    return {"computed": _speeds(console), "speedups": _speedups(console)}
 
 
 def _speeds(console: Console) -> Mapping[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +42,8 @@ class Setting:
         return f"{self.policy.num_layers} layers, {self.dtype}"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_setting_options(add: Callable[..., object]) -> None:
     """Add the options of a setting and of the table of batch sizes."""
-    add = parser.add_argument
     add("--model", default="build/tiny_policy")
     add("--drafter", default="build/tiny_drafter")
     add("--prompts", default="build/tiny_policy/eval.jsonl")
@@ -56,7 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0)
     add("--rounds", type=int, default=4, help="after one that warms up")
     add("--fixed-rounds", type=int, default=3, help="in which fixed strategies run too")
-    add("--quick", action="store_true", help="shows within two minutes that everything works")
 
 
 def make_setting(

@@ -5,25 +5,22 @@
 (a) speed by batch size, for fixed strategies and both selectors; the adaptive one also with useless drafters
 (b) a long-tailed set of requests end to end
 (c) accept length by kind of tree, temperature and the target's entropy
-(d) the selectors against the best strategy of each batch size, live and on a recorded trace
+(d) the selectors against the best strategy of each batch size; `tools.bench gate` judges them without noise
 (e) bytes of captured graphs
 
 It also measures what `rollout.batch_invariant` costs.
 
 `--deepen N` adds N identity layers (attention and MLP output zero) after the policy's own. Its tokens do not change, and its
-cost is that of a model N layers deeper: the drafter's one layer should be small beside its target. The tables say so. `--quick`
-checks within two minutes that everything works; its numbers mean little. Writes build/bench/speculation.json. With `--dtype
-both`, bfloat16 is at the top level and float32 under its name.
+cost is that of a model N layers deeper: the drafter's one layer should be small beside its target. The tables say so. In the
+JSON of `--dtype both`, bfloat16 is at the top level and float32 under its name.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from tlt_megatron.speculation.strategy import SpeculationStrategy
@@ -31,21 +28,25 @@ from tools.bench.accept_length import bench_accept_lengths
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.graph_bytes import bench_graph_bytes
 from tools.bench.interleaved import PLAIN, Comparison, Variant, mismatch_per_token
-from tools.bench.measure import write_json
-from tools.bench.oracle import best_fixed, live_oracle, replayed_oracle
 from tools.bench.policies import Policy, make_policies
 from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
-    add_options,
+    add_setting_options,
     make_drafts,
     make_setting,
     make_variants,
 )
-from tools.bench.speed import adaptive_minima, bench_batch_sizes, bench_long_tail
+from tools.bench.speed import (
+    adaptive_minima,
+    bench_batch_sizes,
+    bench_long_tail,
+    best_fixed,
+    print_oracle,
+    speedup_by_batch,
+)
 
-TABLE_WIDTH = 140  # in a file
-_QUICK = {
+QUICK = {
     "batch_sizes": [1, 8, 64],
     "num_tokens": 40,
     "num_requests": 16,
@@ -60,11 +61,21 @@ _QUICK = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure, print the tables, write JSON."""
-    options = _parse(arguments)
-    torch.set_num_threads(1)
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add_setting_options(add)
+    add("--policies", default="build/entropy_policies", help="of (c); made there if absent")
+    add("--num-requests", type=int, default=128)
+    add("--num-samples", type=int, default=8)
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    add("--accept-prompts", type=int, default=32)
+    add("--accept-max-new-tokens", type=int, default=200)
+    add("--unhelped-rounds", type=int, default=12, help="in which bad drafters run")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Measure and print the tables. Return the values of the JSON."""
     policies = make_policies(Path(options.policies))
     dtypes = ("bfloat16", "float32") if options.dtype == "both" else (options.dtype,)
     result: dict[str, object] = {}
@@ -73,8 +84,8 @@ def main(arguments: Sequence[str]) -> None:
         result |= {dtype: measured} if result else measured
     model = Path(options.model)
     own = Policy(model=model, drafter=Path(options.drafter), data=model)
-    result |= bench_accept_lengths([*policies, own], options, console)
-    write_json(options.out, result)
+    result["graph_pool_bytes"] = bench_graph_bytes(console)
+    return result | bench_accept_lengths([*policies, own], options, console)
 
 
 def _bench_one_dtype(
@@ -88,9 +99,8 @@ def _bench_one_dtype(
     variants = make_variants(drafts, strategies)
     by_batch = bench_batch_sizes(setting, variants, options, console, options.unhelped_rounds)
     minima = adaptive_minima(by_batch, list(drafts), console)
-    live = live_oracle(by_batch, fixed, console)
+    oracle = print_oracle(by_batch, fixed, console)
     tail = bench_long_tail(setting, _for_long_tail(variants, by_batch, fixed), options, console)
-    replayed = replayed_oracle(by_batch, strategies, tail.plain.passes[-1], console)
     comparisons = [*by_batch.values(), tail]
     return {
         "dtype": dtype,
@@ -98,24 +108,13 @@ def _bench_one_dtype(
         "rounds": options.rounds,
         "speedup_by_batch": speedup_by_batch(by_batch),
         **minima,
-        "selector_vs_oracle": {"live": live, "replayed": replayed},
+        "selector_vs_oracle": {"live": oracle},
         "long_tail_speedup": {name: record.ratio for name, record in tail.records.items()},
         "mismatch_per_token": {
             name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])
             for name in variants
         },
         "batch_invariant": bench_batch_invariant(setting, options, strategies, console),
-        "graph_pool_bytes": bench_graph_bytes(
-            setting.engine.memory_plan(strategies).graphs, console
-        ),
-    }
-
-
-def speedup_by_batch(by_batch: Mapping[int, Comparison]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return batch size -> variant -> spread of its speed over plain decoding, for JSON."""
-    return {
-        str(size): {name: record.ratio for name, record in each.records.items()}
-        for size, each in by_batch.items()
     }
 
 
@@ -127,23 +126,3 @@ def _for_long_tail(
     best, _ = best_fixed(by_batch[near], fixed)
     names = [BEG_MAB, COST_MODEL] if best == PLAIN else [best, BEG_MAB, COST_MODEL]
     return {name: variants[name] for name in names}
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools.bench speculation", description=__doc__.splitlines()[0]
-    )
-    add_options(parser)
-    add = parser.add_argument
-    add("--policies", default="build/entropy_policies", help="of (c); made there if absent")
-    add("--num-requests", type=int, default=128)
-    add("--num-samples", type=int, default=8)
-    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    add("--accept-prompts", type=int, default=32)
-    add("--accept-max-new-tokens", type=int, default=200)
-    add("--unhelped-rounds", type=int, default=12, help="in which bad drafters run")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
-    add("--out", default="build/bench/speculation.json")
-    if "--quick" in arguments:
-        parser.set_defaults(**_QUICK)
-    return parser.parse_args(arguments)

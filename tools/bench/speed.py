@@ -15,8 +15,8 @@ from rich.console import Console
 
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, Variant, mismatch_per_token
-from tools.bench.measure import make_table
-from tools.bench.setting import COST_MODEL, Setting, adaptive_name, long_prompts
+from tools.bench.measure import make_table, spread
+from tools.bench.setting import BEG_MAB, COST_MODEL, Setting, adaptive_name, long_prompts
 
 _LEAST_REQUESTS = 4  # of a run
 _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
@@ -128,3 +128,47 @@ def adaptive_minima(
         table.add_row(drafter, f"{minima[drafter]:.3f}", str(size), f"{first[drafter]:.3f}")
     console.print(table)
     return {"adaptive_min_ratio": minima, "adaptive_first_round_min_ratio": first}
+
+
+def speedup_by_batch(by_batch: Mapping[int, Comparison]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return batch size -> variant -> spread of its speed over plain decoding, for JSON."""
+    return {
+        str(size): {name: record.ratio for name, record in each.records.items()}
+        for size, each in by_batch.items()
+    }
+
+
+def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> tuple[str, float]:
+    """Return the fixed strategy with the highest median speed over plain decoding, which may itself be the best."""
+    medians = {name: comparison.records[name].ratio["median"] for name in fixed} | {PLAIN: 1.0}
+    return max(medians.items(), key=lambda item: item[1])
+
+
+def print_oracle(
+    measured: Mapping[int, Comparison], fixed: Sequence[str], console: Console
+) -> dict[str, object]:
+    """Compare selectors with the best fixed strategy of each batch size, found by running all of them.
+
+    Noise counts against the selectors: the best of several strategies is partly the luckiest.
+    """
+    table = make_table(
+        "(d) selectors over the best fixed strategy of each batch size",
+        *("batch", "best", "speed-up", COST_MODEL, BEG_MAB),
+        num_names=0,
+    )
+    live: dict[str, dict[str, dict[str, float]]] = {COST_MODEL: {}, BEG_MAB: {}}
+    for size, comparison in measured.items():
+        best, ratio = best_fixed(comparison, fixed)
+        for name, by_size in live.items():
+            rounds = comparison.records[name].ratios
+            by_size[str(size)] = spread([value / ratio for value in rounds[1:] or rounds])
+        cells = [f"{by_size[str(size)]['median']:.3f}" for by_size in live.values()]
+        table.add_row(str(size), best, f"{ratio:.2f}", *cells)
+    # Equal weight for each batch size: the harmonic mean of rates over equal work.
+    overall = {
+        name: statistics.harmonic_mean([each["median"] for each in by_size.values()])
+        for name, by_size in live.items()
+    }
+    table.add_row("all", "", "", *(f"{overall[name]:.3f}" for name in live))
+    console.print(table)
+    return {"by_batch": live, "overall": overall}

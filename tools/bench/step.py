@@ -1,6 +1,6 @@
 """Measures what TLT gains in an RL step, and checks that it changes nothing else: the same run and seeds, four variants.
 
-    python -m tools.bench step                       # speed, exactness, mismatch
+    python -m tools.bench step                       # speed, exactness
     python -m tools.bench step --parts drift         # a policy that changes fast
     python -m tools.bench step --quick               # all of it small
 
@@ -11,20 +11,14 @@ ranks), `cold_start` (tlt from random weights).
   continues from its checkpoint for a few steps. The order rotates, and the first step of a round is not timed. Step k of one
   variant is compared with step k of another.
 - Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
-- Mismatch: tokens that rounding swaps in float32 and bfloat16, while the policy does not change.
 - Drift: a large learning rate and one fixed strategy, so that accept lengths show the quality of the drafter.
-- Packing and checkpoints: from tools/bench/drafter.py.
-
-Writes build/bench/step.json. Parts that do not run keep their values in the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -37,21 +31,18 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from tools.bench.measure import command_line, write_json
 from tools.bench.step_measures import (
     HOLDOUT_ACCEPT_LENGTH,
     LIVE_ACCEPT_LENGTH,
+    REWARD,
     ROLLOUT_SECONDS,
     Run,
     first_step_at,
     idle_figures,
     is_identical,
-    mismatch_per_token,
     num_same_steps,
     phase_seconds,
     read_run,
-    reward_curve,
-    reward_difference,
     rollout_share,
     series,
     speedups,
@@ -59,18 +50,16 @@ from tools.bench.step_measures import (
     with_a_tail,
 )
 from tools.bench.step_tables import (
-    print_accept_lengths,
+    print_by_step,
     print_idle,
     print_phases,
-    print_rewards,
     print_speedups,
 )
 from tools.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
-_QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1, "mismatch_steps": 1, "drift_steps": 4}
-STANDSTILL_LR = 1e-12  # below the rounding of any weight
+QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1, "drift_steps": 4}
 RECOVERED_SHARE = 0.9  # of the warmed-up drafter's accept length
 
 
@@ -182,8 +171,6 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
         "cold_start_recovered_at_step": first_step_at(
             accepted[COLD], accepted[TLT], RECOVERED_SHARE
         ),
-        "rewards_by_step": {name: reward_curve(runs[name]) for name in variants},
-        "reward_difference": {name: reward_difference(base, run) for name, run in against.items()},
         "num_steps": num_steps,
         "num_timed_steps": len(timed),
         "config": yaml.safe_load(settings.read_text(encoding="utf-8")),
@@ -191,8 +178,7 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     print_phases(console, result["phases_s"], result["rollout_share"], num_timed=len(timed))
     print_speedups(console, result)
     print_idle(console, idle)
-    print_accept_lengths(console, accepted)
-    print_rewards(console, result)
+    print_by_step(console, "accept length", accepted)
     recovered = result["cold_start_recovered_at_step"]
     console.print(
         f"cold start: {RECOVERED_SHARE:.0%} of the warmed-up accept length at step {recovered}"
@@ -220,23 +206,6 @@ def bench_exact(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     return {"identical_tokens": identical, "identical_tokens_compared": num_tokens}
 
 
-def bench_mismatch(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
-    """Count tokens that rounding swaps. The policy does not change, so one swap leaves later steps comparable."""
-    variants = variant_overrides(options.drafter)
-    pair = {name: variants[name] for name in (OFF, FROZEN)}
-    result: dict[str, object] = {}
-    for dtype in ("float32", "bfloat16"):
-        settings = (f"rollout.dtype={dtype}", f"optimizer.lr={STANDSTILL_LR}")
-        runs = launcher.run_variants(f"mismatch/{dtype}-", options.mismatch_steps, pair, *settings)
-        differing, compared = mismatch_per_token(*runs.values())
-        rate = differing / compared
-        launcher.console.print(
-            f"{dtype}: {differing} of {compared:,} tokens differ ({rate:.1e} per token)"
-        )
-        result[dtype] = {"differing": differing, "compared": compared, "per_token": rate}
-    return {"mismatch_per_token": result}
-
-
 def bench_drift(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Compare a drafter that follows a fast-changing policy with one that does not, from the same weights."""
     variants = variant_overrides(options.drafter)
@@ -250,15 +219,15 @@ def bench_drift(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     )
     steps = range(1, options.drift_steps + 1)
     accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items()}
-    curves = {name: reward_curve(run) for name, run in runs.items()}
+    rewards = {name: series(run, REWARD) for name, run in runs.items()}
     columns = {f"accept length, {name}": values for name, values in accepted.items()}
-    columns |= {f"reward, {name}": [p["mean"] for p in points] for name, points in curves.items()}
+    columns |= {f"reward, {name}": values for name, values in rewards.items()}
     moves = f"learning rate {options.drift_lr:g}, strategy {options.drift_strategy}"
-    print_accept_lengths(launcher.console, columns, f"a policy that moves fast ({moves})")
+    print_by_step(launcher.console, f"a policy that moves fast ({moves})", columns)
     return {
         "drift": {
             "accept_length_by_step": accepted,
-            "rewards_by_step": curves,
+            "rewards_by_step": rewards,
             "lr": options.drift_lr,
             "strategy": options.drift_strategy,
             "steps_with_equal_tokens": num_same_steps(runs[FROZEN], runs[TLT], steps),
@@ -266,39 +235,37 @@ def bench_drift(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     }
 
 
-def drafter_figures(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
-    """Return the two numbers of `tools.bench drafter`. Runs it if its file is missing."""
-    path = Path(options.drafter_json)
-    if not path.is_file():
-        command = [sys.executable, "-m", "tools.bench", "drafter", "--out", str(path.resolve())]
-        if options.quick:
-            command += ["--rounds", "1", "--checkpoint-rounds", "5", "--num-requests", "64"]
-        subprocess.run(command, cwd=ROOT, check=True)
-    figures = json.loads(path.read_text(encoding="utf-8"))
-    names = ("packing_ratio", "checkpoint_blocking_ratio")
-    for name in names:
-        launcher.console.print(f"{name}: {figures[name]['median']:.1f}")
-    return {name: figures[name] for name in names} | {"drafter_command": figures["command"]}
-
-
 PARTS: dict[str, Callable[[Launcher, argparse.Namespace], dict[str, object]]] = {
     "speed": bench_speed,
     "exact": bench_exact,
-    "mismatch": bench_mismatch,
     "drift": bench_drift,
-    "drafter": drafter_figures,
 }
 
 
-# ---- the command
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this benchmark."""
+    add("--config", default="examples/bench_step.yaml")
+    add("--drafter", default="build/tiny_drafter", help="warmed up")
+    add("--parts", nargs="+", choices=PARTS, default=["speed", "exact"])
+    add("--ranks", type=int, default=2)
+    add("--rounds", type=int, default=4, help="of speed")
+    add("--steps", type=int, default=6, help="of a round; the first is not timed")
+    add("--exact-steps", type=int, default=3)
+    add("--exact-tokens", type=int, default=200, help="longest response")
+    add("--drift-steps", type=int, default=20)
+    add("--drift-lr", type=float, default=4e-4)
+    add("--drift-strategy", default="6_1_6")
+    add("--extra-layers", type=int, default=20, help="of a policy made here")
+    add("--tail-share", type=float, default=0.1, help="of prompts called long")
+    add("--seed", type=int, default=0)
+    add("--keep", help="empty folder for the runs; default: a temporary one")
+    add("overrides", nargs="*", metavar="section.key=value")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Make what is missing, run the parts, print, write."""
-    options = _parse(arguments)
-    out = Path(options.out)
-    result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    provenance = dict(result.get("parts", {}))
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Make what is missing, run the parts and print their tables. Return the values of the JSON."""
+    if options.steps < 2:
+        raise SystemExit(f"--steps {options.steps}: must be >= 2")
     with tempfile.TemporaryDirectory(prefix="bench-step-") as temporary:
         root = Path(options.keep or temporary).resolve()
         if root.is_dir() and any(root.iterdir()):
@@ -308,16 +275,12 @@ def main(arguments: Sequence[str]) -> None:
             config=options.config,
             ranks=options.ranks,
             overrides=prepare(options, root),
-            console=Console(),
+            console=console,
         )
+        result: dict[str, object] = {"ranks": options.ranks}
         for name in options.parts:
-            load = os.getloadavg()[0]
             result |= PARTS[name](launcher, options)
-            provenance[name] = {"command": command_line(), "load_at_start": load}
-    packages = ("torch", "megatron-core", "transformers")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    versions["python"] = platform.python_version()
-    write_json(out, result | {"parts": provenance, "versions": versions, "ranks": options.ranks})
+    return result
 
 
 def prepare(options: argparse.Namespace, root: Path) -> list[str]:
@@ -343,35 +306,3 @@ def prepare(options: argparse.Namespace, root: Path) -> list[str]:
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
     order = (f"data.train={prompts}", "data.shuffle=false", f"run.seed={options.seed}")
     return [*order, *options.overrides]
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools.bench step", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--config", default="examples/bench_step.yaml")
-    add("--drafter", default="build/tiny_drafter", help="warmed up")
-    default_parts = [part for part in PARTS if part != "drift"]
-    add("--parts", nargs="+", choices=PARTS, default=default_parts, help="default: all but drift")
-    add("--quick", action="store_true", help="two minutes instead of ten")
-    add("--ranks", type=int, default=2)
-    add("--rounds", type=int, default=4, help="of speed")
-    add("--steps", type=int, default=6, help="of a round")
-    add("--exact-steps", type=int, default=3)
-    add("--exact-tokens", type=int, default=200, help="longest response")
-    add("--mismatch-steps", type=int, default=4)
-    add("--drift-steps", type=int, default=20)
-    add("--drift-lr", type=float, default=4e-4)
-    add("--drift-strategy", default="6_1_6")
-    add("--extra-layers", type=int, default=20, help="of a policy made here")
-    add("--tail-share", type=float, default=0.1, help="of prompts called long")
-    add("--seed", type=int, default=0)
-    add("--keep", help="empty folder for the runs; default: a temporary one")
-    add("--drafter-json", default="build/bench/drafter.json")
-    add("--out", default="build/bench/step.json")
-    add("overrides", nargs="*", metavar="section.key=value")
-    if "--quick" in arguments:
-        parser.set_defaults(**_QUICK)
-    options = parser.parse_intermixed_args(arguments)
-    if options.steps < 2:
-        parser.error(f"--steps {options.steps}: must be >= 2, the first of a round is not timed")
-    return options

@@ -1,4 +1,4 @@
-"""Compares RL runs of the same seeds: time by step, equal work, acceptance, idle time, rewards.
+"""Compares RL runs of the same seeds: time by step, equal work, acceptance, idle time.
 
 Pure functions over the files of a run (metrics.jsonl, rollouts/), called by tools/bench/step.py. Speculation changes no token,
 so step k of two variants does the same work and only times may differ. If rounding swaps two tokens (float32, bfloat16), the
@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.measure import first_differences, spread
+from tools.bench.measure import spread
 
 STEP_SECONDS = "timing_s/step"
 ROLLOUT_SECONDS = "timing_s/gen"
+REWARD = "critic/rewards/mean"
 LIVE_ACCEPT_LENGTH = "drafter/live_accept_length"
 HOLDOUT_ACCEPT_LENGTH = "drafter/holdout_accept_length/published"
 ResponseKey = tuple[int, int]  # (draw_index, sample_index)
@@ -153,63 +154,6 @@ def num_same_steps(one: Run, other: Run, steps: Sequence[int]) -> int:
         for run in (one, other)
     ]
     return sum(a == b for a, b in zip(*drawn, strict=True))
-
-
-def mismatch_per_token(one: Run, other: Run) -> tuple[int, int]:
-    """Return (responses that differ, tokens compared) for two runs whose policies are the same in every step."""
-    return first_differences(
-        (response.token_ids, other[step].responses[key].token_ids)
-        for step, record in one.items()
-        for key, response in record.responses.items()
-    )
-
-
-# ---- rewards
-
-
-def wilson_interval(num_right: float, num_all: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the 95 % band of a share (Wilson 1927). Siblings of a prompt are not independent, so the true band is wider."""
-    if num_all < 1 or not 0 <= num_right <= num_all:
-        raise ValueError(
-            f"num_right={num_right} of num_all={num_all}: must be a share of at least 1"
-        )
-    share, z2 = num_right / num_all, z * z
-    center = (share + z2 / (2 * num_all)) / (1 + z2 / num_all)
-    half = z / (1 + z2 / num_all)
-    half *= math.sqrt(share * (1 - share) / num_all + z2 / (4 * num_all * num_all))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
-def reward_curve(run: Run) -> list[dict[str, float]]:
-    """Return the mean reward by step, with its Wilson band. ValueError for rewards other than 0 and 1."""
-    curve = []
-    for step, record in run.items():
-        rewards = [response.reward for response in record.responses.values()]
-        if not set(rewards) <= {0.0, 1.0}:
-            raise ValueError(f"rewards of step {step} are {sorted(set(rewards))}: must be 0 or 1")
-        low, high = wilson_interval(sum(rewards), len(rewards))
-        curve.append({"mean": statistics.fmean(rewards), "low": low, "high": high})
-    return curve
-
-
-def reward_difference(
-    base: Run, other: Run, *, num_draws: int = 2000, seed: int = 0
-) -> dict[str, float]:
-    """Return the mean reward of `other` minus that of `base`, with a 95 % bootstrap band over prompts, paired."""
-    differences = []
-    for step, record in base.items():
-        by_prompt: dict[int, list[float]] = {}
-        for key, response in record.responses.items():
-            by_prompt.setdefault(key[0], []).append(
-                other[step].responses[key].reward - response.reward
-            )
-        differences += [statistics.fmean(values) for values in by_prompt.values()]
-    draw = random.Random(seed)
-    means = sorted(
-        statistics.fmean(draw.choices(differences, k=len(differences))) for _ in range(num_draws)
-    )
-    low, high = (means[round(q * (num_draws - 1))] for q in (0.025, 0.975))
-    return {"mean": statistics.fmean(differences), "low": low, "high": high}
 
 
 # ---- prompts

@@ -63,24 +63,11 @@ def print_idle(console: Console, idle: Mapping[str, Mapping[str, Any]]) -> None:
     console.print(table)
 
 
-def print_accept_lengths(
-    console: Console, accepted: Mapping[str, Sequence[float | None]], title: str = "accept length"
+def print_by_step(
+    console: Console, title: str, columns: Mapping[str, Sequence[float | None]]
 ) -> None:
-    """Print tokens per drafting pass by RL step; "-" if nothing was drafted."""
-    table = make_table(title, "step", *accepted)
-    for step, values in enumerate(zip(*accepted.values(), strict=True), start=1):
+    """Print values by RL step; "-" for a step without one, such as an accept length if nothing was drafted."""
+    table = make_table(title, "step", *columns)
+    for step, values in enumerate(zip(*columns.values(), strict=True), start=1):
         table.add_row(str(step), *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
-
-
-def print_rewards(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the mean reward by step with 95 % bands, and the paired difference over all steps."""
-    curves = result["rewards_by_step"]
-    table = make_table("mean reward, 95 % band", "step", *curves)
-    for step, points in enumerate(zip(*curves.values(), strict=True), start=1):
-        cells = (f"{p['mean']:.2f} {p['low']:.2f}-{p['high']:.2f}" for p in points)
-        table.add_row(str(step), *cells)
-    console.print(table)
-    for variant, of in result["reward_difference"].items():
-        band = f"[{of['low']:+.4f}, {of['high']:+.4f}]"
-        console.print(f"reward, {variant} less off: {of['mean']:+.4f} {band}")

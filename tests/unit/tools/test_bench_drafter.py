@@ -11,7 +11,7 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tools.bench.drafter import ASYNCHRONOUS, FULL, SELECTIVE, measure_blocking, pad_batch
+from tools.bench.drafter import ASYNCHRONOUS, FULL, measure_blocking, pad_batch
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "hass", "eagle3"])
@@ -34,6 +34,6 @@ def test_a_padded_batch_trains_the_same_rows_to_the_same_loss(algorithm: str) ->
 def test_blocking_is_measured_for_every_variant_and_round(tmp_path: Path) -> None:
     trainer = DrafterTrainer(make_draft_model("eagle"), DrafterSection())
     seconds, written = measure_blocking(trainer, tmp_path, rounds=2)
-    assert seconds.keys() == {FULL, SELECTIVE, ASYNCHRONOUS}
+    assert seconds.keys() == {FULL, ASYNCHRONOUS}
     assert all(len(values) == 2 for values in seconds.values())
     assert written > 0

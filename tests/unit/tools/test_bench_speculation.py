@@ -22,6 +22,21 @@ def test_only_first_differences_count_and_what_follows_them_is_not_compared() ->
     assert first_differences(zip(plain, other, strict=True)) == (2, 2 + 2 + 3)
 
 
+@pytest.mark.parametrize(
+    ("other", "differing", "compared"),
+    [
+        ([1, 2, 3, 4], 0, 4),
+        ([1, 9, 8, 7], 1, 2),  # what follows a difference is not compared
+        ([1, 2, 3, 4, 5], 1, 4),  # one of them had to draw a stop token there
+        ([1, 2, 3], 1, 3),
+    ],
+)
+def test_a_response_that_ends_earlier_differs(
+    other: list[int], differing: int, compared: int
+) -> None:
+    assert first_differences([([1, 2, 3, 4], other)]) == (differing, compared)
+
+
 def test_the_first_round_stands_apart_from_the_others() -> None:
     record = Record(ratios=[0.5, 2.0, 1.0, 3.0])
     assert record.ratio == {"median": 2.0, "min": 1.0, "max": 3.0, "first_round": 0.5}

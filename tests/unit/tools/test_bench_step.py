@@ -19,20 +19,16 @@ from tools.bench.step_measures import (
     first_step_at,
     idle_figures,
     is_identical,
-    mismatch_per_token,
     num_same_steps,
     phase_seconds,
     read_run,
-    reward_curve,
-    reward_difference,
     rollout_share,
     series,
     speedups,
     timed_steps,
-    wilson_interval,
     with_a_tail,
 )
-from tools.bench.step_tables import print_accept_lengths, print_idle, print_phases
+from tools.bench.step_tables import print_by_step, print_idle, print_phases
 
 
 def make_run(
@@ -110,46 +106,6 @@ def test_identical_runs_agree_in_every_token_and_reward() -> None:
     assert num_same_steps(run, make_run([1.0, 1.0], rewards=[0.0]), [1, 2]) == 2
 
 
-@pytest.mark.parametrize(
-    ("other", "differing", "compared"),
-    [
-        ([1, 2, 3, 4], 0, 4),
-        ([1, 9, 8, 7], 1, 2),  # what follows a difference is not compared
-        ([1, 2, 3, 4, 5], 1, 4),  # one of them had to draw a stop token there
-        ([1, 2, 3], 1, 3),
-    ],
-)
-def test_mismatch_counts_first_differences(other: list[int], differing: int, compared: int) -> None:
-    one = make_run([1.0, 1.0], [[1, 2, 3, 4], [5]])
-    two = make_run([1.0, 1.0], [other, [5]])
-    assert mismatch_per_token(one, two) == (2 * differing, 2 * (compared + 1))
-
-
-def test_wilson_band_is_that_of_the_textbook() -> None:
-    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    with pytest.raises(ValueError, match="num_right=3 of num_all=2"):
-        wilson_interval(3, 2)
-
-
-def test_reward_curve_refuses_rewards_that_are_no_share() -> None:
-    curve = reward_curve(make_run([1.0], [[1], [2]], [1.0, 0.0]))
-    assert curve[0]["mean"] == 0.5
-    assert curve[0]["low"] < 0.5 < curve[0]["high"]
-    with pytest.raises(ValueError, match="rewards of step 1"):
-        reward_curve(make_run([1.0], rewards=[0.5]))
-
-
-def test_reward_difference_is_paired_by_prompt() -> None:
-    tokens = [[1]] * 4
-    base = make_run([1.0] * 8, tokens, [1.0, 0.0, 1.0, 0.0])
-    assert reward_difference(base, base) == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    better = make_run([1.0] * 8, tokens, [1.0, 0.0, 1.0, 1.0])
-    difference = reward_difference(base, better)
-    assert difference["mean"] == 0.25
-    assert 0.05 < difference["low"] < 0.25 < difference["high"] < 0.5
-
-
 def test_every_step_of_the_ordered_prompts_holds_exactly_one_long_one() -> None:
     lengths = list(range(40))
     rows = [{"length": length} for length in lengths]
@@ -209,7 +165,7 @@ def test_tables_show_what_a_variant_does_not_have_as_a_dash() -> None:
         "tlt": {"gen": 1.0, "step": 2.0, "publish": 0.5},
     }
     print_phases(console, phases, 0.5, num_timed=3)
-    print_accept_lengths(console, {"tlt": [None, 2.5]})
+    print_by_step(console, "accept length", {"tlt": [None, 2.5]})
     print_idle(console, {"tlt": idle_figures(make_run([1.0]), [1])})
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["│", "publish", "│", "-", "│", "0.500", "│"] in rows

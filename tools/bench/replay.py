@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from tlt_megatron.speculation.selector import Decision, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-_HICCUP = 3.0  # cap on a pass's seconds, as a multiple of the median: longer passes were disturbed
+_MAX_SLOWDOWN = (
+    3.0  # cap on a pass's seconds, as a multiple of the median: longer passes were disturbed
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class _Cell:
 
     passes: list[PassTrace]
     tokens: float  # mean per pass
-    seconds: float  # mean per pass, each capped at _HICCUP times the median
+    seconds: float  # mean per pass, each capped at _MAX_SLOWDOWN times the median
 
 
 class TraceTable:
@@ -166,8 +168,6 @@ class ReplayResult:
 
     of_oracle: float  # relative to the best strategy of each batch size
     of_plain: float  # relative to plain decoding
-    of_oracle_by_batch: dict[int, float]
-    num_chosen: dict[str, int]  # passes by strategy
 
 
 def replay(
@@ -178,10 +178,7 @@ def replay(
     The first `num_first` passes do not count. ValueError if it chooses a strategy that was not recorded, or no pass counts.
     """
     draws = table.draws()
-    seconds: dict[int, float] = {}
-    oracle_s: dict[int, float] = {}
-    plain_s = 0.0
-    num_chosen: dict[str, int] = {}
+    total_s = oracle_s = plain_s = 0.0
     for index, wanted in enumerate(batch_sizes):
         batch_size = table.nearest(wanted)
         strategy = selector.choose(batch_size).strategy
@@ -197,23 +194,16 @@ def replay(
             continue
         tokens, spent_s = table.tokens_and_seconds(strategy, batch_size)
         best_rate = table.tokens_per_s(table.best(batch_size), batch_size)
-        seconds[batch_size] = seconds.get(batch_size, 0.0) + spent_s
-        oracle_s[batch_size] = oracle_s.get(batch_size, 0.0) + tokens / best_rate
+        total_s += spent_s
+        oracle_s += tokens / best_rate
         plain_s += tokens / table.tokens_per_s(OFF, batch_size)
-        num_chosen[str(strategy)] = num_chosen.get(str(strategy), 0) + 1
-    if not seconds:
+    if not total_s:
         raise ValueError(f"batch_sizes: none behind num_first={num_first}")
-    total_s = sum(seconds.values())
-    return ReplayResult(
-        of_oracle=sum(oracle_s.values()) / total_s,
-        of_plain=plain_s / total_s,
-        of_oracle_by_batch={size: oracle_s[size] / seconds[size] for size in sorted(seconds)},
-        num_chosen=num_chosen,
-    )
+    return ReplayResult(of_oracle=oracle_s / total_s, of_plain=plain_s / total_s)
 
 
 def _make_cell(passes: list[PassTrace]) -> _Cell:
-    limit_s = _HICCUP * statistics.median(each.seconds for each in passes)
+    limit_s = _MAX_SLOWDOWN * statistics.median(each.seconds for each in passes)
     return _Cell(
         passes=passes,
         tokens=statistics.fmean(each.num_committed for each in passes),
