@@ -1,9 +1,9 @@
 """Reads the shape of a decoder-only policy from config.json. The engines, the drafter and the
 Megatron builder use this record.
 
-Families: Llama, Qwen2/2.5, Qwen3 (dense). It imports neither torch nor transformers, so an
-unsupported model is rejected before they are loaded. Defaults of absent keys are those of
-transformers.
+Families: Llama, Qwen2/2.5, Qwen3 (dense), one record of `FAMILIES` each. It imports neither torch
+nor transformers, so an unsupported model is rejected before they are loaded. Defaults of absent
+keys are those of transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
 MEGATRON_LLAMA3_ROPE = {  # fixed inside Megatron's RotaryEmbedding
     "low_freq_factor": 1.0,
@@ -32,8 +31,27 @@ _SIZES = (
 )
 _DEFAULT_THETA = 10000.0
 _DEFAULT_EPS = 1e-6
-_QWEN_KV_HEADS = 32  # of transformers' Qwen2Config and Qwen3Config
-_QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What tells one Llama-like family from the others.
+
+    From it follow the tensors, Megatron's settings and the weight map. The numbers replace keys that
+    config.json lacks.
+    """
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    num_kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / query heads
+
+
+FAMILIES = {  # by model_type of config.json
+    "llama": Family(),
+    "qwen2": Family(has_qkv_bias=True, num_kv_heads=32),
+    "qwen3": Family(has_qk_norm=True, num_kv_heads=32, head_dim=128),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +111,16 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
     kind = hf.get("model_type")
-    if kind not in SUPPORTED_MODEL_TYPES:
-        allowed = ", ".join(SUPPORTED_MODEL_TYPES)
+    if kind not in FAMILIES:
+        allowed = ", ".join(FAMILIES)
         raise ValueError(f"model_type={kind!r} is not supported; must be one of {allowed}")
+    family = FAMILIES[kind]
     missing = [name for name in _SIZES if hf.get(name) is None]
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")
     _check_options(hf)
     heads = _size(hf, "num_attention_heads")
-    kv_heads = _size(hf, "num_key_value_heads", heads if kind == "llama" else _QWEN_KV_HEADS, heads)
+    kv_heads = _size(hf, "num_key_value_heads", family.num_kv_heads or heads, heads)
     hidden = _size(hf, "hidden_size")
     head_dim = _head_dim(hf, hidden, heads)
     if heads % kv_heads:
@@ -121,8 +140,8 @@ def _model_config(hf: Mapping[str, Any]) -> ModelConfig:
         rope=rope_config(hf),
         max_position_embeddings=_size(hf, "max_position_embeddings"),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        has_qkv_bias=kind == "qwen2",
-        has_qk_norm=kind == "qwen3",
+        has_qkv_bias=family.has_qkv_bias,
+        has_qk_norm=family.has_qk_norm,
     )
 
 
@@ -138,7 +157,7 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         value = hf.get(option, allowed)
         if value != allowed:
             raise ValueError(f"{option}={value!r} is not supported; only {allowed!r}")
-    if kind != "qwen2" and hf.get("attention_bias", False):
+    if not FAMILIES[kind].has_qkv_bias and hf.get("attention_bias", False):
         raise ValueError(
             f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
         )
@@ -164,10 +183,11 @@ def _number(hf: Mapping[str, Any], name: str, absent: float) -> float:
 
 
 def _head_dim(hf: Mapping[str, Any], hidden: int, heads: int) -> int:
+    default = FAMILIES[hf["model_type"]].head_dim
     if hf.get("head_dim") is not None:
         head_dim = _size(hf, "head_dim")
-    elif hf["model_type"] == "qwen3" and "head_dim" not in hf:
-        head_dim = _QWEN3_HEAD_DIM
+    elif default is not None and "head_dim" not in hf:
+        head_dim = default
     elif hidden % heads:
         raise ValueError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
     else:

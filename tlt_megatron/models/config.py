@@ -3,10 +3,9 @@
 That file needs no torch, so an unsupported model is refused before torch is imported."""
 
 from tlt_megatron.config.model_shape import (
-    SUPPORTED_MODEL_TYPES,
     ModelConfig,
     RopeConfig,
     load_model_config,
 )
 
-__all__ = ["SUPPORTED_MODEL_TYPES", "ModelConfig", "RopeConfig", "load_model_config"]
+__all__ = ["ModelConfig", "RopeConfig", "load_model_config"]
