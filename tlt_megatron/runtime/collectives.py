@@ -18,7 +18,7 @@ def gather_objects(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T] = [None] * group.size  # type: ignore[list-item]
-    dist.all_gather_object(values, value, group=group.handle)
+    dist.all_gather_object(values, value, group=group.of_torch)
     return values
 
 
@@ -27,7 +27,7 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
     if group.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=group.global_ranks[source], group=group.handle)
+    dist.broadcast_object_list(box, src=group.global_ranks[source], group=group.of_torch)
     return box[0]
 
 
@@ -49,4 +49,4 @@ def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str,
 def barrier(group: Group) -> None:
     """Wait until every member has called this."""
     if group.size > 1:
-        dist.barrier(group=group.handle)
+        dist.barrier(group=group.of_torch)

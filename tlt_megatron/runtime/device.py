@@ -112,6 +112,7 @@ class GraphMemory:
         # Use torch's own capture stream for all captures. Graphs share memory only within one stream, and cuBLAS keeps a 32 MiB
         # workspace on a Hopper for every stream that it was used on.
         stream = capturing.capture_stream
+        assert stream is not None
         caller = torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):

@@ -42,7 +42,8 @@ class EventLog:
     def append(self, event: Event) -> None:
         """Tell all ranks, which read their events several times per heartbeat timeout."""
         text = " ".join(event.text.splitlines())
-        self._store.append(_KEY, f"{event.kind}\t{event.rank}\t{event.code}\t{text}\n")
+        line = f"{event.kind}\t{event.rank}\t{event.code}\t{text}\n"
+        self._store.append(_KEY, line)  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
 
     def firsts(self) -> dict[EventKind, Event]:
         """Return the first event of each kind."""

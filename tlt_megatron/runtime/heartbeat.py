@@ -144,8 +144,9 @@ class Heartbeat:
             yield
         except BaseException as error:
             self._is_unwinding = True
-            is_explained = isinstance(error, RanksLost) or not isinstance(error, RuntimeError)
-            if is_explained or not is_collective_error(error):
+            if isinstance(error, RanksLost) or not isinstance(error, RuntimeError):
+                raise
+            if not is_collective_error(error):
                 raise
             raise self._explain(error, group_timeout_s) from error
 
@@ -184,7 +185,7 @@ class Heartbeat:
                 loss = RanksLost(self._describe_lost_store(error))
                 self._lose(loss, is_first=self._stop_request.speaks_alone)
             if self.loss is not None:
-                self._see_the_end()
+                self._see_the_end(self.loss)
                 return
 
     def _beat(self, store: dist.Store) -> None:
@@ -268,15 +269,15 @@ class Heartbeat:
     def _log_end(self, text: str) -> None:
         log.info("the run ends: %s (this rank: phase %s)", text, self.phase, extra=FILE_ONLY)
 
-    def _see_the_end(self) -> None:
+    def _see_the_end(self, loss: RanksLost) -> None:
         """Give the main thread a moment to end by itself, then end the process."""
         start = time.monotonic()
         while not self._is_closed.wait(0.1):
             limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
             if time.monotonic() - start >= limit_s:
                 # The main threads of other ranks may hang too, so only the reporting rank writes to its console.
-                text = f"the run ends: {self.loss} (this rank: still in phase {self.phase})"
-                self._end_process(self.loss.code, text, is_shown=self._is_reporter)
+                text = f"the run ends: {loss} (this rank: still in phase {self.phase})"
+                self._end_process(loss.code, text, is_shown=self._is_reporter)
                 return
 
     def _explain(self, error: RuntimeError, group_timeout_s: float) -> RanksLost:

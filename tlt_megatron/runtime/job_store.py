@@ -49,10 +49,11 @@ class JobStore:
 
     def connect(self, name: str) -> dist.Store:
         """Return the keys under `name`, over a new connection. On a shared one, a waiting thread blocks the others."""
-        if isinstance(self._store, dist.HashStore):
+        if not isinstance(self._store, dist.PrefixStore):  # of a single rank
             return self.part(name)
-        store = self._store.clone()
-        _bound_exchanges(store, self._answer_timeout_s)
+        # Neither is in torch's stubs.
+        store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        _bound_exchanges(store._underlying_non_prefix_store, self._answer_timeout_s)
         return dist.PrefixStore(name, store)
 
 
@@ -124,14 +125,13 @@ def _master_addresses() -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-def _bound_exchanges(store: dist.Store, answer_timeout_s: float) -> None:
+def _bound_exchanges(store: dist.TCPStore, answer_timeout_s: float) -> None:
     """Make every exchange with a host that does not answer fail after `answer_timeout_s`.
 
     torch limits only the wait for a key: it reads the answer itself from the socket without a limit. So this sets the limit on
     the sockets connected to the store. A call that exceeds it raises DistNetworkError ("Socket Timeout").
     """
-    inner = store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
-    inner.set_timeout(datetime.timedelta(seconds=answer_timeout_s))
+    store.set_timeout(datetime.timedelta(seconds=answer_timeout_s))
     limit = struct.pack("ll", *divmod(round(answer_timeout_s * 1e6), 1_000_000))  # struct timeval
     for descriptor in os.listdir("/dev/fd"):
         try:
@@ -142,7 +142,7 @@ def _bound_exchanges(store: dist.Store, answer_timeout_s: float) -> None:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             address, port, *_ = connection.getpeername()
-            if (address.removeprefix("::ffff:"), port) == (inner.host, inner.port):
+            if (address.removeprefix("::ffff:"), port) == (store.host, store.port):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         except OSError:  # not connected
             pass

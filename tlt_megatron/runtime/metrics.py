@@ -139,7 +139,7 @@ class _WandbRun(Protocol):
 
 def _start_wandb(run_dir: Path, project: str) -> _WandbRun:
     """Return the wandb run of this run folder, the same one after a resume. wandb drops steps that it already has."""
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]  # optional
 
     folder = run_dir.resolve()
     run_id = f"{folder.name}-{zlib.crc32(str(folder).encode()):08x}"

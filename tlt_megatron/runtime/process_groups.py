@@ -39,6 +39,13 @@ class Group:
         """Return whether this process is the group's last member."""
         return self.rank == self.size - 1
 
+    @property
+    def of_torch(self) -> dist.ProcessGroup | None:
+        """Return the handle for the collectives of torch.distributed. TypeError for a private group, which has its own."""
+        if isinstance(self.handle, PrivateHandle):
+            raise TypeError(f"private group {self.handle.name}: torch.distributed does not know it")
+        return self.handle
+
 
 SINGLE = Group(handle=None, rank=0, size=1, global_ranks=(0,))
 
@@ -172,13 +179,14 @@ def form_private_group(
             backend = _form_nccl(own_store, place, len(members), device, timeout)
         else:
             backend = dist.ProcessGroupGloo(own_store, place, len(members), timeout)
-    handle = PrivateHandle(backend, name)
+    # In torch's stubs, the communicators are no ProcessGroup.
+    handle = PrivateHandle(backend, name)  # pyright: ignore[reportArgumentType]
     return Group(handle=handle, rank=place, size=len(members), global_ranks=members)
 
 
 def _form_nccl(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta
-) -> dist.ProcessGroup:
+) -> dist.ProcessGroupNCCL:
     """Return an NCCL communicator whose waits block the host and raise.
 
     The constructor reads the variable. Without it, a watchdog thread would end the process instead.

@@ -77,10 +77,10 @@ class Progress:
         if mode == "lines":
             return
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
+            live = self._live = Live(
                 get_renderable=self._render, console=self._console, refresh_per_second=4
             )
-            self._draw(lambda: self._live.start(refresh=True))
+            self._draw(lambda: live.start(refresh=True))
         elif mode == "live":
             log.info("logging.progress='live' needs a terminal: one line per step instead")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +34,11 @@ def seed_everything(seed: int) -> None:
 def rng_state(device: Device | None = None) -> dict[str, object]:
     """Return the state of this rank's generators, including the GPU's if `device` is a GPU."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    numpy = np.random.get_state(legacy=False)
+    keys, position = numpy["state"]["key"].tolist(), numpy["state"]["pos"]
     state: dict[str, object] = {
         "python": [version, list(words), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "numpy": [numpy["bit_generator"], keys, position, numpy["has_gauss"], numpy["gauss"]],
         "torch": _to_hex(torch.get_rng_state()),
     }
     cuda = device.rng_state() if device is not None else None
@@ -45,7 +47,7 @@ def rng_state(device: Device | None = None) -> dict[str, object]:
     return state
 
 
-def set_rng_state(state: Mapping[str, object], device: Device | None = None) -> None:
+def set_rng_state(state: Mapping[str, Any], device: Device | None = None) -> None:
     """Restore the result of `rng_state`, also after conversion to JSON and back. ValueError if a generator is missing.
 
     A state from a CPU run leaves a GPU's generator unchanged and logs this.

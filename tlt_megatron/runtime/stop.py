@@ -88,10 +88,10 @@ class StopRequest:
     def close(self) -> None:
         """Stop listening; later signals have no effect."""
         self._is_closed = True
-        if self._thread is not None:
-            signal.pthread_kill(self._thread.ident, signal.SIGUSR1)  # wakes the listener
-            self._thread.join()
-            self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.ident is not None:
+            signal.pthread_kill(thread.ident, signal.SIGUSR1)  # wakes the listener
+            thread.join()
 
     def _listen(self) -> None:
         while True:
