@@ -171,7 +171,7 @@ def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
 
 def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:
     """Format a number as a response would write it: 42.0 becomes 42, 1e-07 becomes 0.0000001."""
-    exact = Decimal(repr(value)) if isinstance(value, float) else value
+    exact = value if isinstance(value, Decimal) else Decimal(repr(value))
     if not exact.is_finite():
         raise _RowError(f"{key}={value!r} must be a finite number: no response could match it")
     text = str(int(exact)) if exact == exact.to_integral_value() else f"{exact.normalize():f}"

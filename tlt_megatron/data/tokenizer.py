@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tlt_megatron.config.model_shape import read_eos_token_ids, read_json
 
@@ -26,9 +27,10 @@ class Tokenizer:
         self.hf = hf
         self.stop_token_ids = tuple(sorted(set(stop_token_ids)))
         self._path = path
-        if hf.is_fast:  # tokenizer.json may turn both on
-            hf.backend_tokenizer.no_truncation()
-            hf.backend_tokenizer.no_padding()
+        self._fast = hf.backend_tokenizer if isinstance(hf, PreTrainedTokenizerFast) else None
+        if self._fast is not None:  # tokenizer.json may turn both on
+            self._fast.no_truncation()
+            self._fast.no_padding()
 
     @property
     def has_chat_template(self) -> bool:
@@ -44,11 +46,11 @@ class Tokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text. With a fast tokenizer, several threads may call it at once."""
-        if not self.hf.is_fast:
+        if self._fast is None:
             return [self.hf.encode(text, add_special_tokens=False) for text in texts]
         # Bypass transformers: it sets the tokenizer's state on every call, which is not thread-safe.
-        encode = self.hf.backend_tokenizer.encode_batch_fast
-        return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
+        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def render(self, prompt: str | Sequence[Message]) -> str:
         """Return the text to encode: a string unchanged, chat messages through the template. ValueError as `encode`."""
@@ -61,19 +63,23 @@ class Tokenizer:
             )
         from jinja2 import TemplateError  # transformers needs jinja2 for templates only
 
-        messages = [dict(message) for message in prompt]
+        messages: list[Any] = [dict(message) for message in prompt]
         try:
-            return self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
+        assert isinstance(text, str)  # of one conversation
+        return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a response, by default without stop and other special tokens."""
-        return self.hf.decode(
+        text = self.hf.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+        assert isinstance(text, str)  # of one response
+        return text
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
