@@ -30,7 +30,7 @@ def score_math(
     """
     # math-verify limits time by SIGALRM, which works only in a main thread; elsewhere the caller limits the time
     in_main_thread = threading.current_thread() is threading.main_thread()
-    timeout_s = _TIMEOUT_S if in_main_thread else None
+    timeout_s = _TIMEOUT_S if in_main_thread else 0  # 0: no limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings hold the whole response
     is_boxed = "\\boxed" in ground_truth
     gold = parse(
@@ -69,7 +69,8 @@ def _is_written_number(answer: object) -> bool:
         (answer,) = answer.args
     if not isinstance(answer, sympy.Basic):
         return True  # text, which is compared as text
-    factors = [part for part in sympy.Mul.make_args(answer) if part != -1]
+    parts = answer.args if isinstance(answer, sympy.Mul) else (answer,)
+    factors = [part for part in parts if part != -1]
     num_plain = sum(isinstance(part, sympy.Number) for part in factors)
     return num_plain <= 1 and all(map(_is_number_factor, factors)) and len(factors) <= 2
 

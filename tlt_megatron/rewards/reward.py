@@ -13,11 +13,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeGuard
 
 from tlt_megatron.config.extensions import load_extension
 
 RawScore = float | Mapping[str, object]
-RewardFunction = Callable[..., RawScore | Awaitable[RawScore]]
+AsyncRewardFunction = Callable[..., Awaitable[RawScore]]
+RewardFunction = Callable[..., RawScore] | AsyncRewardFunction
 
 MAX_ABS_REWARD = 1e6  # the variance of 1e200 overflows, which silently makes advantages 0
 
@@ -27,7 +29,7 @@ def load_reward(spec: str) -> RewardFunction:
     return load_extension("reward.function", spec)
 
 
-def is_async(function: RewardFunction) -> bool:
+def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
     """Return whether a call of `function` gives an awaitable; also True for an object with `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004

@@ -20,7 +20,13 @@ import traceback
 
 from tlt_megatron.config.extensions import REGISTRY
 from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
-from tlt_megatron.rewards.reward import RewardFunction, is_async, load_reward, read_score
+from tlt_megatron.rewards.reward import (
+    AsyncRewardFunction,
+    RewardFunction,
+    is_async,
+    load_reward,
+    read_score,
+)
 
 _ARGUMENTS = REGISTRY["reward.function"].parameters
 
@@ -92,7 +98,7 @@ def _serve(channel: _Channel, function: RewardFunction) -> None:
         channel.send_score(task["task"], start, result)
 
 
-async def _serve_async(channel: _Channel, function: RewardFunction, timeout_s: float) -> None:
+async def _serve_async(channel: _Channel, function: AsyncRewardFunction, timeout_s: float) -> None:
     running: set[asyncio.Task[None]] = set()
     while (task := await asyncio.to_thread(channel.receive)) is not None:
         job = asyncio.create_task(_score_async(channel, function, timeout_s, task))
@@ -101,7 +107,7 @@ async def _serve_async(channel: _Channel, function: RewardFunction, timeout_s: f
 
 
 async def _score_async(
-    channel: _Channel, function: RewardFunction, timeout_s: float, task: dict
+    channel: _Channel, function: AsyncRewardFunction, timeout_s: float, task: dict
 ) -> None:
     start = time.perf_counter()
     limit = asyncio.timeout(timeout_s)

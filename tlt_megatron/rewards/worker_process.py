@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO
 
 from tlt_megatron.rewards.reward import read_score
 
@@ -146,6 +146,7 @@ class WorkerProcess:
 
     async def _live(self, on_output: Callable[[bytes], None]) -> None:
         """Wait until the worker ends or is to be ended. Then end its process tree and fail all pending answers."""
+        assert self._process.stdout is not None
         output = asyncio.create_task(_forward(self._process.stdout, on_output))
         await asyncio.wait([self._reading])
         failure, detail, grace_s = self._end_reason or ("error", "", _END_GRACE_S)
@@ -155,9 +156,12 @@ class WorkerProcess:
             self._process.kill()
         await asyncio.wait([output], timeout=_END_GRACE_S)  # the last output
         output.cancel()
-        if not detail and status is None:
-            detail = "the reward function closed the worker's socket"
-        detail = detail or f"the worker process ended with {_describe_status(status)}"
+        if not detail:
+            detail = (
+                "the reward function closed the worker's socket"
+                if status is None
+                else f"the worker process ended with {_describe_status(status)}"
+            )
         if not self._loaded.done():
             text = f"reward.function={self._spec!r}: {detail} while it loaded"
             self._loaded.set_result(RuntimeError(text))
@@ -173,7 +177,7 @@ class WorkerProcess:
             return None
 
 
-async def _forward(pipe: BinaryIO, on_output: Callable[[bytes], None]) -> None:
+async def _forward(pipe: IO[bytes], on_output: Callable[[bytes], None]) -> None:
     """Pass on what the worker and its programs print, until the last of them has ended."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
