@@ -30,6 +30,7 @@ class StrategySelector(Protocol):
 
     def choose(self, batch_size: int) -> Decision:
         """Return the strategy of the next decode pass for `batch_size` >= 1 running requests."""
+        ...
 
     def observe(
         self,
@@ -52,6 +53,7 @@ class StrategySelector(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learned state, as values that JSON can hold."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. A state of another selector or of other strategies is ignored with a warning."""

@@ -108,7 +108,7 @@ def verify_rejection(
         target_BV = torch.where(
             is_accepted_B.unsqueeze(1), target_probs_BRV[:, node + 1], target_BV
         )
-        if draft_BV is not None:
+        if draft_BV is not None and draft_probs_BRV is not None:
             without_BV = _normalized(draft_BV.scatter(1, token_B1, 0.0))
             draft_BV = torch.where(is_rejected_B.unsqueeze(1), without_BV, draft_BV)
             draft_BV = torch.where(

@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -65,7 +66,7 @@ class DrafterCheckpoint:
     """A loaded checkpoint: the arguments of `write_checkpoint`."""
 
     state: dict[str, Tensor]  # for DrafterTrainer.load_state_dict
-    record: dict[str, object]
+    record: dict[str, Any]  # decoded JSON
     extra: dict[str, dict[str, Tensor]]
 
 

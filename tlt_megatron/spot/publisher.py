@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,7 +250,7 @@ class DrafterPublisher:
             "holdout_level": {"value": _to_json(self._holdout.value)},
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor], record: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Load the results of `state_dict` and `record`."""
         parts: dict[str, dict[str, Tensor]] = {"published": {}, "best": {}}
         for key, tensor in state.items():

@@ -75,7 +75,8 @@ class SharedLog:
         """Append a line, with one store operation."""
         line = " ".join(map(str, words)) + "\n"
         try:
-            self._store.append(self.key, line)
+            # Not in torch's stubs.
+            self._store.append(self.key, line)  # pyright: ignore[reportAttributeAccessIssue]
         except dist.DistError as error:
             raise _store_lost(error) from error
 

@@ -190,7 +190,7 @@ class SpotSession:
     def run(self) -> SessionEnd:
         """Take part until the session ends. Errors other than MemberLost are raised."""
         try:
-            self.record.end = self._run()
+            end = self.record.end = self._run()
         except MemberLost as error:
             log.warning(
                 "spot: session %d of RL step %d with ranks %s ended after %d steps: %s",
@@ -200,11 +200,11 @@ class SpotSession:
                 len(self.record.steps),
                 error,
             )
-            self.record.end = SessionEnd.LOST
+            end = self.record.end = SessionEnd.LOST
         finally:
             if self.record.end in (None, SessionEnd.LOST):
                 self.groups.drop(self.members)
-        return self.record.end
+        return end
 
     def _run(self) -> SessionEnd:
         verdict = self._rendezvous()
