@@ -287,7 +287,9 @@ class DraftModel(nn.Module):
     @property
     def layer(self) -> DraftLayer:
         """Return the only layer, under either name."""
-        return self.midlayer if self.config.is_eagle3 else self.layers[0]
+        layer = self.midlayer if self.config.is_eagle3 else self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        return layer
 
     def fuse(self, features_PF: Tensor) -> Tensor:
         """Return the first step's input [P, D]: the features, fused by fc in EAGLE-3."""

@@ -73,7 +73,8 @@ class RotaryTable:
     def lookup(self, position_ids_P: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos, signed sin), each [P, 1, H], for `apply_rope_`."""
         rows = self.table_SH2.index_select(0, position_ids_P).unsqueeze(1)
-        return rows.chunk(2, dim=-1)
+        cos_P1H, sin_P1H = rows.chunk(2, dim=-1)
+        return cos_P1H, sin_P1H
 
 
 def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:

@@ -17,3 +17,4 @@ class Attention(Protocol):
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         """Return [P, N*H]. `kv_PKH` is [P, 2K, H]: K rotated key heads, then K value heads."""
+        ...

@@ -111,8 +111,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _scores(query: Tensor, key: Tensor, start: int, is_causal: bool, scale: float | None) -> Tensor:
     """Return the scores of a chunk of queries, of which the first has position `start`."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query @ key.transpose(-1, -2)).to(wide_dtype(query.dtype)) * scale
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ key.transpose(-1, -2)).to(wide_dtype(query.dtype)) * factor
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
         scores.masked_fill_(hidden.triu_(start + 1), -torch.inf)

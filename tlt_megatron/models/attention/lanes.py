@@ -50,7 +50,8 @@ class LaneView:
         if found is None:
             kv_KTH = self.cache.layers[layer][:, self._slots]
             kv_BKTH = kv_KTH.unflatten(1, (self.num_rows, self.lane)).transpose(0, 1)
-            found = self._kv[layer, length] = kv_BKTH[:, :, :length].chunk(2, dim=1)
+            keys, values = kv_BKTH[:, :, :length].chunk(2, dim=1)
+            found = self._kv[layer, length] = keys, values
         return found
 
     def blocks(self, layer: int, num_blocks: int) -> Tensor:

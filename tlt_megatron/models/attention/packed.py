@@ -98,8 +98,9 @@ class _PackedAttention(torch.autograd.Function):
         key, value = _for_queries(key_PKH, repeat), _for_queries(value_PKH, repeat)
         inputs = (grad_PNH, query_PNH, key, value, out_PNH, lse_PN.unsqueeze(-1))
         parts = []
-        for *segment, lse_1NT1 in _segments(inputs, ctx.lengths):
-            found = differentiate_causal(*segment, lse_1NT1.squeeze(-1), scale=scale)
+        for grad, query, key, value, out, lse_1NT1 in _segments(inputs, ctx.lengths):
+            lse = lse_1NT1.squeeze(-1)
+            found = differentiate_causal(grad, query, key, value, out, lse, scale=scale)
             parts.append([x_1NTH[0].transpose(0, 1) for x_1NTH in found])
         grad_query, grad_key, grad_value = (torch.cat(x) for x in zip(*parts, strict=True))
         grads = [grad_query, _sum_group(grad_key, repeat), _sum_group(grad_value, repeat)]
@@ -133,7 +134,7 @@ def _sum_group(grad_PNH: Tensor, repeat: int) -> Tensor:
 
 def _own_scores(query_PNH: Tensor, kv_PKH: Tensor, scale: float | None) -> Tensor:
     """Return the scaled scores [P, N] of each row's query with its own key, in `wide_dtype`."""
-    scale = query_PNH.shape[-1] ** -0.5 if scale is None else scale
+    factor = query_PNH.shape[-1] ** -0.5 if scale is None else scale
     key_PKH = kv_PKH.chunk(2, dim=1)[0]
     key_PNH = _for_queries(key_PKH, query_PNH.shape[1] // key_PKH.shape[1])
-    return (query_PNH * key_PNH).sum(dim=-1, dtype=wide_dtype(query_PNH.dtype)) * scale
+    return (query_PNH * key_PNH).sum(dim=-1, dtype=wide_dtype(query_PNH.dtype)) * factor

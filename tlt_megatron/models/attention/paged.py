@@ -136,7 +136,8 @@ class PagedAttention:
         num_kv_heads, repeat = cache.num_kv_heads, cache.num_heads_per_kv
         query_BKRH = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
         query = query_BKRH.index_select(0, self._owner_P)
-        out, lse = self._attend(query, *self._response_kv[layer], self._response_bias)
+        keys, values = self._response_kv[layer]
+        out, lse = self._attend(query, keys, values, self._response_bias)
         outs = [out, out.new_zeros(1, num_kv_heads, repeat, head_dim)]
         lses = [lse, lse.new_full((1, num_kv_heads, repeat), -torch.inf)]
         if self._readers_XG is not None:
@@ -144,7 +145,8 @@ class PagedAttention:
             query = query_BKRH.index_select(0, self._readers_XG.view(-1))
             query = query.view(num_pages, num_siblings, num_kv_heads, repeat, head_dim)
             query = query.transpose(1, 2).reshape(num_pages, num_kv_heads, -1, head_dim)
-            out, lse = self._attend(query, *self._prompt_kv[layer], self._prompt_bias)
+            keys, values = self._prompt_kv[layer]
+            out, lse = self._attend(query, keys, values, self._prompt_bias)
             siblings = (num_siblings, repeat)
             outs.insert(1, out.unflatten(2, siblings).transpose(1, 2).flatten(0, 1))
             lses.insert(1, lse.unflatten(2, siblings).transpose(1, 2).flatten(0, 1))
