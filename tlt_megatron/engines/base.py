@@ -79,6 +79,7 @@ class RolloutEngine(Protocol):
         `should_stop` is called about once per pass. If it returns True, GenerationStopped is raised.
         RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt cannot fit into KV memory.
         """
+        ...
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
@@ -91,6 +92,7 @@ class RolloutEngine(Protocol):
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """Return the policy's embedding and LM head, both [V, D], for a drafter that trains in this process. The tensors stay
         the same objects; `load_weights` changes them in place."""
+        ...
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
@@ -103,6 +105,7 @@ class RolloutEngine(Protocol):
 
     def pause_speculation(self, is_paused: bool) -> bool:
         """Switch to plain decoding, or back to speculation. Return False if the engine cannot switch."""
+        ...
 
     def free_kv(self) -> None:
         """Free the KV until the next `generate`, on a rank that trains the drafter meanwhile. The weights stay usable. An engine
@@ -119,13 +122,16 @@ class RolloutEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the counters of the last `generate`."""
+        ...
 
     def take_passes(self) -> list[PassRecord]:
         """Return all passes of the last `generate`, oldest first, and clear them. An engine that decodes in another process may
         return none."""
+        ...
 
     def state_dict(self) -> dict[str, object]:
         """Return the engine's speed measurements as JSON-able values. They never change tokens."""
+        ...
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore the `state_dict` of an engine with the same settings."""

@@ -138,10 +138,12 @@ class EmbeddedEngine:
         ValueError if the drafter reads other tap layers than the engine keeps.
         """
         self._require_awake()
-        has_drafter = speculation is not None and speculation.draft is not None
-        if has_drafter and speculation.tap_layers != self._tap_layers:
+        tap_layers = self._tap_layers
+        if speculation is not None and speculation.draft is not None:
+            tap_layers = speculation.tap_layers
+        if tap_layers != self._tap_layers:
             raise ValueError(
-                f"the drafter reads aux_layer_ids={speculation.tap_layers}, the engine keeps the states"
+                f"the drafter reads aux_layer_ids={tap_layers}, the engine keeps the states"
                 f" after layers {self._tap_layers}: must be the same"
             )
         self._speculation = speculation
@@ -231,11 +233,12 @@ class EmbeddedEngine:
         if self._is_closed:
             raise RuntimeError("the engine is closed")
 
-    def _require_version(self, policy_version: int) -> None:
+    def _model_of(self, policy_version: int) -> Transformer:
         if self._model is None or self._version != policy_version:
             raise RuntimeError(
                 f"policy_version={policy_version} is asked for, the engine holds {self._version}"
             )
+        return self._model
 
     def _require_awake(self) -> None:
         self._require_open()
@@ -263,14 +266,14 @@ class EmbeddedEngine:
         the final norm, then the states after `tap_layers`.
         """
         self._require_awake()
-        self._require_version(policy_version)
+        model = self._model_of(policy_version)
         started = time.perf_counter()
         speculation = self._speculation
         cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
         requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
         run = Generation(
-            self._model,
+            model,
             cache,
             requests,
             params,

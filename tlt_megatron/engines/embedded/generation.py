@@ -202,7 +202,8 @@ def group_rollouts(
     """Return one group per prompt. `rollouts` holds `num_samples` in a row for each prompt."""
     groups = []
     for number, prompt in enumerate(prompts):
-        siblings = rollouts[number * num_samples : (number + 1) * num_samples]
-        assert None not in siblings
-        groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(siblings)))
+        of_prompt = rollouts[number * num_samples : (number + 1) * num_samples]
+        siblings = tuple(rollout for rollout in of_prompt if rollout is not None)
+        assert len(siblings) == num_samples
+        groups.append(RolloutGroup(prompt=prompt, rollouts=siblings))
     return groups

@@ -47,6 +47,7 @@ class GraphMemory(Protocol):
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Capture `work` and return a function that replays it."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)

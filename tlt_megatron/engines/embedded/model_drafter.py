@@ -165,8 +165,8 @@ class ModelDrafter:
             )
             hidden_PD, head_input_PD = run(inputs)
         num_rows, size = positions_B.shape[0], hidden_PD.shape[-1]
-        newest = (state.view(num_rows, -1, size)[:, -1] for state in (hidden_PD, head_input_PD))
-        return tuple(newest)
+        hidden_BD = hidden_PD.view(num_rows, -1, size)[:, -1]
+        return hidden_BD, head_input_PD.view(num_rows, -1, size)[:, -1]
 
     def _run_apart(self, view: LaneView, inputs: PassInputs) -> tuple[Tensor, Tensor]:
         assert inputs.hidden_PD is not None
