@@ -95,6 +95,7 @@ def load_checkpoint(
         )
     except CheckpointException as error:
         raise ValueError(f"checkpoint {path} is not loaded: {_first_failure(error)}") from None
+    assert isinstance(loaded, dict)  # a tuple only for other values of `strict`
     model.load_state_dict(loaded["model"] | extra)
     load_optimizer_state(optimizer.megatron, loaded["optimizer"])
     optimizer.scheduler.num_steps = 0  # its load adds the saved position to the current one
@@ -152,9 +153,11 @@ def _first_failure(error: CheckpointException) -> str:
 
 def _identity(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, str | bool]:
     """Return the settings that must be equal when a checkpoint is loaded."""
+    config = optimizer.megatron.config
+    assert config is not None
     return {
         "model.dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "mcore.use_distributed_optimizer": optimizer.megatron.config.use_distributed_optimizer,
+        "mcore.use_distributed_optimizer": config.use_distributed_optimizer,
     }
 
 
@@ -166,7 +169,9 @@ def _synchronous_strategy() -> SaveShardedStrategy:
     from torch.distributed.checkpoint import save as save_shards
 
     class SynchronousStrategy(SaveShardedStrategy):
-        can_handle_sharded_objects = True
+        @property
+        def can_handle_sharded_objects(self) -> bool:
+            return True
 
         def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
             shards, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
@@ -198,7 +203,9 @@ def _rng_states() -> Iterator[tuple[str, Tensor]]:
     yield "cpu", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "cuda", torch.cuda.get_rng_state()
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    for name, state in tracker.get_states().items():
         yield f"tracker.{name}", state
 
 
@@ -209,6 +216,6 @@ def _restore_rng_states(loaded: dict[str, Tensor]) -> None:
     torch.set_rng_state(states.pop("cpu"))
     if "cuda" in states:
         torch.cuda.set_rng_state(states.pop("cuda"))
-    get_cuda_rng_tracker().set_states(
-        {name.removeprefix("tracker."): state for name, state in states.items()}
-    )
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    tracker.set_states({name.removeprefix("tracker."): state for name, state in states.items()})

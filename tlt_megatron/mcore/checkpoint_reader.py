@@ -91,10 +91,10 @@ def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
 
     class TensorPlanner(torch_dist.MCoreLoadPlanner):
         def create_local_plan(self) -> LoadPlan:
+            assert self.metadata is not None
+            known = self.metadata.state_dict_metadata
             for name in self.state_dict:
-                if not isinstance(
-                    self.metadata.state_dict_metadata.get(name), TensorStorageMetadata
-                ):
+                if not isinstance(known.get(name), TensorStorageMetadata):
                     raise ValueError(f"the checkpoint has no tensor {name}")
             return super().create_local_plan()
 
@@ -106,14 +106,15 @@ def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
             shards, flat_mapping, rename_mapping = (
                 torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
             )
-            expected = [part for parts in shards.values() for part in parts]
-            tensors = torch_dist.mcore_to_pyt_state_dict(shards, True)
+            # Megatron's annotations know lists of ShardedTensors only.
+            expected: Any = [part for parts in shards.values() for part in parts]
+            tensors: Any = torch_dist.mcore_to_pyt_state_dict(shards, True)
             load_shards(
                 tensors,
                 storage_reader=MetadataReader(checkpoint_dir),
                 planner=TensorPlanner(shapes_validation_sharded_tensors=expected),
             )
-            loaded = {k: torch_dist._unwrap_pyt_sharded_tensor(t) for k, t in tensors.items()}
+            loaded: Any = {k: torch_dist._unwrap_pyt_sharded_tensor(t) for k, t in tensors.items()}
             loaded = torch_dist._replace_sharded_keys_with_state_dict_keys(
                 loaded, flat_mapping, rename_mapping
             )

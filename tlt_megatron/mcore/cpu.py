@@ -77,8 +77,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Compiles the rewritten source. It neither reads nor writes bytecode files."""
 
     def get_code(self, fullname: str) -> CodeType:
-        source, _ = rewrite(self.get_source(fullname))
-        return compile(source, self.path, "exec", dont_inherit=True)
+        source = self.get_source(fullname)
+        assert source is not None
+        rewritten, _ = rewrite(source)
+        return compile(rewritten, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -95,5 +97,4 @@ def _use_cpu_generator(random: ModuleType) -> None:
     def set_state(state: Tensor, device: object = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    vars(random).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)

@@ -7,7 +7,7 @@ layer. Memory is bounded by one layer or the embedding, whichever is larger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +71,7 @@ def _blocks(
         yield last, [lm_head_row(config)]
 
 
-def _pack(rows: list[Row], parameters: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _pack(rows: list[Row], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Copy the rows' parameters into one new flat buffer."""
     parts = []
     for row in rows:
@@ -88,9 +88,9 @@ def _share(flat: Tensor, stage: int, groups: ProcessGroups) -> list[Tensor]:
     Buffers must be contiguous: gloo reads others wrongly without an error.
     """
     if groups.pp.size > 1:
-        dist.broadcast(flat, src=groups.pp.global_ranks[stage], group=groups.pp.handle)
+        dist.broadcast(flat, src=groups.pp.global_ranks[stage], group=groups.pp.of_torch)
     if groups.tp.size == 1:
         return [flat]
     gathered = flat.new_empty(groups.tp.size * flat.numel())
-    dist.all_gather_into_tensor(gathered, flat, group=groups.tp.handle)
+    dist.all_gather_into_tensor(gathered, flat, group=groups.tp.of_torch)
     return list(gathered.chunk(groups.tp.size))

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -253,19 +253,22 @@ def _exchange(
             found += states
         elif stage == pp.rank:
             block = torch.stack(tuple(states))
-            dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.handle)
+            dist.send(block, dst=pp.global_ranks[place.pp_rank], group=pp.of_torch)
         elif place.pp_rank == pp.rank:
             block = state.new_empty(holders.count(stage), place.num_states, state.numel())
-            dist.recv(block, src=pp.global_ranks[stage], group=pp.handle)
+            dist.recv(block, src=pp.global_ranks[stage], group=pp.of_torch)
             found += block
     return found
 
 
 def _tap_points(stage: GPTModel) -> dict[int, nn.Module]:
     """Return the modules of this stage by the number of the layer whose output they give."""
-    modules = {layer.layer_number - 1: layer for layer in stage.decoder.layers}
-    if stage.decoder.final_layernorm is not None:
-        modules[FINAL] = stage.decoder.final_layernorm
+    layers = list[Any](stage.decoder.layers)  # TransformerLayers; a ModuleList does not say so
+    modules: dict[int, nn.Module] = {layer.layer_number - 1: layer for layer in layers}
+    final = stage.decoder.final_layernorm
+    if final is not None:
+        assert isinstance(final, nn.Module)
+        modules[FINAL] = final
     return modules
 
 

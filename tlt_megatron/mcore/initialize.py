@@ -37,19 +37,27 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
         raise RuntimeError(
             "Megatron's groups exist already; call destroy_model_parallel() before forming others"
         )
+    assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        distributed_timeout_minutes=backend.options._timeout.total_seconds() / 60,
+        # Annotated as int; becomes a timedelta.
+        distributed_timeout_minutes=backend.options._timeout.total_seconds() / 60,  # pyright: ignore[reportArgumentType]
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroups(
         world=world,
-        tp=group_of(parallel_state.get_tensor_model_parallel_group()),
-        pp=group_of(parallel_state.get_pipeline_model_parallel_group()),
-        dp=group_of(parallel_state.get_data_parallel_group()),
+        tp=_group_of(parallel_state.get_tensor_model_parallel_group()),
+        pp=_group_of(parallel_state.get_pipeline_model_parallel_group()),
+        dp=_group_of(parallel_state.get_data_parallel_group()),
     )
+
+
+def _group_of(handle: object) -> Group:
+    """Narrow Megatron's annotations, which allow lists and numbers too."""
+    assert isinstance(handle, dist.ProcessGroup)
+    return group_of(handle)
 
 
 def destroy_model_parallel() -> None:

@@ -8,6 +8,7 @@ gradient. Float32 work is done in blocks of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         logits_PV: Tensor,
         labels_P: Tensor,
         temperature: float,
@@ -88,7 +89,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         grad_logprobs_P: Tensor | None,
         grad_entropy_P: Tensor | None,
         grad_policy_P: Tensor | None,
@@ -125,6 +126,6 @@ def _row_blocks(logits_PV: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _reduce(tensor: Tensor, op: dist.ReduceOp, tp: Group) -> None:
+def _reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, tp: Group) -> None:
     if tp.size > 1:
-        dist.all_reduce(tensor, op=op, group=tp.handle)
+        dist.all_reduce(tensor, op=op, group=tp.of_torch)

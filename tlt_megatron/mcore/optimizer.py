@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tlt_megatron.config.schema import McoreSection, OptimizerSection
 from tlt_megatron.types import OptimizerStats
@@ -61,6 +61,7 @@ class PolicyOptimizer:
         self, model: DistributedDataParallel, section: OptimizerSection, dtype: torch.dtype
     ) -> None:
         from megatron.core.optimizer import (
+            ChainedOptimizer,
             OptimizerConfig,
             get_megatron_optimizer,
             get_standard_config_overrides,
@@ -81,9 +82,11 @@ class PolicyOptimizer:
             params_dtype=dtype,
             use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
         )
-        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+        megatron = get_megatron_optimizer(
             config, [model], config_overrides=get_standard_config_overrides(config)
         )
+        assert isinstance(megatron, ChainedOptimizer)
+        self.megatron = megatron
         self.scheduler: OptimizerParamScheduler = _make_scheduler(self.megatron, section)
         self.zero_grad()
 
@@ -96,6 +99,7 @@ class PolicyOptimizer:
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
         lr = get_canonical_lr_for_logging(self.megatron.param_groups)
+        assert lr is not None
         is_overflow = self.megatron.prepare_grads()
         assert not is_overflow  # there is no loss scaling in float32 and bfloat16
         grad_norm = float(self.megatron.get_grad_norm())
@@ -103,7 +107,8 @@ class PolicyOptimizer:
         if is_finite:
             if self._clip_grad > 0:
                 for part in self.megatron.chained_optimizers:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, grad_norm)
+                    parameters: list[Tensor] = [*part.get_parameters()]
+                    clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
             self.megatron.step_with_ready_grads()
             self.scheduler.step(1)
         self.zero_grad()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ def sharded_optimizer_state(
     _materialize(part)
     if not part.config.use_distributed_optimizer:
         return part.sharded_state_dict(model_state, is_loading, metadata=metadata)
+    assert _is_distributed(part)
     state = part.state_dict()  # parameter groups with their step; no tensors
     state["param_state_sharding_type"] = metadata["distrib_optim_sharding_type"]
     tensors = _sharded_tensors(part, model_state, is_loading=is_loading)
@@ -67,6 +68,7 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
         for parameter in _parameters(part)
     }
     if param_state is not None:
+        assert _is_distributed(part)
         part.load_parameter_state_from_fully_reshardable(param_state)
     if _has_step_per_parameter(part):
         for parameter, step in steps.items():
@@ -78,6 +80,12 @@ def load_optimizer_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) ->
 def _only_part(optimizer: ChainedOptimizer) -> MegatronOptimizer:
     (part,) = optimizer.chained_optimizers  # a second one exists only for mixtures of experts
     return part
+
+
+def _is_distributed(part: MegatronOptimizer) -> TypeGuard[DistributedOptimizer]:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return isinstance(part, DistributedOptimizer)
 
 
 def _parameters(part: MegatronOptimizer) -> Iterator[Tensor]:

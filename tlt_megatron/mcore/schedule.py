@@ -193,7 +193,7 @@ def _share_over_stages(
     else:
         table = torch.empty(len(names), sum(sizes), device=device)
     if groups.pp.size > 1:
-        dist.broadcast(table, src=groups.pp.global_ranks[-1], group=groups.pp.handle)
+        dist.broadcast(table, src=groups.pp.global_ranks[-1], group=groups.pp.of_torch)
     return [
         TokenLogprobs(**dict(zip(names, columns.clone(), strict=True)))
         for columns in table.cpu().split(sizes, dim=1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -92,7 +92,8 @@ def lm_head_row(config: ModelConfig) -> Row:
 
 def stage_layers(model: GPTModel) -> list[int]:
     """Return the layers of this stage, counted over the model, in order."""
-    return [layer.layer_number - 1 for layer in model.decoder.layers]
+    layers = list[Any](model.decoder.layers)  # TransformerLayers; a ModuleList does not say so
+    return [layer.layer_number - 1 for layer in layers]
 
 
 def stage_rows(model: GPTModel, config: ModelConfig) -> list[Row]:
@@ -160,7 +161,7 @@ def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
-def find_parameter(row: Row, parameters: dict[str, Tensor]) -> Tensor | None:
+def find_parameter(row: Row, parameters: Mapping[str, Tensor]) -> Tensor | None:
     """Return the model's parameter for `row`, or None if it has none under any known name."""
     return next((parameters[name] for name in row.mcore_names if name in parameters), None)
 
@@ -184,7 +185,7 @@ def load_hf_weights(
         wrong = _wrong_tensors(row, config, tensors)
         if parameter is None:
             wrong.append(f"Megatron's model has no {' or '.join(row.mcore_names)}")
-        if not wrong:
+        elif not wrong:
             shard = split(row, list(tensors.values()), config, groups.tp.rank, groups.tp.size)
             assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
             parameter.data.copy_(shard)
