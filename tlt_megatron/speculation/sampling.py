@@ -103,7 +103,7 @@ def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Ten
     """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
     if _has_kernels(seeds_B):
         return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
-    if is_searched(*logits_BV.shape, logits_BV.device):
+    if is_searched(logits_BV.shape[0], logits_BV.shape[1], logits_BV.device):
         tokens_B = _search().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
         if tokens_B is not None:
             return tokens_B
@@ -296,7 +296,11 @@ def sample(
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
     if noise_BV is not None:
         tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
-    elif noise_ahead is None or seeds_B.is_cuda or is_searched(*scaled.shape, scaled.device):
+    elif (
+        noise_ahead is None
+        or seeds_B.is_cuda
+        or is_searched(scaled.shape[0], scaled.shape[1], scaled.device)
+    ):
         tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
     else:
         noise_BV = noise_ahead.next(seeds_B, positions_B)

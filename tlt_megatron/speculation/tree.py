@@ -164,6 +164,7 @@ class _Scoring:
             seeds_B, positions_B = self.keys
             factor = scale * self.temperature
             return add_noise(logits, seeds_B, positions_B + depth, scale, factor).log_softmax(-1)
+        assert self.offsets is not None
         offset = self.offsets[depth]
         if logits.dim() == 3:
             offset = offset.unsqueeze(1)
