@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +44,35 @@ def test_another_release_is_refused_before_the_engine_starts(
 def test_the_pinned_release_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "0.5.23", monkeypatch)
     check_version()
+
+
+def test_a_start_that_fails_closes_contexts_at_addresses_of_former_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open one waits, when it is collected, until ended processes take its messages."""
+
+    class Context:
+        def __init__(self) -> None:
+            self.closed = False
+
+        def destroy(self, linger: int) -> None:
+            assert linger == 0
+            self.closed = True
+
+    former, started = [Context()], []
+
+    def start(**arguments: object) -> None:
+        address = id(former.pop())  # collected while the engine starts
+        while not started or id(started[-1]) != address:
+            started.append(Context())
+        raise RuntimeError("no scheduler")
+
+    install(tmp_path, "0.5.23", monkeypatch)
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(Context=Context))
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=start))
+    with pytest.raises(RuntimeError, match="the sglang engine did not start: no scheduler"):
+        Connection({}, SglangSection(), rank=0, is_cpu=True, num_ranks=1)
+    assert all(context.closed for context in started)
 
 
 def test_whatever_is_set_inside_the_environment_is_as_before_afterwards(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from tlt_megatron.config.schema import SglangSection
 from tlt_megatron.engines.sglang.answers import PREFIX, Question
@@ -58,7 +59,7 @@ class Connection:
         self._place = f"rank {rank} on {socket.gethostname()}"
         self._probe: asyncio.Future | None = None
         self._processes = EngineProcesses()
-        self._contexts_before = {id(context) for context in _message_contexts()}
+        self._contexts_before = WeakSet(_message_contexts())
         self._signals = Signals(self._processes.complain)
         self.engine = self._start(
             arguments, section.start_timeout_s, _environment(is_cpu, num_ranks)
@@ -177,7 +178,7 @@ class Connection:
     def _drop_messages(self) -> None:
         """Drop messages to ended processes: with open sockets this process could not exit."""
         for context in _message_contexts():
-            if id(context) not in self._contexts_before and not context.closed:
+            if context not in self._contexts_before and not context.closed:
                 context.destroy(linger=0)
 
 
