@@ -29,6 +29,7 @@ _PROBE_SHARE = 0.005  # of the time that probes of one kind may lose
 _FIRST_BUDGET = 2.0  # passes that they may lose at the start
 _MAX_BUDGET = 10.0  # passes; a long time without probes must not fund a long loss
 _REST = (2, 128)  # passes between two probes of a kind: doubles from the first to the second
+_NEW_DRAFTER = 4  # passes of its probe: the first one also reads the prompts and drafts beginnings, which is hard
 _MAX_REFRESH = 8  # passes between two updates of the estimates (about 0.2 ms each)
 
 
@@ -288,7 +289,7 @@ class CostModelSelector:
 
     def _identity(self) -> dict[str, Any]:
         names = [str(s) for s in self._strategies]
-        return {"kind": "cost_model", "version": 2, "strategies": names}
+        return {"kind": "cost_model", "version": 3, "strategies": names}
 
     def state_dict(self) -> dict[str, Any]:
         """Return both tables and the budgets of probes."""
@@ -329,10 +330,12 @@ class _Kind:
         self._budget_s = 0.0  # that probes may lose
         self._lost_s = 0.0  # by the last probe
         self._rest = _REST[0]  # passes after the last one to the next probe
+        self._num_left = 0  # passes left of the probe of a new drafter
 
     def is_due(self, now: int) -> bool:
-        """Whether a probe is due after pass `now`, and paid for."""
-        return now - self._ran_at >= self._rest and self._budget_s >= self._lost_s
+        """Whether a probe is due after pass `now`, and paid for. A new drafter is probed in any case."""
+        is_rested = now - self._ran_at >= self._rest
+        return self._num_left > 0 or (is_rested and self._budget_s >= self._lost_s)
 
     def earn(self, seconds: float, *, most_s: float) -> None:
         """Let probes lose so much more."""
@@ -342,6 +345,7 @@ class _Kind:
         """Note a pass of this kind: what it lost, and what the next probe may lose. A probe that won is repeated at once."""
         self._ran_at = now
         self._budget_s -= lost_s  # a lucky probe pays back
+        self._num_left = max(self._num_left - 1, 0) if is_probe else 0
         if is_probe and next_s >= 0.0:
             self._lost_s = next_s
             self._rest = self._rest if self.strategies[0].is_off else min(2 * self._rest, _REST[1])
@@ -349,8 +353,9 @@ class _Kind:
             self._rest, self._lost_s = (1 if is_probe else _REST[0]), 0.0
 
     def reset(self) -> None:
-        """Probe at once."""
+        """Probe at once, with several passes."""
         self._rest, self._lost_s, self._budget_s = 1, 0.0, max(self._budget_s, 0.0)
+        self._num_left = _NEW_DRAFTER
 
     def state_dict(self) -> dict[str, float]:
         """Return the budget and the times as values that JSON can hold."""
@@ -359,9 +364,11 @@ class _Kind:
             "budget_s": self._budget_s,
             "lost_s": self._lost_s,
             "rest": self._rest,
+            "num_left": self._num_left,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self._ran_at, self._budget_s = state["ran_at"], state["budget_s"]
         self._lost_s, self._rest = state["lost_s"], state["rest"]
+        self._num_left = state["num_left"]

@@ -27,3 +27,16 @@ def test_a_new_drafter_is_looked_at_soon() -> None:
     selector.drafter_changed()
     assert any(decode(selector, 10, num_accepted=4))
     assert all(decode(selector, 40, num_accepted=4)[-10:])
+
+
+def test_a_new_drafter_is_not_judged_by_its_first_pass() -> None:
+    """The first pass reads the prompts, so it is slow, and drafts the beginnings of responses, which are hard."""
+    selector = CostModelSelector([CHAIN])
+    decode(selector, 300, num_accepted=0)
+    for _ in range(3):
+        while any(decode(selector, 10, num_accepted=0)):
+            pass
+        selector.drafter_changed()
+        assert selector.choose(4).strategy == CHAIN
+        selector.observe(CHAIN, 4, [0, 0, 0, 0], 0.040)
+        assert all(decode(selector, 60, num_accepted=4)[-10:])
