@@ -174,6 +174,7 @@ def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are
     assert lse[1].eq(-torch.inf).all()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")
 @pytest.mark.parametrize("strategy", ["off", "3_2_6"])
 def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
     strategy: str,
