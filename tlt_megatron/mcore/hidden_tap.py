@@ -97,7 +97,7 @@ class HiddenStateTap:
     `max_bytes` bounds the states, in `dtype`, that a rank holds for itself and its
     pipeline-parallel peers. They are copied to pinned host memory while the pass runs. With
     pipeline parallelism they stay on the device until it ends, and add to the activations. Example:
-    `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20)`;
+    `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20, hidden_size=896)`;
     `model.infer_logprobs(batches, 1.0, tap=tap)`.
     """
 

@@ -70,6 +70,7 @@ def tap(device: torch.device, aux_layer_ids: tuple[int, ...]) -> list[TappedSequ
     recorder = HiddenStateTap(
         on_sequence=kept.append,
         max_bytes=1 << 20,
+        hidden_size=HIDDEN_SIZE,
         aux_layer_ids=aux_layer_ids,
         dtype=torch.bfloat16,
     )
