@@ -1,16 +1,17 @@
-"""The argmax of logits + noise on a CPU for a real vocabulary, without a logarithm for every token.
+"""Noise on a CPU for a real vocabulary: the winner of logits + noise without a logarithm for every token, or all of it.
 
-`sampling.noisy_argmax` calls it; the result equals that of the plain form. Noise grows with the integer of its hash. So a
+`sampling.py` calls it; results equal those of its torch form bit for bit. Noise grows with the integer of its hash. So a
 token can win only if its integer reaches a threshold, which follows from a good score and from a bound on the token's logit.
 The tokens with the largest logits give both. All others are hashed and compared, and only the few above the threshold get
 noise. NumPy hashes, because it has logical shifts of unsigned integers: half as many passes over memory as in torch.
 
-Shapes: N scored tokens of any rows, K blocks of consecutive tokens.
+Shapes: N scored tokens of any rows, K blocks of consecutive tokens, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -98,21 +99,11 @@ def _rivals(
     keys_B: Tensor, least_B: list[int | None], vocab_size: int
 ) -> tuple[Tensor, Tensor] | None:
     """Return rows and ids of the tokens whose hash is at least the least of their row; None if there are none."""
-    mask, golden = (1 << 64) - 1, sampling.GOLDEN
-    steps_C = _steps(min(vocab_size, _CHUNK))
-    hashes_C, shifted_C = np.empty_like(steps_C), np.empty_like(steps_C)
     rows, tokens = [], []
     for row, (key, least) in enumerate(zip(keys_B.tolist(), least_B, strict=True)):
         if least is None:
             continue
-        for start in range(0, vocab_size, _CHUNK):
-            length = min(_CHUNK, vocab_size - start)
-            hashes, shifted = hashes_C[:length], shifted_C[:length]
-            np.add(steps_C[:length], np.uint64((key + start * golden) & mask), out=hashes)
-            for shift, multiplier in zip(sampling.SHIFTS, sampling.MULTIPLIERS, strict=False):
-                np.right_shift(hashes, np.uint64(shift), out=shifted)
-                np.bitwise_xor(hashes, shifted, out=hashes)
-                np.multiply(hashes, np.uint64(multiplier), out=hashes)
+        for start, hashes, _ in _hashes(key, vocab_size):
             (found,) = (hashes >= np.uint64(least)).nonzero()
             if len(found):
                 tokens.append(found + start)
@@ -120,6 +111,37 @@ def _rivals(
     if not rows:
         return None
     return torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(tokens))
+
+
+def fill_gumbel(keys_B: Tensor, vocab_size: int) -> Tensor:
+    """Return [B, V] float64 noise of `sampling.row_keys`."""
+    noise_BV = torch.empty(len(keys_B), vocab_size, dtype=torch.float64)
+    shift, unused_bits = np.uint64(sampling.SHIFTS[2]), np.uint64(64 - sampling.UNIFORM_BITS)
+    for noise_V, key in zip(noise_BV, keys_B.tolist(), strict=True):
+        for start, hashes, shifted in _hashes(key, vocab_size):
+            np.right_shift(hashes, shift, out=shifted)
+            np.bitwise_xor(hashes, shifted, out=hashes)
+            np.right_shift(hashes, unused_bits, out=hashes)
+            part = noise_V[start : start + len(hashes)]
+            sampling.gumbel_(part.copy_(torch.from_numpy(hashes.view(np.int64))))
+    return noise_BV
+
+
+def _hashes(key: int, vocab_size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield, by chunk: its first token, the hashes without the last step, and a buffer of their size. They are overwritten."""
+    steps_C = _steps(min(vocab_size, _CHUNK))
+    hashes_C, shifted_C = np.empty_like(steps_C), np.empty_like(steps_C)
+    mask = (1 << 64) - 1
+    for start in range(0, vocab_size, _CHUNK):
+        length = min(_CHUNK, vocab_size - start)
+        hashes, shifted = hashes_C[:length], shifted_C[:length]
+        first = np.uint64((key + start * sampling.GOLDEN) & mask)
+        np.add(steps_C[:length], first, out=hashes)
+        for shift, multiplier in zip(sampling.SHIFTS, sampling.MULTIPLIERS, strict=False):
+            np.right_shift(hashes, np.uint64(shift), out=shifted)
+            np.bitwise_xor(hashes, shifted, out=hashes)
+            np.multiply(hashes, np.uint64(multiplier), out=hashes)
+        yield start, hashes, shifted
 
 
 @functools.cache

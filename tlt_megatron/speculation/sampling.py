@@ -91,6 +91,8 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     keys_B = row_keys(seeds_B, positions_B)
     if _has_kernels(keys_B):
         return _kernels().fill_gumbel(keys_B, vocab_size)
+    if keys_B.is_cpu and vocab_size >= _SEARCHED_TOKENS:
+        return _search().fill_gumbel(keys_B, vocab_size)
     num_rows, chunk = seeds_B.shape[0], vocab_size
     if num_rows * vocab_size > _NOISE_CHUNK and not keys_B.is_cuda:
         chunk = max(_NOISE_CHUNK // num_rows, 256)
@@ -145,7 +147,12 @@ def gumbel_of(keys: Tensor, token_ids: Tensor) -> Tensor:
     bits = _mix_(keys + (token_ids + 1) * _signed(GOLDEN))
     bits >>= 64 - UNIFORM_BITS
     bits &= (1 << UNIFORM_BITS) - 1
-    uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    return gumbel_(bits.double())
+
+
+def gumbel_(bits: Tensor) -> Tensor:
+    """Turn the float64 integers of `UNIFORM_BITS` bits into noise, in place."""
+    uniform = bits.add_(0.5).mul_(2.0**-UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_()
 
 

@@ -15,6 +15,7 @@ from tlt_megatron.speculation.sampling import (
     NoiseAhead,
     cut_logits,
     gumbel_noise,
+    gumbel_of,
     noisy_argmax,
     request_seed,
     row_keys,
@@ -150,6 +151,16 @@ def test_samples_are_those_of_the_whole_noise(
         assert torch.equal(found.token_ids_B, expected.token_ids_B)
         assert torch.equal(found.logprobs_B, expected.logprobs_B)
         assert torch.equal(found.policy_logprobs_B, expected.policy_logprobs_B)
+
+
+def test_noise_of_a_large_vocabulary_is_that_of_the_torch_form() -> None:
+    """Seeds at the ends of their range; two chunks, the second not full."""
+    seeds_B = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)])
+    positions_B = torch.tensor([0, 131_071, 7, 0, 5])
+    keys_B1 = row_keys(seeds_B, positions_B).unsqueeze(1)
+    expected_BV = gumbel_of(keys_B1, torch.arange(40_001))
+    assert torch.equal(gumbel_noise(seeds_B, positions_B, 40_001), expected_BV)
+    assert torch.equal(gumbel_noise(seeds_B, positions_B, 1000), expected_BV[:, :1000])
 
 
 def test_rows_of_a_strided_view() -> None:
