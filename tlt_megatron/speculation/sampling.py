@@ -23,9 +23,7 @@ SHIFTS = (30, 27, 31)
 UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
 _NOISE_CHUNK = 1 << 15  # elements of noise made at once on a CPU, so that they fit in the cache
-_SEARCHED_TOKENS = (
-    1 << 14
-)  # of a vocabulary; below this, noise for all of it is as fast as a search
+_SEARCHED_TOKENS = 1 << 14  # of a vocabulary; below this, noise for all of it is as fast
 _SEARCHED_LOGITS = 1 << 17  # of all rows; below this, call overhead dominates the cost of a search
 
 
