@@ -21,7 +21,8 @@ from tlt_megatron.rewards.reward import read_score
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
 _ASYNC_GRACE_S = 2.0  # extra time: an async worker ends its tasks at the timeout by itself
-_END_GRACE_S = 1.0  # for a worker that was told to end or has closed its socket
+_END_GRACE_S = 1.0  # for a worker that was told to end
+_STATUS_TIMEOUT_S = 5.0  # after a worker closed its socket: for its exit status and its last output
 _KILL_TIMEOUT_S = 10.0  # for the keeper to end the tree; only a process in the kernel takes longer
 _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from another writer
 # The worker uses the trainer's import path, whether the package is installed or not.
@@ -149,12 +150,12 @@ class WorkerProcess:
         assert self._process.stdout is not None
         output = asyncio.create_task(_forward(self._process.stdout, on_output))
         await asyncio.wait([self._reading])
-        failure, detail, grace_s = self._end_reason or ("error", "", _END_GRACE_S)
+        failure, detail, grace_s = self._end_reason or ("error", "", _STATUS_TIMEOUT_S)
         status = await self._wait_end(grace_s) if grace_s else None
         os.close(self._life_fd)
         if await self._wait_end(_KILL_TIMEOUT_S) is None:
             self._process.kill()
-        await asyncio.wait([output], timeout=_END_GRACE_S)  # the last output
+        await asyncio.wait([output], timeout=_STATUS_TIMEOUT_S)
         output.cancel()
         if not detail:
             detail = (

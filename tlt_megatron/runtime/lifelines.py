@@ -18,6 +18,7 @@ from tlt_megatron.runtime.rank_process import RankProcess
 
 _TOKEN_BYTES = 16
 _CONNECT_S = 60.0
+_MESSAGE_S = 5.0  # from a connection to its first message
 
 
 class Lifelines:
@@ -79,7 +80,7 @@ def _accept(listening: socket.socket, token: bytes, far: set[int]) -> dict[int, 
             raise RuntimeError(
                 f"ranks {missing} have not connected to rank 0 within {_CONNECT_S:g} s"
             ) from None
-        connection.settimeout(1.0)
+        connection.settimeout(_MESSAGE_S)
         try:
             message = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
         except OSError:

@@ -73,6 +73,10 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
         os.killpg(0, signal.SIGKILL)
     if verb == "out_of_memory":
         os.kill(os.getpid(), signal.SIGKILL)
+    if verb == "die_on_a_busy_machine":
+        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getppid()}"])
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os._exit(5)
     if verb == "fork_and_die":
         if os.fork() == 0:
             time.sleep(1000)
@@ -182,6 +186,7 @@ def test_what_hurts_nothing_is_scored(pool: RewardPool, verb: str) -> None:
         ("out_of_memory", r"signal SIGKILL \(out of memory\?\)"),
         ("kill_group", "signal SIGKILL"),
         ("fork_and_die", "exit status 5"),
+        ("die_on_a_busy_machine", "exit status 5"),
         ("strange", "exit status 6"),
         ("keyboard", "KeyboardInterrupt"),
         ("long_error", "yyyy"),
