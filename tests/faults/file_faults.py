@@ -18,6 +18,7 @@ from tlt_megatron.trainer.manifest import hash_file, read_manifest, write_manife
 
 POINTER = "latest_checkpointed_iteration.txt"
 _DISK_BYTES = 24 << 20
+_LIMIT_BYTES = 24 << 10  # of any file, where this user may mount no disk
 _NO_SPACE = "No space left on device|File too large|file write failed"  # the last is torch's
 
 
@@ -60,11 +61,8 @@ def full_disk(case: Case) -> None:
     plan = case.draw_moment(*TRAINING)
     disk = case.folder / "disk"
     is_mounted = _mount(disk)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_mounted:
         case.run_dir = disk / "run"
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES >> 10, limits[1]))
     try:
         job = case.start("run.group_timeout_s=60")
         case.verdict.where += " tmpfs" if is_mounted else " RLIMIT_FSIZE"
@@ -72,13 +70,16 @@ def full_disk(case: Case) -> None:
         ballast = disk / "ballast"
         if is_mounted:
             _fill(ballast)
+        else:
+            for pid in job.rank_pids.values():
+                _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (_LIMIT_BYTES, most))
         case.release(job)
         case.finish(job)
         if any(job.rank_codes.values()):
             case.expect_line(job, _NO_SPACE)
         ballast.unlink(missing_ok=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        case.resume(at_least=steps_saved(plan) if is_mounted else 0)
+        case.resume(at_least=steps_saved(plan))
     finally:
         if is_mounted:
             subprocess.run(["umount", "-l", str(disk)], check=True)
