@@ -22,7 +22,7 @@ _OPTIONS = {"enable_fp_fusion": False}  # every rounding as in the torch form
 
 @triton.jit
 def _gumbel(key, token_ids):
-    """`sampling._gumbel_of_keys`: SplitMix64, the upper 52 bits as a float64 in (0, 1), -log(-log(u))."""
+    """`sampling.gumbel_of`: SplitMix64, the upper 52 bits as a float64 in (0, 1), -log(-log(u))."""
     bits = key.to(tl.uint64) + (token_ids + 1).to(tl.uint64) * _GOLDEN
     bits = (bits ^ (bits >> 30)) * _FIRST
     bits = (bits ^ (bits >> 27)) * _SECOND
