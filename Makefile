@@ -101,12 +101,19 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.bench drafter
 	@$(PY) -m tools.bench step
 
-test-gpu: setup  ## the tests that need a GPU; without one each is skipped and says so
+setup-gpu: setup  ## on a GPU host: SGLang and Transformer Engine too; not yet run on hardware
+	@if command -v nvidia-smi >/dev/null 2>&1 && ! test -e $(VENV)/.gpu; then \
+	  echo "set-up: requirements/cuda13.txt and Transformer Engine, which compiles"; \
+	  $(PY) -m pip install -q -r requirements/cuda13.txt; \
+	  $(PY) -m pip install -q --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"; \
+	  touch $(VENV)/.gpu; echo "set-up: done"; fi
+
+test-gpu: setup-gpu  ## the tests that need a GPU; without one each is skipped and says so
 	@echo "test-gpu: pytest"
 	@$(PY) -m pytest -m gpu -rs tests/gpu
 	@$(PY) -m pytest -rs tests/kernels
 
-bench-gpu: setup  ## captured graphs and speculation on a GPU; tables and build/bench/gpu.json
+bench-gpu: setup-gpu  ## captured graphs and speculation on a GPU; tables and build/bench/gpu.json
 	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("bench-gpu needs a CUDA device: torch " + torch.__version__ + " sees none here")'
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
