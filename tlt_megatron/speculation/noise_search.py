@@ -1,4 +1,4 @@
-"""Noise on a CPU for a real vocabulary: the winner of logits + noise without a logarithm for every token, or all of it.
+"""Noise on a CPU for a real vocabulary. Finds the winner of logits + noise with few logarithms, or makes all of the noise.
 
 `sampling.py` calls it; results equal those of its torch form bit for bit. Noise grows with the integer of its hash. So a
 token can win only if its integer reaches a threshold, which follows from a good score and from a bound on the token's logit.

@@ -1,4 +1,4 @@
-"""What sampling noise costs on a CPU: a search for the winner against noise for every token, as shares of a decode pass.
+"""What sampling noise costs on a CPU, as a share of a decode pass: a search for the winner against noise for all tokens.
 
     python -m tools.bench noise
 
