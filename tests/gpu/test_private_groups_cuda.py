@@ -30,12 +30,12 @@ def test_one_member_reduces_broadcasts_and_closes(device: Device) -> None:
         backend = _form_nccl(dist.PrefixStore(name, store), 0, 1, device.torch_device, timeout)
         handle = PrivateHandle(backend, name)
         x = torch.arange(5.0, device=device.torch_device)
-        handle.allreduce([x]).wait()
-        handle.broadcast(x, 0).wait()
+        handle.run("allreduce", [x])
+        handle.run("broadcast", x, 0)
         assert x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
         handle.close()
         with pytest.raises(MemberLost, match=f"private group {name} is closed"):
-            handle.allreduce([x])
+            handle.run("allreduce", [x])
 
 
 def test_a_group_of_one_needs_no_communicator_and_is_kept_by_its_members(device: Device) -> None:
@@ -61,8 +61,7 @@ def reduce_in_groups(memberships: list[tuple[str, tuple[int, ...]]]) -> list[obj
         group = pool.obtain(members, name)
         groups.append(group)
         x = torch.full((3,), world.rank + 1.0, device=device.torch_device)
-        if group.size > 1:
-            group.handle.allreduce([x]).wait()
+        group.all_reduce(x)
         sums.append(x[0].item())
     num_made = len({id(group) for group in groups})
     pool.trim()
@@ -87,11 +86,11 @@ def lose_the_other(timeout_s: float) -> str:
     store = open_job_store(world, 60.0).part("test")
     group = form_private_group(store, "1.1", (0, 1), world.rank, device.torch_device, timeout_s)
     x = torch.ones(3, device=device.torch_device)
-    group.handle.allreduce([x]).wait()
+    group.all_reduce(x)
     found = ""
     if world.rank == 0:
         try:
-            group.handle.allreduce([x]).wait()
+            group.all_reduce(x)
         except MemberLost as error:
             found = str(error)
         group.handle.close()

@@ -31,26 +31,6 @@ from tlt_megatron.config.ranges import (
     require,
 )
 
-__all__ = [
-    "AlgorithmSection",
-    "CheckpointSection",
-    "DataSection",
-    "DrafterSection",
-    "EvalSection",
-    "LoggingSection",
-    "McoreSection",
-    "ModelSection",
-    "OptimizerSection",
-    "ParallelSection",
-    "RewardSection",
-    "RolloutSection",
-    "RunConfig",
-    "RunSection",
-    "SglangSection",
-    "SpeculationSection",
-    "SpotSection",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection(Section):

@@ -186,10 +186,7 @@ class DrafterTrainer:
         if sums is None:  # not in the handlers: an exception holds the activations
             sums = self._backward(None)
         sums[-2:] = sums.new_tensor(read_flags())
-        if self.group.size > 1:
-            # torch.distributed's function requires a group that is registered in the world.
-            work = self.group.handle.allreduce([self._flat])  # type: ignore[union-attr]
-            work.wait()
+        self.group.all_reduce(self._flat)
         # One transfer from the device for all values that the host needs.
         gradients = self._flat[: self._num_weights]
         norm = gradients.norm().unsqueeze(0)
@@ -295,7 +292,7 @@ class DrafterTrainer:
             return
         state = self.state_dict()
         flat = torch.cat([t.to(self._flat).flatten() for t in state.values()])
-        self.group.handle.broadcast(flat, source).wait()  # type: ignore[union-attr]
+        self.group.broadcast(flat, source)
         sizes = [t.numel() for t in state.values()]
         parts = zip(state.items(), flat.split(sizes), strict=True)
         self.load_state_dict({name: part.view_as(tensor) for (name, tensor), part in parts})

@@ -46,6 +46,21 @@ class Group:
             raise TypeError(f"private group {self.handle.name}: torch.distributed does not know it")
         return self.handle
 
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over the members, in place. MemberLost in a private group that is broken."""
+        self._run("allreduce", [tensor])
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill `tensor` with that of member `source` (a rank within the group). See `all_reduce`."""
+        self._run("broadcast", tensor, source)
+
+    def _run(self, collective: str, *arguments: object) -> None:
+        # torch.distributed's own functions require a group that is registered in the world.
+        if isinstance(self.handle, PrivateHandle):
+            self.handle.run(collective, *arguments)
+        elif self.size > 1:
+            getattr(self.handle, collective)(*arguments).wait()
+
 
 SINGLE = Group(handle=None, rank=0, size=1, global_ranks=(0,))
 
@@ -94,7 +109,7 @@ class MemberLost(RuntimeError):
 
 
 class PrivateHandle:
-    """The collectives of a private group. Every failure raises MemberLost.
+    """A private group's communicator. MemberLost if a member is gone, or silent for longer than the timeout.
 
     After `close` no reference to the communicator is left, which releases a peer that waits in it.
     """
@@ -103,44 +118,19 @@ class PrivateHandle:
         self.name = name
         self._backend: dist.ProcessGroup | None = backend
 
-    def allreduce(self, tensors: list[Tensor]) -> PrivateWork:
-        """Sum the only tensor in the list over the members, in place."""
+    def run(self, collective: str, *arguments: object) -> None:
+        """Call a method of the communicator and wait for its end."""
         with _telling_loss(self.name):
-            return PrivateWork(self._live().allreduce(tensors), self.name)
-
-    def broadcast(self, tensor: Tensor, source: int) -> PrivateWork:
-        """Fill the tensor with that of member `source` (a rank within the group)."""
-        with _telling_loss(self.name):
-            return PrivateWork(self._live().broadcast(tensor, source), self.name)
+            if self._backend is None:
+                raise MemberLost(f"private group {self.name} is closed")
+            # No variable holds the work: an error's traceback would keep the communicator alive.
+            getattr(self._backend, collective)(*arguments).wait()
 
     def close(self) -> None:
         """Drop the communicator. NCCL aborts pending operations; gloo has none after an error."""
         backend, self._backend = self._backend, None
         if backend is not None and not isinstance(backend, dist.ProcessGroupGloo):
             backend.abort()
-
-    def _live(self) -> dist.ProcessGroup:
-        if self._backend is None:
-            raise MemberLost(f"private group {self.name} is closed")
-        return self._backend
-
-
-class PrivateWork:
-    """A running collective."""
-
-    def __init__(self, work: dist.Work, name: str) -> None:
-        self._work: dist.Work | None = work
-        self._name = name
-
-    def wait(self) -> None:
-        """Block until it is done. MemberLost if a member is gone, or silent for longer than the group's timeout."""
-        work, self._work = self._work, None  # a failed one would hold on to the communicator
-        assert work is not None, "waited twice"
-        with _telling_loss(self._name):
-            try:
-                work.wait()
-            finally:
-                del work
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class FailingBackend:
 )
 def test_broken_connections_lose_a_member(error: Exception) -> None:
     with pytest.raises(MemberLost, match=r"private group 3\.1"):
-        PrivateHandle(FailingBackend(error), "3.1").allreduce([torch.zeros(1)])
+        PrivateHandle(FailingBackend(error), "3.1").run("allreduce", [torch.zeros(1)])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_broken_connections_lose_a_member(error: Exception) -> None:
 )
 def test_other_errors_are_not_blamed_on_a_member(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)) as caught:
-        PrivateHandle(FailingBackend(error), "3.1").allreduce([torch.zeros(1)])
+        PrivateHandle(FailingBackend(error), "3.1").run("allreduce", [torch.zeros(1)])
     assert not isinstance(caught.value, MemberLost)
 
 
