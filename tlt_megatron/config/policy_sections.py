@@ -39,7 +39,6 @@ class ParallelSection(Section):
     sequence: bool = False  # sequence parallelism; needs tensor > 1
 
     def check(self) -> None:
-        """Check the fields together."""
         is_split = not self.sequence or self.tensor > 1
         self.require(is_split, "sequence", "false where parallel.tensor is 1")
 
@@ -74,7 +73,6 @@ class AlgorithmSection(Section):
     max_logprob_diff: float | None = None
 
     def check(self) -> None:
-        """Check the names and the fields together."""
         check_extension("algorithm.advantage", self.advantage)
         check_extension("algorithm.loss", self.loss)
         self.require(
@@ -110,7 +108,6 @@ class AlgorithmSection(Section):
 
     @property
     def has_kl_reward(self) -> bool:
-        """Return whether a KL penalty is subtracted from the rewards."""
         return self.kl_coef > 0 and self.kl_placement == "reward"
 
     @property
@@ -140,7 +137,6 @@ class OptimizerSection(Section):
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
 
     def check(self) -> None:
-        """Check the fields together."""
         self.require(0 <= self.min_lr <= self.lr, "min_lr", f"in [0, lr={self.lr}]")
         self.require(
             self.decay == "constant" or self.decay_steps > self.warmup_steps,
@@ -162,5 +158,4 @@ class McoreSection(Section):
     transformer: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Check the fields together."""
         check_transformer_fields(self.transformer)

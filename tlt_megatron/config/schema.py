@@ -59,7 +59,6 @@ class RewardSection(Section):
     on_error: Annotated[str, one_of("raise", "zero")] = "raise"
 
     def check(self) -> None:
-        """Check the form of the function's name."""
         check_extension("reward.function", self.function)
 
 
@@ -83,7 +82,6 @@ class RolloutSection(Section):
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
 
     def check(self) -> None:
-        """Check the engine's name and the temperature."""
         check_extension("rollout.engine", self.engine)
         self.require(0 < self.temperature <= 10, "temperature", "in (0, 10] for training")
 
@@ -108,7 +106,6 @@ class SpeculationSection(Section):
     ranking: Annotated[str, one_of("noise", "probability")] = "noise"
 
     def check(self) -> None:
-        """Check the texts; `strategy.py` parses them."""
         self.require(bool(self.strategies), "strategies", "not empty")
         for strategy in self.strategies:
             require(
@@ -149,7 +146,6 @@ class DrafterSection(Section):
     seed: int = 0  # of random weights
 
     def check(self) -> None:
-        """Check the fields together."""
         is_eagle3 = self.algorithm == "eagle3"
         self.require(
             not self.aux_layer_ids or (is_eagle3 and len(self.aux_layer_ids) == 3),
@@ -186,7 +182,6 @@ class SpotSection(Section):
     seed: int = 0  # of the order of the data
 
     def check(self) -> None:
-        """Check the fields together."""
         self.require(
             self.publish != "live" or self.holdout_share > 0,
             "holdout_share",
@@ -225,7 +220,6 @@ class EvalSection(Section):
     temperature: float = 1.0  # 0 is greedy
 
     def check(self) -> None:
-        """Check the temperature."""
         self.require(0 <= self.temperature <= 10, "temperature", "in [0, 10]")
 
 
@@ -258,7 +252,6 @@ class RunSection(Section):
     )
 
     def check(self) -> None:
-        """Check the heartbeat."""
         silence_s = self.heartbeat_timeout_s
         is_allowed = silence_s == 0 or 1 <= silence_s < math.inf
         self.require(is_allowed, "heartbeat_timeout_s", "0 (off), or >= 1 and finite")

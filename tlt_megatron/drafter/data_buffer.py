@@ -250,7 +250,6 @@ class DataBuffer:
         return sample.epoch, _hash(f"{self._section.seed}/{sample.epoch}/{sample.key}"), sample.key
 
     def _find_tails(self) -> None:
-        """Find the long tail of each step."""
         self._tail_starts = {
             step: _find_tail_start(rows.values()) for step, rows in self._rows_seen.items()
         }

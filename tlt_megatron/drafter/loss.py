@@ -35,7 +35,6 @@ class Objective:
 
 
 def make_objective(section: DrafterSection) -> Objective:
-    """Return the objective of `section.algorithm`."""
     default_steps = {"eagle": 1, "hass": 3, "eagle3": 5}[section.algorithm]
     default_weight = 0.0 if section.algorithm == "eagle3" else 10.0  # the papers' 1.0 : 0.1
     weight = section.feature_weight

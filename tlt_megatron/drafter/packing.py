@@ -92,7 +92,6 @@ class DraftBatch:
         return self.token_ids.numel()
 
     def to(self, device: torch.device) -> DraftBatch:
-        """Return the batch on another device."""
         names = ("token_ids", "labels", "position_ids", "features", "target_hidden", "loss_mask")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return DraftBatch(lengths=self.lengths, **moved)

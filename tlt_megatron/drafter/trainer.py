@@ -145,7 +145,6 @@ class DrafterTrainer:
 
     @property
     def batch_tokens(self) -> int:
-        """Return the most rows of a batch (`drafter.batch_tokens`)."""
         return self._section.batch_tokens
 
     @contextmanager

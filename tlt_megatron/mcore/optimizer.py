@@ -128,7 +128,6 @@ class PolicyOptimizer:
         self.megatron.restore_from_cpu()
 
     def zero_grad(self) -> None:
-        """Zero the gradient buffers."""
         self._model.zero_grad_buffer()
         self.megatron.zero_grad()
 

@@ -139,17 +139,14 @@ class McorePolicyModel:
         self._device.release_cached()
 
     def enter_device(self) -> None:
-        """See PolicyModel."""
         if self._is_away:
             self._is_away = False
             self._optimizer.reload(self._device.is_cuda)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See PolicyModel."""
         return iter_hf_weights(self._stage, self._config, self._groups)
 
     def save(self, path: Path) -> None:
-        """See PolicyModel."""
         save_checkpoint(path, self._stage, self._optimizer, self._groups)
 
     def load(self, path: Path) -> None:

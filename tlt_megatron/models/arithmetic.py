@@ -22,7 +22,6 @@ from tlt_megatron.models.matrix import Matrix
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
     return F.silu(gate).mul_(up)
 
 

@@ -126,7 +126,6 @@ class InvariantMatrix(Matrix):
         self._tiles = _row_tiles(*kind, torch.get_num_threads())
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        """See `Matrix`."""
         num_rows = x.shape[0]
         tiles = self._tiles.cover(num_rows)
         num_padded = sum(tiles) - num_rows
@@ -146,7 +145,6 @@ class InvariantNorm(RmsNorm):
     """`RmsNorm` without a fused multiply-add: the loop over the last elements may not fuse."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See `RmsNorm`."""
         wide = x.to(self.eps.dtype)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = length.mul_(length).mul_(1.0 / x.shape[-1]).add_(self.eps).rsqrt_()

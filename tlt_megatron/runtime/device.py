@@ -25,7 +25,6 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether this is a GPU."""
         return self.torch_device.type == "cuda"
 
     def free_bytes(self) -> int:

@@ -45,7 +45,6 @@ class Lifelines:
         return closed
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in self._connections.values():
             connection.close()
 

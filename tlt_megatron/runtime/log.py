@@ -58,7 +58,6 @@ def configure_logging(rank: int, run_dir: Path | None, level: int | str = loggin
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Return the log file of that rank."""
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 

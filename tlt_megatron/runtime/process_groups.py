@@ -31,12 +31,10 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process is the group's first member."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this process is the group's last member."""
         return self.rank == self.size - 1
 
     @property

@@ -148,7 +148,6 @@ class PhaseView:
 
     @property
     def next_epoch(self) -> int:
-        """Return the epoch of the next plan."""
         return 1 if self.plan is None else self.plan.epoch + 1
 
     @property
@@ -168,7 +167,6 @@ class PhaseView:
 
     @property
     def first_finished_at(self) -> float:
-        """Return the time when the first rank finished."""
         return min(self.finished.values())
 
     def members(self) -> tuple[int, ...]:
@@ -216,7 +214,6 @@ class PhaseLog(SharedLog):
         self._ranks = ranks
 
     def announce_finished(self) -> None:
-        """Announce that this rank's rollouts have finished."""
         self.append("finished", self.rank, self.view.machine, repr(time.monotonic()))
 
     def propose(self, plan: Plan) -> None:

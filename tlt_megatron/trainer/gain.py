@@ -33,7 +33,6 @@ class SpeculationGain:
 
     @property
     def rollout_speedup(self) -> float:
-        """Return the speedup factor of the rollouts."""
         return self.rollout_s_off / self.rollout_s_on
 
     def step_speedup(self, step_s: float, gen_s: float) -> float:

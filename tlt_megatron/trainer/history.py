@@ -51,7 +51,6 @@ class RunHistory:
         return self.evals[-1][0] if self.evals else -1
 
     def add_step(self, metrics: dict[str, float]) -> None:
-        """Add the metrics of one RL step."""
         self.step_seconds.append(metrics["timing_s/step"])
         self.generated_tokens += metrics["perf/rollout_tokens_per_s"] * metrics["timing_s/gen"]
         self.generation_seconds += metrics["timing_s/gen"]
@@ -69,11 +68,9 @@ class RunHistory:
         self.planned_bytes = num_bytes
 
     def add_eval(self, step: int, accuracy: float) -> None:
-        """Add the result of one evaluation."""
         self.evals.append((step, accuracy))
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the content of summary.json."""
         return {
             "eval_accuracy_first": self.evals[0][1] if self.evals else None,
             "eval_accuracy_last": self.evals[-1][1] if self.evals else None,

@@ -46,7 +46,6 @@ class Manifest:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read the file and return its size and hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(num_bytes=os.fstat(file.fileno()).st_size, sha256=digest)

@@ -38,7 +38,6 @@ class RunReport:
         self._step_started = time.perf_counter()
 
     def begin_step(self) -> None:
-        """Start the clock of an RL step."""
         self._step_started = time.perf_counter()
 
     def end_step(self, step: int, collected: Collected, update: dict[str, float]) -> None:

@@ -37,7 +37,6 @@ class RolloutLog:
                 file.unlink()
 
     def write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Write the file of `step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
             for scored in groups:

@@ -60,7 +60,6 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
         self._file.close()
 
     def set_aside(self) -> Path:

@@ -165,7 +165,6 @@ class EmbeddedEngine:
         self._speculation.load_drafter(tensors)
 
     def suspend_drafter(self, is_suspended: bool) -> None:
-        """See `RolloutEngine`."""
         if self._speculation is not None:
             self._speculation.suspend_drafter(is_suspended)
 
@@ -206,11 +205,9 @@ class EmbeddedEngine:
         self._is_asleep = False
 
     def stats(self) -> EngineStats:
-        """See `RolloutEngine`."""
         return self._stats
 
     def take_passes(self) -> list[PassRecord]:
-        """See `RolloutEngine`."""
         passes, self._passes = self._passes, []
         return passes
 
@@ -224,7 +221,6 @@ class EmbeddedEngine:
             self._speculation.load_state_dict(state)
 
     def close(self) -> None:
-        """Free everything."""
         self.free_kv()
         self._model = self._freed = self._version = None
         self._is_closed = True

@@ -75,7 +75,6 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        """Whether all responses are complete."""
         return self._scheduler.is_done
 
     def sample(self) -> list[Ended]:
@@ -179,7 +178,6 @@ class Generation:
 
 
 def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rollout:
-    """Return the rollout of one ended row."""
     prompt = end.request.state.prompt
     has_stopped = int(end.token_ids_T[-1]) in params.stop_token_ids
     return Rollout(

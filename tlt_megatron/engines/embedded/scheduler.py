@@ -34,7 +34,6 @@ class PromptState:
 
     @property
     def num_tokens(self) -> int:
-        """Return the length of the prompt."""
         return len(self.prompt.token_ids)
 
 
@@ -139,7 +138,6 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any request waits for admission."""
         return bool(self._waiting)
 
     @property
@@ -150,7 +148,6 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """Whether no request waits or runs."""
         return not self._waiting and not self.running
 
     def reserve_lanes(self, lane_pages: int) -> bool:

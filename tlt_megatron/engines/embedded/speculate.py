@@ -98,11 +98,9 @@ class Speculation:
         self.selector.drafter_changed()
 
     def suspend_drafter(self, is_suspended: bool) -> None:
-        """Avoid the learned drafter, or use it again."""
         self.is_suspended = is_suspended
 
     def target_changed(self) -> None:
-        """Note that the policy's weights changed."""
         if self.draft is not None:
             self.draft.mark_stale()
 

@@ -152,7 +152,6 @@ class SelectorPolicy:
         return sorted(self._by_steps)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """Set the batch sizes that have graphs."""
         self._graph_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:

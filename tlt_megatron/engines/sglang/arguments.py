@@ -40,7 +40,6 @@ class SpeculationPlan:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether there are drafter weights."""
         return self.algorithm != "NGRAM"
 
 

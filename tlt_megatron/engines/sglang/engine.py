@@ -343,7 +343,6 @@ class SglangEngine:
         return {"selector": self._sglang.ask(Question.SELECTOR_STATE)[0]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """See `RolloutEngine`."""
         if state.get("selector") is not None:
             self._sglang.ask(Question.LOAD_SELECTOR_STATE, argument=state["selector"])
 

@@ -98,13 +98,10 @@ class FollowerEngine(RolloutEngine):
         self._is_asleep = False
 
     def stats(self) -> EngineStats:
-        """Return zeros."""
         return EngineStats()
 
     def take_passes(self) -> list[PassRecord]:
-        """Return []."""
         return []
 
     def state_dict(self) -> dict[str, object]:
-        """Return {}."""
         return {}

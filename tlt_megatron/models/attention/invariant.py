@@ -145,7 +145,6 @@ class InvariantPrefillAttention:
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         queries = iter(query_PNH.split(self._sizes))
@@ -183,7 +182,6 @@ class _ChainAttention:
         self._blocks = _Blocks(view.cache, positions_BR)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`."""
         self._view.cache.write(layer, self._slots_P, kv_PKH)
         kv_KBMSH = self._view.blocks(layer, self._blocks.num_blocks)
         return self._blocks.attend(query_PNH, kv_KBMSH)
@@ -237,7 +235,6 @@ class _TreeAttention:
         self._lse_PM = kv.new_zeros(shape, dtype=wide_dtype(kv.dtype))
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`."""
         view, cache, all_parts = self._view, self._view.cache, (self._out_PM, self._lse_PM)
         cache.write(layer, self._slots_P, kv_PKH)
         if self._before is not None:

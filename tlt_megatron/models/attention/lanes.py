@@ -81,7 +81,6 @@ class LaneTreeAttention:
         self._is_spread = self._is_one  # with one query, one bias row serves all heads
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`."""
         view = self._view
         cache, layer = view.cache, layer + self._first_layer
         cache.write(layer, self._slots_P, kv_PKH)

@@ -44,7 +44,6 @@ class PrefillAttention:
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         outputs = []
@@ -129,7 +128,6 @@ class PagedAttention:
         self._cache.mark_written(slots_B)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        """See `Attention`."""
         cache = self._cache
         cache.write(layer, self._slots_B, kv_PKH)
         num_rows, num_heads, head_dim = query_PNH.shape
