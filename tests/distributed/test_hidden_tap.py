@@ -54,13 +54,13 @@ def expected(model_path: Path) -> dict[tuple[int, ...], tuple[int, list[Tensor]]
 
 def _record(
     policy: McorePolicyModel, batches: list[MicroBatch], **settings: Any
-) -> tuple[list[TappedSequence], HiddenStateTap, list[Tensor]]:
+) -> tuple[list[TappedSequence], list[Tensor]]:
     kept: list[TappedSequence] = []
     tap = HiddenStateTap(
         on_sequence=kept.append, **{"max_bytes": 1 << 20, "hidden_size": 64} | settings
     )
     logprobs = [value.logprobs for value in policy.infer_logprobs(batches, 1.0, tap=tap)]
-    return kept, tap, logprobs
+    return kept, logprobs
 
 
 def _num_hooks(policy: McorePolicyModel) -> int:
@@ -72,13 +72,12 @@ def _tap_on_rank(path: Path, layout: Layout) -> dict[str, Any]:
     batches = share_of(make_batch(1), groups, (3, 2) if groups.dp.size == 2 else (len(LENGTHS),))
     num_hooks = _num_hooks(policy)
     plain = [value.logprobs for value in policy.infer_logprobs(batches, 1.0)]
-    final, tap, with_final = _record(policy, batches)
-    aux, _, with_aux = _record(policy, batches, aux_layer_ids=AUX_LAYERS)
+    final, with_final = _record(policy, batches)
+    aux, with_aux = _record(policy, batches, aux_layer_ids=AUX_LAYERS)
     assert not any(s.features.requires_grad for s in (*final, *aux))
     return {
         "final": final,
         "aux": aux,
-        "stats": tap.stats(),
         "is_neutral": all(
             torch.equal(a, b) and torch.equal(a, c)
             for a, b, c in zip(plain, with_final, with_aux, strict=True)
@@ -110,10 +109,6 @@ def test_states_at_any_layout_equal_a_plain_forward(
                 torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     for result in results:
         assert result["final"], "every rank has data of its own"
-        assert result["stats"] == {
-            "tap/num_sequences": len(result["final"]),
-            "tap/num_left_out": 0,
-        }
         assert result["is_neutral"]
         assert not result["has_new_hooks"]
 
@@ -123,19 +118,17 @@ def test_within_a_budget_the_longest_are_tapped_in_the_wanted_dtype(
 ) -> None:
     budget = (16 + 12) * 64 * 2  # states of the sequences of 17 and of 13 tokens, in bfloat16
 
-    def on_rank() -> tuple[list[TappedSequence], dict[str, float]]:
+    def on_rank() -> list[TappedSequence]:
         policy, _ = build_policy(model_path, Layout(world=2, pipeline=2))
-        kept, tap, _ = _record(policy, make_batch(1), max_bytes=budget, dtype=torch.bfloat16)
-        return kept, tap.stats()
+        return _record(policy, make_batch(1), max_bytes=budget, dtype=torch.bfloat16)[0]
 
-    (first, first_stats), (second, second_stats) = run_ranks(2, on_rank)
+    first, second = run_ranks(2, on_rank)
     assert [s.token_ids.numel() for s in (*first, *second)] == [17, 13]
     for sequence in (*first, *second):
         states = expected[tuple(sequence.token_ids.tolist())][1]
         assert sequence.features.dtype == torch.bfloat16
         torch.testing.assert_close(sequence.features.float(), states[-1], atol=1e-4, rtol=2**-7)
-    assert first_stats == {"tap/num_sequences": 1, "tap/num_left_out": 6}
-    assert second_stats == {"tap/num_sequences": 1, "tap/num_left_out": 0}  # counted once
+    assert len(first) == len(second) == 1
 
 
 def test_bfloat16_policy_is_tapped_under_sequence_parallelism(

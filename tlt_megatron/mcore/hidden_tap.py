@@ -1,10 +1,8 @@
 """Records hidden states from a forward pass of the policy, for drafter training.
 
-The trainer passes it to `PolicyModel.infer_logprobs` or, if the update needs no such pass, to
-`forward_backward`. Sequence lengths alone decide which sequences are tapped and which rank gets
-each, so all tensor- and pipeline-parallel peers agree without a message. Every peer gets its own
-part, so each can train on other data. After the pass, stages send each other the states they
-computed, one sequence at a time.
+Sequence lengths alone decide which sequences are tapped and which rank gets each, so all tensor-
+and pipeline-parallel peers agree without a message. Every peer gets its own part, so each can train
+on other data. After the pass, stages send each other the states, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ class TapPlace:
 
 def plan_tap(
     lengths: Sequence[Sequence[int]], *, tp_size: int, pp_size: int, max_tokens: int
-) -> tuple[list[TapPlace], int]:
-    """Return the sequences to tap, longest first, and how many do not fit.
+) -> list[TapPlace]:
+    """Return the sequences to tap, longest first.
 
     `lengths` holds the sequence lengths of each micro-batch. `max_tokens` is the most that all
     stages of one tensor-parallel rank may hold together. The longest go first: a drafter already
@@ -86,19 +84,16 @@ def plan_tap(
             places.append(
                 TapPlace(micro_batch=micro_batch, start=start, end=end, tp_rank=t, pp_rank=p)
             )
-    return places, len(found) - len(places)
+    return places
 
 
 class HiddenStateTap:
     """Passes hidden states of the longest sequences that fit into `max_bytes` to `on_sequence`.
 
-    With `aux_layer_ids` () it taps the states after the final norm, for EAGLE and HASS. With layer
-    numbers it taps the residual stream after those layers (EAGLE-3) and the final states.
-    `max_bytes` bounds the states, in `dtype`, that a rank holds for itself and its
-    pipeline-parallel peers. They are copied to pinned host memory while the pass runs. With
-    pipeline parallelism they stay on the device until it ends, and add to the activations. Example:
-    `tap = HiddenStateTap(on_sequence=keep, max_bytes=64 << 20, hidden_size=896)`;
-    `model.infer_logprobs(batches, 1.0, tap=tap)`.
+    It taps the states after the final norm and, with `aux_layer_ids` (EAGLE-3), the residual stream
+    after those layers. `max_bytes` bounds the states, in `dtype`, that a rank holds for itself and
+    its pipeline-parallel peers. They are copied to pinned host memory while the pass runs. With
+    pipeline parallelism they stay on the device until it ends, and add to the activations.
     """
 
     def __init__(
@@ -114,24 +109,13 @@ class HiddenStateTap:
         self._sources = (*sorted(aux_layer_ids), FINAL)
         self._max_tokens = max_bytes // (len(self._sources) * hidden_size * dtype.itemsize)
         self._dtype = dtype
-        self._num_tapped = self._num_left_out = 0
-
-    def stats(self) -> dict[str, float]:
-        """Return totals over the tap's life: sequences given to this rank, and sequences left out.
-
-        Only the first rank of each model replica counts the sequences left out.
-        """
-        return {
-            "tap/num_sequences": float(self._num_tapped),
-            "tap/num_left_out": float(self._num_left_out),
-        }
 
     def choose(self, lengths: Sequence[int], groups: ProcessGroups) -> list[int]:
         """Return the indices of the long tail that fits: the longest, up to half of all tokens.
 
         For sequences that only the tap needs forward.
         """
-        places, _ = plan_tap(
+        places = plan_tap(
             [[length] for length in lengths],
             tp_size=groups.tp.size,
             pp_size=groups.pp.size,
@@ -155,7 +139,7 @@ class HiddenStateTap:
         layer that the model does not have.
         """
         holders = _find_holders(stage, self._sources, groups.pp)
-        places, num_left_out = plan_tap(
+        places = plan_tap(
             [batch.cu_seqlens.diff().tolist() for batch in micro_batches],
             tp_size=groups.tp.size,
             pp_size=groups.pp.size,
@@ -187,7 +171,6 @@ class HiddenStateTap:
         finally:
             for handle in handles:
                 handle.remove()
-        self._num_left_out += num_left_out if groups.tp.is_first and groups.pp.is_first else 0
         state = torch.empty(
             stage.config.hidden_size, dtype=self._dtype, device=next(stage.parameters()).device
         )
@@ -200,7 +183,6 @@ class HiddenStateTap:
                     states = [copies.add(states_TD) for states_TD in states]
                     copies.wait()
                 if states:
-                    self._num_tapped += 1
                     self._on_sequence(_tapped(place, micro_batches[place.micro_batch], states))
 
 

@@ -1,9 +1,8 @@
 """The KV cache of all running requests: one allocation, divided into pages of equal size.
 
-The engine's scheduler takes and frees pages; `attention/` reads and writes them. Prompt pages are
-shared by all siblings and come from the top of the pool. Response pages belong to one sequence and
-come from the bottom. Both ends stay dense, so one batched attention serves all sequences without
-copying or padding (see `PagedAttention`).
+Prompt pages are shared by all siblings and come from the top of the pool. Response pages belong to
+one sequence and come from the bottom. Both ends stay dense, so one batched attention serves all
+sequences without copying or padding (see `PagedAttention`).
 """
 
 from __future__ import annotations
@@ -86,11 +85,6 @@ class KvCache:
         self.token_ids_T = torch.zeros(kept + self.has_features, dtype=torch.int64, device=device)
         self._paged_bias = self.bias_T.view(-1, page_size)
         self.reset()
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the pool."""
-        tensors = self.kv_LKTH, self.bias_T, self.features_TD, self.token_ids_T
-        return sum(tensor.nbytes for tensor in tensors)
 
     def reset(self) -> None:
         """Free every page and reset the peak."""

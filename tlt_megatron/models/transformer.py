@@ -1,8 +1,7 @@
 """The policy's forward pass in pure torch: Llama, Qwen2/2.5, Qwen3 (dense), inference only.
 
-Called by the embedded engine; the draft model uses its embedding and head. Tokens of all sequences
-are packed, [P], with explicit positions. The `Attention` object decides which keys a query sees. So
-prefill, decoding and verifying a draft tree run the same forward pass with different attentions.
+Tokens of all sequences are packed, [P], with explicit positions. The `Attention` object decides
+which keys a query sees: prefill, decoding and verification differ in it alone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tlt_megatron.models.arithmetic import PLAIN, Arithmetic
 from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RotaryTable
-from tlt_megatron.models.matrix import Matrix, packs
+from tlt_megatron.models.matrix import Matrix
 
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
@@ -115,16 +114,6 @@ class Transformer:
         """Yield the weights as views under their Hugging Face names, without a tied lm_head."""
         for name, view in self._views.items():
             yield name, view[0] if name.endswith(_HEAD_NORMS) else view
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the weights and of the packed copies that the first pass makes."""
-        held = sum(view.nbytes for view in self._views.values())
-        if packs(self.dtype, self.device):
-            held += self.lm_head.nbytes
-            for layer in self.layers:
-                matrices = layer.qkv, layer.output, layer.gate_up, layer.down
-                held += sum(matrix.nbytes for matrix in matrices)
-        return held
 
     def tensors_read(self) -> list[Tensor]:
         """Return what a pass reads besides inputs and KV; captured graphs need fixed addresses."""

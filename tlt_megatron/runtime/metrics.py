@@ -13,7 +13,7 @@ import math
 import numbers
 import zlib
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from tlt_megatron.runtime.durable import replace_text
 
@@ -129,15 +129,7 @@ def _require_package(name: str, setting: str) -> None:
         raise ValueError(f"{setting}: needs the package {name}, which is not installed")
 
 
-class _WandbRun(Protocol):
-    """The part of wandb's run that this file uses."""
-
-    def log(self, data: dict[str, float], *, step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-def _start_wandb(run_dir: Path, project: str) -> _WandbRun:
+def _start_wandb(run_dir: Path, project: str) -> Any:
     """Return the wandb run of this run folder, the same one after a resume. wandb drops steps that it already has."""
     import wandb  # pyright: ignore[reportMissingImports]  # optional
 

@@ -15,6 +15,9 @@ from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.matrix import packs
+from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
 
 MakeEngine = Callable[..., EmbeddedEngine]
@@ -23,6 +26,22 @@ MakeEngine = Callable[..., EmbeddedEngine]
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Of a model, as a sender of weights computes it."""
     return checksum_tensors(tensors)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Of the weights, and of the packed copies that the first pass makes."""
+    tensors = list(model._views.values())
+    if packs(model.dtype, model.device):
+        tensors.append(model.lm_head)
+        for layer in model.layers:
+            tensors += [layer.qkv, layer.output, layer.gate_up, layer.down]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def cache_bytes(cache: KvCache) -> int:
+    """Of the whole pool."""
+    tensors = cache.kv_LKTH, cache.bias_T, cache.features_TD, cache.token_ids_T
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def engine_over(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tests.unit.engines.conftest import engine_over
+from tests.unit.engines.conftest import cache_bytes, engine_over
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
@@ -253,4 +253,4 @@ def test_the_memory_plan_has_room_for_copies_of_prompts(path: Path) -> None:
         dtype=torch.float32,
         device=device.torch_device,
     )
-    assert plans[1].kv_bytes == cache.num_bytes()
+    assert plans[1].kv_bytes == cache_bytes(cache)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.unit.engines.conftest import MakeEngine, checksum
+from tests.unit.engines.conftest import MakeEngine, cache_bytes, checksum, weight_bytes
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
@@ -349,9 +349,9 @@ def test_the_memory_plan_is_what_is_allocated(tiny_path: Path, dtype: str) -> No
     assert plan == plan_memory(config, section, device=select_device("cpu"))
     assert plan.kv_tokens == 64 * (4 * 2 + 3 * 16)
     device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
-    assert plan.weights_bytes == Transformer(config, torch_dtype, device).num_bytes()
+    assert plan.weights_bytes == weight_bytes(Transformer(config, torch_dtype, device))
     cache = KvCache(
         config, num_pages=plan.kv_tokens // 64, page_size=64, dtype=torch_dtype, device=device
     )
-    assert plan.kv_bytes == cache.num_bytes()
+    assert plan.kv_bytes == cache_bytes(cache)
     assert plan.activations_bytes > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.graph_passes import RecordingDevice, recording_device
-from tests.unit.engines.conftest import checksum, engine_over
+from tests.unit.engines.conftest import cache_bytes, checksum, engine_over
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
@@ -215,6 +215,6 @@ def test_planned_memory_has_lanes_for_all_and_a_scratch_page(
         tap_layers=(),
         has_scratch=True,
     )
-    assert plan.kv_bytes == cache.num_bytes()
+    assert plan.kv_bytes == cache_bytes(cache)
     assert cache.scratch_slot == plan.kv_tokens == cache.bias_T.numel() - 64
     assert engine.memory_plan(()).graphs.max_length == lane

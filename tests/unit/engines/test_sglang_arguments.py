@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tlt_megatron.config.draft_folder import SIZES
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.sglang.arguments import (
     check_drafter_names,
@@ -21,7 +22,8 @@ from tlt_megatron.speculation.sampling import gumbel_noise, request_seed, seed_a
 
 @pytest.fixture
 def drafter(tmp_path: Path) -> str:
-    config = {"architectures": ["LlamaForCausalLMEagle"]}
+    sizes = dict.fromkeys(SIZES.values(), 64)
+    config = {"architectures": ["LlamaForCausalLMEagle"], **sizes, "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 

@@ -1,15 +1,12 @@
-"""One speculative step of the running batch: draft a tree, verify it in one pass, commit the tokens
-the target samples.
+"""One speculative step: draft a tree, verify it in one pass, commit the tokens the target samples.
 
-A step can replace any `DecodeBatch.forward`, with any strategy. A row enters with its last token
-sampled but not computed: the root, at position n. It leaves in the same state with m more tokens.
-The next `DecodeBatch.sample` draws the last of them, so stops, limits and records are handled in
-one place.
+A row enters with its last token sampled but not computed: the root, at position n. It leaves in the
+same state with m more tokens, the last of which the next `DecodeBatch.sample` draws. So a step can
+replace any `DecodeBatch.forward`, with any strategy.
 
 A lane is the contiguous range of KV slots of one row. Its position t holds the target's keys and
 values, the feature h_t, the token x_t and, in the drafter's layer, the pair (x_{t+1}, h_t). Plain
-decoding keeps features too, so the drafter can start in the middle of a rollout. It then computes
-only its own layer over the positions that it has not seen.
+decoding keeps features too, so the drafter can start in the middle of a rollout.
 """
 
 from __future__ import annotations
@@ -141,9 +138,11 @@ class Speculator:
         graphs: GraphPool,
     ) -> None:
         self._speculation = speculation
-        self._verifier = Verifier(model, cache, params, graphs)
+        self._model = model
+        self._graphs = graphs
         self._cache = cache
         self._params = params
+        self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
         self._drafter = None
         if speculation.draft is not None:
             self._drafter = ModelDrafter(
@@ -156,7 +155,6 @@ class Speculator:
         self._drafter_version = speculation.drafter_version
         self._calibrator = speculation.calibrator
         self._noise = NoiseWindow(model.config.vocab_size)
-        self._vocab_size = model.config.vocab_size
         self._tau_D: Tensor | None = None
         self._counts: dict[int, Tensor] = {}  # by num_steps
         self._num_counted = 0
@@ -178,7 +176,7 @@ class Speculator:
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
         num_rows = len(roots.requests) * (strategy.depth + 1)
         is_read = strategy.is_learned or not is_searched(
-            num_rows, self._vocab_size, self._cache.device
+            num_rows, self._model.config.vocab_size, self._cache.device
         )
         if params.temperature > 0.0 and is_read and not roots.seeds_B.is_cuda:
             noise_BSV = self._noise.window(
@@ -191,11 +189,11 @@ class Speculator:
             retrieved_BN = found_BN.to(self._cache.device, non_blocking=True)
         if not strategy.is_learned:
             assert retrieved_BN is not None, strategy
-            return self._verifier.verify(view, roots, retrieved_chain(retrieved_BN), noise_BSV)
+            return self._verify(view, roots, retrieved_chain(retrieved_BN), noise_BSV)
         tree = self._grow(view, roots, strategy, noise_BSV)
         if retrieved_BN is not None:
             tree = graft(tree, retrieved_BN)
-        committed = self._verifier.verify(view, roots, tree, noise_BSV)
+        committed = self._verify(view, roots, tree, noise_BSV)
         self._calibrate(tree, committed.verdict)
         if strategy.topk > 1:
             first = first_counts(tree, committed.verdict)
@@ -240,23 +238,12 @@ class Speculator:
             self._counts.clear()
             self._tau_D = None
 
+    # ---- verification
 
-class Verifier:
-    """Runs the target over root and tree, and moves the committed path to its slots."""
-
-    def __init__(
-        self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
-    ) -> None:
-        self._model = model
-        self._graphs = graphs
-        self._cache = cache
-        self._params = params
-        self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=model.device)
-
-    def verify(
+    def _verify(
         self, view: LaneView, roots: Roots, tree: DraftTree, noise_BSV: Tensor | None
     ) -> Committed:
-        """Run one pass over B * R tokens and commit.
+        """Run the target over root and tree, B * R tokens, and commit.
 
         `noise_BSV[:, d]` is for nodes at depth d; with None it is made where it is used.
         """

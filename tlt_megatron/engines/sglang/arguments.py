@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from tlt_megatron.config.draft_folder import read_draft_settings
 from tlt_megatron.config.layout import draft_slack
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.engines.sglang.noise import mark
@@ -72,7 +71,7 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
             "speculative_num_draft_tokens": drafting[0].num_retrieved + 1,
         }
     else:
-        algorithm = _algorithm_of(section.drafter)
+        algorithm = _ALGORITHMS[read_draft_settings(section.drafter)["architectures"][0]]
         widest = max(drafting, key=lambda strategy: strategy.num_steps)
         options = {
             "speculative_draft_model_path": section.drafter,
@@ -87,18 +86,6 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
         ranking=Ranking(section.ranking),
         options=options,
     )
-
-
-def _algorithm_of(drafter: str) -> str:
-    file = Path(drafter) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"speculation.drafter={drafter!r}: must be a folder with config.json")
-    names = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["none"]
-    if names[0] not in _ALGORITHMS:
-        raise ValueError(
-            f"{file}: architectures={names[0]!r}: must be one of {', '.join(_ALGORITHMS)}"
-        )
-    return _ALGORITHMS[names[0]]
 
 
 def engine_arguments(
