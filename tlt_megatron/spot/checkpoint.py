@@ -2,8 +2,6 @@
 
 A folder has the layout that drafter/checkpoint.py and SGLang load. It is written under a temporary
 name, fsynced and renamed, so a folder without `.tmp` in its name is complete after any crash.
-lifecycle.py uses both ways: `AsyncDrafterCheckpointer` after each comparison, and
-`write_checkpoint` for the drafter's part of an RL checkpoint.
 
     <root>/save_0000007/   config.json, model.safetensors,
                            training/{state.safetensors, record.json, <extra>.safetensors}
@@ -24,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,6 +37,7 @@ from tlt_megatron.models.draft_model import (
     TargetFingerprint,
     fingerprint_target,
 )
+from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.durable import replace_text, save_tensors, sync_path, sync_tree
 
 log = logging.getLogger(__name__)
@@ -142,13 +140,6 @@ def _saved(root: Path) -> list[Path]:
     return [path for path in root.glob(f"{_PREFIX}*") if path.suffix != ".tmp"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
-    future: Future[None]
-    state: dict[str, Tensor]  # the host copy that it writes
-    is_best: bool
-
-
 class AsyncDrafterCheckpointer:
     """Saves a drafter under `root` from a background thread. Keeps the `keep` newest and the best.
 
@@ -162,8 +153,7 @@ class AsyncDrafterCheckpointer:
         self._model = model
         self._keep = keep
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter-checkpoint")
-        self._saves: list[_Save] = []  # not known to be done
-        self._free: list[dict[str, Tensor]] = []  # host copies for later saves
+        self._saves: list[tuple[Future[None], bool]] = []  # not known to be done, and if best
         root.mkdir(parents=True, exist_ok=True)
         for unfinished in root.glob("*.tmp"):
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
@@ -175,24 +165,26 @@ class AsyncDrafterCheckpointer:
     ) -> None:
         """Copy `DrafterTrainer.state_dict()` to the host; the thread writes it with `record`."""
         _weights_of(state, self._model)
-        for save in self._saves:
-            if save.future.done():
-                save.future.result()
-            elif (is_best or not save.is_best) and save.future.cancel():
-                self._free.append(save.state)
-        self._saves = [save for save in self._saves if not save.future.done()]
+        pending = []
+        for future, was_best in self._saves:
+            if future.done():
+                future.result()
+            elif not ((is_best or not was_best) and future.cancel()):
+                pending.append((future, was_best))
+        self._saves = pending
         # Not in the thread: an engine that goes to sleep frees the borrowed embedding.
         target = fingerprint_target(self._model.embedding_VD)
-        host, copied = self._copy(state)
+        copies = HostCopies()
+        host = {n: copies.add(t) if t.is_cuda else t.clone() for n, t in state.items()}
         future = self._thread.submit(
-            self._write, host, copied, copy.deepcopy(record), target, is_best
+            self._write, host, copies, copy.deepcopy(record), target, is_best
         )
-        self._saves.append(_Save(future=future, state=host, is_best=is_best))
+        self._saves.append((future, is_best))
 
     def wait(self) -> None:
         """Wait until every requested save is written, has failed or was replaced."""
-        for save in self._saves:
-            save.future.result()
+        for future, _ in self._saves:
+            future.result()
         self._saves.clear()
 
     def close(self) -> None:
@@ -200,28 +192,10 @@ class AsyncDrafterCheckpointer:
         self._thread.shutdown()
         self.wait()
 
-    @torch.no_grad()
-    def _copy(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.Event | None]:
-        """Copy `state` to the host. Copies from a GPU are done once the event has happened."""
-        devices = {tensor.device for tensor in state.values()} - {torch.device("cpu")}
-        if self._free:
-            host = self._free.pop()
-        else:
-            host = {
-                name: torch.empty_like(tensor, device="cpu", pin_memory=bool(devices))
-                for name, tensor in state.items()
-            }
-        torch._foreach_copy_(list(host.values()), list(state.values()), non_blocking=True)
-        event = None
-        for device in devices:  # at most one
-            event = torch.Event(device)
-            event.record()
-        return host, event
-
     def _write(
         self,
         host: dict[str, Tensor],
-        copied: torch.Event | None,
+        copies: HostCopies,
         record: Mapping[str, object],
         target: TargetFingerprint,
         is_best: bool,
@@ -229,14 +203,12 @@ class AsyncDrafterCheckpointer:
         started = time.perf_counter()
         folder = self.root / f"{_PREFIX}{self._next:07d}"
         self._next += 1
-        if copied is not None:
-            copied.synchronize()
+        copies.wait()
         with logging_failed_writes(folder):
             write_checkpoint(folder, self._model, host, record, target=target)
             if is_best:
                 replace_text(self.root / BEST_FILE, folder.name)
             self._drop_old()
-        self._free.append(host)
         self.writing_s += time.perf_counter() - started
 
     def _drop_old(self) -> None:
