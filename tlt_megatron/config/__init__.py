@@ -1,3 +1,1 @@
-"""Settings: typed sections (schema.py) read from YAML with `a.b=v` overrides (load.py). Imports no
-torch.
-"""
+"""Settings: typed sections (schema.py) read from YAML (load.py). Imports no torch."""

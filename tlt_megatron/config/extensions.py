@@ -1,8 +1,6 @@
-"""The extension points: settings that name a function or a class, by a built-in name or by an
-import path.
+"""Settings that name a function or a class, by a built-in name or by an import path.
 
-A new built-in one is one line in `REGISTRY`. Used by the early checks of settings and by the owners
-of the settings, reward workers and SGLang's processes among them. Nothing here imports torch.
+A new built-in one is one line in `REGISTRY`. Nothing here imports torch.
 """
 
 from __future__ import annotations

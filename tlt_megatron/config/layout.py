@@ -1,6 +1,4 @@
-"""Checks that need the number of ranks and the sizes of the model. They run before anything
-expensive starts.
-"""
+"""Checks that need the number of ranks and the model's sizes, before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -12,10 +10,9 @@ from tlt_megatron.config.schema import RunConfig
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
-    """Reject a run that cannot start. Reads only config.json.
+    """Raise ValueError for ranks or a model that the layout or the lengths do not fit.
 
-    The layout must divide the ranks, and tensor and pipeline parallelism must divide the model's
-    sizes. ValueError names key, value and what is allowed.
+    Reads only config.json.
     """
     tp, pp = config.parallel.tensor, config.parallel.pipeline
     if world_size % (tp * pp):

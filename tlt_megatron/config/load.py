@@ -1,6 +1,4 @@
-"""Reads YAML and `a.b=v` overrides into a RunConfig. Untyped input becomes typed sections only
-here.
-"""
+"""Reads YAML and `a.b=v` overrides into a RunConfig, the typed sections of schema.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The fields of Megatron's TransformerConfig that `mcore.transformer` may set.
 
-This is a list of allowed fields. Megatron has about 230 fields and adds more with every version. A
-list of forbidden fields could miss one that changes the model, and the trained policy would
-silently differ from the one that rolls out. Allowed fields change only how and where the same
-numbers are computed: kernels, fusions, overlap, memory, pipeline stages.
+They change only how and where the same numbers are computed. A list of forbidden fields could miss
+one of some 230 that changes the model: the trained policy would differ from the one that rolls out.
 """
 
 from __future__ import annotations

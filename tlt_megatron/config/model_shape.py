@@ -1,9 +1,7 @@
-"""Reads the shape of a decoder-only policy from config.json. The engines, the drafter and the
-Megatron builder use this record.
+"""Reads the shape of a decoder-only policy from config.json: Llama, Qwen2/2.5, Qwen3 (dense).
 
-Families: Llama, Qwen2/2.5, Qwen3 (dense), one record of `FAMILIES` each. It imports neither torch
-nor transformers, so an unsupported model is rejected before they are loaded. Defaults of absent
-keys are those of transformers.
+It imports neither torch nor transformers, so an unsupported model is rejected before they are
+loaded. Defaults of absent keys are those of transformers.
 """
 
 from __future__ import annotations

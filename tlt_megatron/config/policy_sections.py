@@ -1,6 +1,4 @@
-"""Sections for what is trained: the policy, its layout over the ranks, its loss, its optimizer and
-Megatron options.
-"""
+"""Sections for what is trained: the policy, its layout, loss, optimizer and Megatron options."""
 
 from __future__ import annotations
 

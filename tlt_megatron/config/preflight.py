@@ -1,8 +1,6 @@
-"""Checks what files show before torch is imported: policy and drafter, tokenizer, prompts, the
-files of a user's functions.
+"""Checks policy, drafter, tokenizer, prompts and a user's files before torch is imported.
 
-The launcher calls it, so that such a mistake is reported within a moment and in one line.
-
+The launcher calls it, so that a mistake is reported at once and in one line.
 """
 
 from __future__ import annotations

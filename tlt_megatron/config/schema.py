@@ -1,8 +1,6 @@
-"""Every setting of a run, in one frozen section per component. Defaults are those of a small CPU
-run.
+"""Every setting of a run, in one frozen section per component, with defaults for a small CPU run.
 
 Each section checks itself. `layout.py` checks what depends on ranks and model sizes.
-
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Reads the safetensors headers of a model folder without torch: which file holds which tensor, and
-whether files are complete.
+"""Reads the safetensors headers of a folder without torch, and checks that files are complete.
 
 A safetensors file is 8 bytes with the length of its header, the header (JSON: name -> dtype, shape,
-offsets), and the data. Called before launch (`preflight.py`) and by `models.hf_io.HfReader`, so
-both read the same files.
+offsets), and the data.
 """
 
 from __future__ import annotations

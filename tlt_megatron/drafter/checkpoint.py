@@ -1,9 +1,7 @@
 """Drafters on disk: EAGLE / EAGLE-3 folders as SGLang loads them, the optimizer in a subfolder.
 
-Called by the warm-up tool, the trainer's checkpoints and the engines. The weights file holds
-exactly the drafter's own parameters; the target provides embedding and head. A drafter loads only
-with the target that it was trained for. SGLang skips unknown tensor names; this module rejects
-them.
+The weights file holds exactly the drafter's own parameters; the target provides embedding and head.
+A drafter loads only with its target. SGLang skips unknown tensor names; this module rejects them.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ def save_drafter(
 ) -> None:
     """Write config.json, weights (in `dtype`, default their own) and the trainer's state if given.
 
-    The fingerprint is that of the embedding that the model borrows now. `trainer_state` is
-    `DrafterTrainer.state_dict()`; its copies of the parameters keep their precision for any
-    `dtype`.
+    `trainer_state` is `DrafterTrainer.state_dict()`, written in its own precision.
     """
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: _to_disk(tensor, dtype) for name, tensor in model.state_dict().items()}

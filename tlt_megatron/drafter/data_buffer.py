@@ -1,10 +1,8 @@
 """Training data of a rank's drafter: sequences with the target's states, bounded in bytes.
 
-The rollout worker adds responses as they finish, and the log-prob pass adds all lengths from the
-hidden-state tap. Spot sessions draw packed batches. Ranks go idle before the long responses finish,
-so this step alone would bias the drafter to short ones. A share of every batch comes from the long
-tail of earlier steps (TLT, arXiv 2511.16665, section 4.2). If steps have few responses, raise
-`spot.keep_steps`; else the drafter overfits.
+Ranks go idle before the long responses finish, so this step alone would bias the drafter to short
+ones. A share of every batch comes from the long tail of earlier steps (TLT, arXiv 2511.16665,
+section 4.2). If steps have few responses, raise `spot.keep_steps`; else the drafter overfits.
 """
 
 from __future__ import annotations

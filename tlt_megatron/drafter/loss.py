@@ -1,8 +1,7 @@
 """Training objectives of the drafter: EAGLE, HASS and EAGLE-3 as settings of one unrolled pass.
 
-Called by `trainer.py`. At unroll step k > 0 the drafter reads its own output of step k - 1 as
-features. In the engine it does the same, k tokens after the last verified one. The tokens are
-always those of the sequence.
+At unroll step k > 0 the drafter reads its own output of step k - 1 as features, as in the engine k
+tokens after the last verified one. The tokens are always those of the sequence.
 - EAGLE (arXiv 2401.15077, section 3.2): one step, with a feature loss.
 - HASS (arXiv 2408.15766, section 3.2): several steps, with own features detached.
 - EAGLE-3 (arXiv 2503.01840, section 3.1): several steps with gradients, and no feature loss.

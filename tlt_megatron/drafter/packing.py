@@ -1,8 +1,7 @@
 """Packs sequences with the target's hidden states into training batches, without padding.
 
-Called by the data buffer and the warm-up tool. Rows are shifted: row t of a sequence pairs token
-x_{t+1} with the target's state h_t. Its training targets are token x_{t+2} and the target's next
-state h_{t+1}.
+Row t of a sequence pairs token x_{t+1} with the target's state h_t. Its training targets are token
+x_{t+2} and the target's next state h_{t+1}.
 """
 
 from __future__ import annotations
@@ -156,9 +155,8 @@ def choose_slice(steps: Sequence[int], rows: Sequence[int], max_rows: int) -> li
     """Choose sequences to measure on: about `max_rows` rows, newest RL step first, of all lengths.
 
     The sequences of a step form `_NUM_STRATA` groups by length. Each round takes one sequence from
-    each group, in the given order, so that long and short sequences keep their share of the rows.
-    The choice ends at the first round that does not fit. The first round is always taken, so long
-    sequences can exceed `max_rows`.
+    each group, so that all lengths keep their share of the rows. The choice ends at the first round
+    that does not fit; the first round is always taken.
 
     Example: `choose_slice([7, 7, 7, 7, 7, 6], [900, 40, 30, 20, 50, 10], 100)` is `[3, 2, 1, 0]`.
     """

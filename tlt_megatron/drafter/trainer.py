@@ -1,9 +1,8 @@
 """Optimizer steps of the drafter on a process group, which may change between steps.
 
-Called by the warm-up tool (one rank) and by spot sessions (the idle ranks). A step makes exactly
-one collective: an all-reduce of one flat buffer with gradients, loss sums, counts and two flags of
-the caller. The flags carry what the members must agree on (a stop, a newer plan), so all members
-act on them after the same step.
+A step makes exactly one collective: an all-reduce of one flat buffer with gradients, loss sums,
+counts and two flags of the caller. The flags carry what the members must agree on (a stop, a newer
+plan), so all members act on them after the same step.
 """
 
 from __future__ import annotations

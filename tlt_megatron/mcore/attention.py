@@ -1,8 +1,7 @@
 """Causal core attention for Megatron's local layer spec, for CPU and CUDA.
 
-Megatron's own local module builds the whole score matrix and rejects packed sequences. This one
-runs one SDPA call per sequence of a packed micro-batch, so sequences do not see each other and no
-padding is computed.
+Megatron's own local module builds the whole score matrix and rejects packed sequences. Here each
+sequence of a packed micro-batch is attended to alone, without padding.
 """
 
 from __future__ import annotations

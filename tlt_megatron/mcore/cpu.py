@@ -1,8 +1,7 @@
 """Lets megatron.core run on a host without CUDA, over gloo. Modules of this package call it before they import megatron.
 
-Megatron names CUDA literally in about a hundred places. An import hook rewrites those literals in the sources of
-`megatron.core.*` at import. There is no patching at run time and no cost per call. `REWRITES` lists the rewrites. A test checks
-how often each one matches in the supported version, so a change of version is noticed.
+Megatron names CUDA literally in about a hundred places. An import hook rewrites those literals in its sources at import.
+A test checks how often each of `REWRITES` matches in the supported version, so a change of version is noticed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Splits the world into Megatron's tensor-, pipeline- and data-parallel groups and returns them as values.
 
-The composition root calls it once, after torch.distributed is up. Megatron also keeps its groups as module state, which nothing
-outside `mcore` reads.
+Megatron also keeps its groups as module state, which nothing outside `mcore` reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Log-probabilities and entropy of labels from logits whose vocabulary is split over the tensor-parallel ranks.
 
-The pipeline schedule calls it on the last stage, forward-only and in training. It never builds a full-vocabulary tensor: the
-ranks exchange one maximum and a few sums per token. The only large tensors are the logits and, in the backward pass, their
+The ranks exchange one maximum and a few sums per token. The only large tensors are the logits and, in the backward pass, their
 gradient. Float32 work is done in blocks of rows.
 """
 

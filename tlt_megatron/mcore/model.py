@@ -1,9 +1,8 @@
 """Builds this rank's pipeline stage of the policy as a Megatron GPTModel.
 
-Called by `policy_model.py` once the groups exist. Weights are random until
-`weight_map.load_hf_weights` fills them. With CUDA, Transformer Engine and bfloat16, the layers are
-Transformer Engine's. Otherwise they are Megatron's local layers with our attention and norm. Both
-have the same parameters, under names that `weight_map` knows.
+Weights are random until `weight_map.load_hf_weights` fills them. With CUDA, Transformer Engine and
+bfloat16, the layers are Transformer Engine's. Otherwise they are Megatron's local layers with our
+attention and norm. Both have the same parameters, under names that `weight_map` knows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Gradient reduction, clipping, Adam and the learning-rate schedule of the policy, all by Megatron.
 
-Used by policy_model.py. The gradient is the derivative of an exact fraction (types.LossResult). Megatron sums it over
-micro-batches and data-parallel ranks and divides once by the summed count ("per-token loss"). If the gradient norm is not
-finite, the optimizer step changes nothing on any rank.
+Megatron sums the gradient over micro-batches and data-parallel ranks and divides once by the summed count ("per-token loss").
+If the gradient norm is not finite, the optimizer step changes nothing on any rank.
 """
 
 from __future__ import annotations

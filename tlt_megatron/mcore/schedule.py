@@ -1,9 +1,8 @@
 """Runs packed micro-batches through Megatron's pipeline schedules, at any tensor x pipeline layout.
 
-Called by policy_model.py. A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P
-varies, so the model must be built with variable_seq_lengths. Under sequence parallelism, P is
-padded here to a multiple of tp with one more packed sequence. The padding is removed before the
-labels are read. Shapes: B sequences, P packed tokens, V vocabulary (shard of V if tp > 1).
+A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
+built with variable_seq_lengths. Under sequence parallelism, P is padded here to a multiple of tp
+with one more packed sequence, which is removed before the labels are read. V is a shard if tp > 1.
 """
 
 from __future__ import annotations

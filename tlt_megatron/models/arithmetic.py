@@ -1,8 +1,7 @@
 """The operations of a forward pass, chosen when a model is made. `PLAIN` is the fastest choice.
 
 `invariant.invariant_arithmetic` makes the one whose results do not depend on the other rows of a
-pass. `Transformer` uses the matrices, norms, rotation and gate; the engine's passes make the
-attentions.
+pass.
 """
 
 from __future__ import annotations

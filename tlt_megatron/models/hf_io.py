@@ -1,6 +1,4 @@
-"""Hugging Face folders: read tensors by name, write a model, and checksum tensors.
-
-Used by the engines, the Megatron weight map, the trainer and the drafter's checkpoints."""
+"""Hugging Face folders: read tensors by name, write a model, and checksum tensors."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
-The engine makes it for `Transformer`. A kernel may add in another order for another number of rows.
-So matrix products use row tiles of fixed sizes, and attention is cut at fixed positions
-(`attention/invariant.py`). All other operations round each element once, independent of vector
-length and remainder loops. No specification says that a row's result is the same at every place of
-a tile, or in tiles of two sizes. Both are checked on this machine when the model is made.
+A kernel may add in another order for another number of rows. So matrix products use row tiles of
+fixed sizes, and attention is cut at fixed positions (`attention/invariant.py`). All other operations
+round each element once. That a row's result is the same at every place of a tile, and in tiles of
+two sizes, is checked on this machine when the model is made.
 """
 
 from __future__ import annotations

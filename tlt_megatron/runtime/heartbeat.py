@@ -1,8 +1,7 @@
 """Detects lost ranks: every rank writes heartbeats to the job's store, its neighbours watch them, and a lost rank ends the run.
 
-Opened by trainer/build.py for the whole run. A daemon thread of each rank writes a count and the rank's phase several times per
-`timeout_s`, and reads the events of the run (events.py). It watches at most two ranks: the next rank of its machine and, on a
-machine's first rank, the first rank of the next machine. So the store gets six short calls per rank and interval: 2,000 per
+A daemon thread of each rank writes a count and the rank's phase several times per `timeout_s`, and reads the events of the run
+(events.py). It watches at most two ranks (`watched_by`). So the store gets six short calls per rank and interval: 2,000 per
 second with 1,000 ranks.
 
 A rank is lost if

@@ -1,12 +1,8 @@
 """The store of one job: a TCPStore that rank 0 hosts on the job's own interface. No call waits without a limit.
 
-Opened by trainer/build.py for the heartbeats (heartbeat.py) and for spot training (spot/rank_state.py).
-
-Protection: a job on one machine listens on the loopback. A larger job listens on the address by which the other hosts reach
-MASTER_ADDR. All keys start with a random token of the job, which is sent over the existing group. So two jobs never mix up
-their keys, and other hosts cannot reach the store of a job on one machine. This is not authentication, which torch's store does
-not have: any process that can connect to the port can list and change the keys. Put the ports of a job on several hosts behind
-a firewall.
+A job on one machine listens on the loopback, a larger one on the address by which the other hosts reach MASTER_ADDR. All keys
+start with a random token of the job, so two jobs never mix up their keys. This is no authentication: any process that can
+connect to the port can list and change the keys. Put the ports of a job on several hosts behind a firewall.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The memory ledger: the memory each component will take, summed by phase and checked before anything is allocated.
 
-Components make `MemoryClaim`s from sizes (mcore/memory.py, engines/embedded/memory_plan.py, drafter/memory.py), and
-trainer/memory_ledger.py collects them. `Device.peak_bytes` gives the measured value.
+trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The terminal output of rank 0: a live display, or one plain line per RL step, and a table at the end.
 
-The trainer reports phases and steps to it. It never ends the run: if the terminal closes or cannot show a character, only the
-display ends, with one line in the log.
+If the terminal closes or cannot show a character, only the display ends, with one line in the log.
 """
 
 from __future__ import annotations

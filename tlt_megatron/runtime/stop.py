@@ -1,8 +1,7 @@
 """Ends a run early: a signal requests a stop, or this rank fails.
 
-The launcher creates it before torch is imported; the trainer reads `is_requested`. SIGTERM, SIGUSR1 and SIGINT are blocked in
-all threads and one thread takes them, so a rank inside a collective receives them too. That thread makes no call to the store,
-so a second Ctrl-C acts at once. Ranks inform each other through the job's store (events.py), which heartbeat.py reads. So a
+SIGTERM, SIGUSR1 and SIGINT are blocked in all threads and one thread takes them, so a rank inside a collective receives them
+too. That thread makes no call to the store, so a second Ctrl-C acts at once. Ranks inform each other through events.py: a
 signal to one node stops all nodes, and a failed rank ends all ranks.
 """
 

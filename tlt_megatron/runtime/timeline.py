@@ -1,8 +1,7 @@
 """Records spans of one rank's phases as it runs, and merges all ranks into one trace for ui.perfetto.dev.
 
-Every rank has a Timeline (trainer/build.py); rank 0 merges them when the run ends (trainer/finish.py). A time is the wall time,
-read once, plus the monotonic clock since then. So ranks of one machine share a clock, and time never runs backwards.
-`align_clocks` shifts the ranks of other machines to the clock of the first machine.
+A time is the wall time, read once, plus the monotonic clock since then. So ranks of one machine share a clock, and time never
+runs backwards. `align_clocks` shifts the ranks of other machines to the clock of the first machine.
 The project's phases: ROLLOUT DECODE VERIFY IDLE DRAFT-TRAIN PREEMPT SYNC LOGPROB UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 

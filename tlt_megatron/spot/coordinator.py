@@ -1,9 +1,8 @@
 """Rules for starting, growing and replacing a session, computed from the phase's view.
 
-Called by spot_trainer.py (ranks that wait) and session.py (the leader, once per step). There is no
-coordinating process. The leader of the running session plans its growth. Without a session, the
-first rank of any idle replica plans one, and the first plan in the log (rank_state.py) counts. So
-planning continues after the loss of any rank.
+There is no coordinating process. The leader of the running session plans its growth. Without a
+session, the first rank of any idle replica plans one, and the first plan in the log (rank_state.py)
+counts. So planning continues after the loss of any rank.
 """
 
 from __future__ import annotations

@@ -155,8 +155,7 @@ class DrafterLifecycle:
     def _measure_candidate(self, watch: StopWatch) -> None:
         """Measure the candidate of the last step, so that `publish` does not wait for it.
 
-        A rank with too little idle time has no result. If no rank has one, the next candidate is
-        measured instead.
+        A rank with too little idle time has no result.
         """
         if self._candidate is None:
             return
@@ -210,9 +209,8 @@ class DrafterLifecycle:
     def publish(self, metrics: dict[str, float]) -> None:
         """Give all ranks the newest drafter, and publish the last candidate if it is accepted.
 
-        The newest drafter becomes the next candidate. Idle ranks measure it in the next step, so no
-        rank waits for that. Reads the live accept length from the step's `metrics` and adds its
-        own. A collective of all ranks, while the engines hold the policy of the rollouts.
+        The newest drafter becomes the next candidate. Reads the live accept length from the step's
+        `metrics` and adds its own. A collective, while the engines hold the rollouts' policy.
         """
         started = time.perf_counter()
         is_telling = metrics.get("drafter/live_token_share", 0.0) >= _TELLING_SHARE

@@ -1,9 +1,8 @@
 """Sends drafters to engines that are still decoding: `spot.publish=live`.
 
-The leader of a session offers a drafter, and ranks with unfinished rollouts load it. Responses do
-not depend on the drafter, so ranks may load it at different times; a late rank only decodes slower.
-The weights go through a file under the run folder, which all hosts share. The store holds number
-and checksum of the newest offer; a decoding rank reads it a few times per second.
+The leader of a session offers a drafter, and ranks with unfinished rollouts load it when they see
+it: responses do not depend on the drafter. The weights go through a file under the run folder, which
+all hosts share. The store holds number and checksum of the newest offer.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Decides which drafter the engines get: a candidate that accepts no less than the best so far.
 
-lifecycle.py calls it at each phase boundary. The decision is deterministic and local: every rank
-decides alone, from results merged over all ranks (`HoldoutResult.merge`). The target changes in
-every RL step, so older measurements do not apply. Candidate, published and best drafter are all
-measured again, on the same hold-out batches, with the current target.
-
-Noise of a comparison: all drafters get the same rows, and the measure is the expected overlap of
-distributions, not a sample. Only the choice of the slice adds noise: the standard error of the
-difference, by leaving out one batch at a time (jackknife). A candidate is refused if it is worse
-than the best by more than one standard error. With many batches an equally good candidate is
-refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. The bar is the
-best drafter, not the last published one, so these errors do not accumulate.
+Every rank decides alone, from results merged over all ranks (`HoldoutResult.merge`). The target
+changes in every RL step, so candidate, published and best drafter are all measured again, on the
+same hold-out batches. The measure is the expected overlap of distributions, not a sample, so only
+the choice of the slice adds noise: the standard error of the difference (jackknife). A candidate is
+refused if it is worse than the best by more than one standard error. With many batches an equally
+good one is refused in 16 % of cases, and one worse by 2 standard errors is published in 16 %. The
+bar is the best drafter, not the last published one, so these errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -127,8 +123,7 @@ class DrafterPublisher:
     def observe_live(self, accept_length: float | None) -> bool:
         """Add the accept length of a rollout (None: no drafting). Returns whether an alarm is on.
 
-        Call it once per phase. An alarm also ends without a publish, `_QUIET_PHASES` phases after
-        the last collapse: only drafting with the drafter shows what it accepts in rollouts.
+        Call it once per phase. An alarm also ends `_QUIET_PHASES` phases after the last collapse.
         """
         level = self._live.value
         self._num_quiet += 1

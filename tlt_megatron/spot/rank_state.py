@@ -1,13 +1,11 @@
 """State of all ranks in a rollout phase: an append-only log in the store, and a view of it.
 
-Written and read by spot_trainer.py and session.py. The store orders the appends, so ranks that have
-read the same lines hold the same view. The first plan in the log for an epoch counts. A rank
+The store orders the appends, so ranks that have read the same lines hold the same view. A rank
 appends one line when its rollouts finish, and nothing before. Then it is idle, until a plan lists
 it and it trains. The phase is over when all ranks have finished.
 
-Times are seconds of the reader's monotonic clock, so jumps of the wall clock have no effect. Ranks
-of one machine share that clock, and the view uses the times that they report. For a rank on another
-machine it uses the time when the line was first read.
+Times are seconds of the reader's monotonic clock. Ranks of one machine share it, and the view uses
+the times that they report; for another machine, the time when the line was first read.
 """
 
 from __future__ import annotations

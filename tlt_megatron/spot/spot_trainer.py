@@ -1,8 +1,8 @@
 """Trains the drafter on idle ranks, until the end of the last rank's rollouts.
 
-lifecycle.py calls it in every RL step: `run_until_preempted` on each rank when its rollouts finish,
-and `sync_newest` on all ranks together at the phase boundary. Before the last rank finishes there
-is no collective of all ranks, and no rank waits for a rank that still generates.
+Each rank calls `run_until_preempted` when its rollouts finish, and all ranks together `sync_newest`
+at the phase boundary. Before that there is no collective of all ranks, and none waits for a rank
+that still generates.
 """
 
 from __future__ import annotations

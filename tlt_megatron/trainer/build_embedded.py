@@ -1,6 +1,4 @@
-"""Builds the embedded engine of a run, and its speculation. build.py loads it if `rollout.engine`
-is embedded.
-"""
+"""Builds the embedded engine of a run, and its speculation, for `rollout.engine=embedded`."""
 
 from __future__ import annotations
 

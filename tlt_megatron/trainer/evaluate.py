@@ -1,6 +1,4 @@
-"""Evaluation on hold-out prompts with the rollout engine: no gradients, its own seed, the same
-prompts every time.
-"""
+"""Evaluation on hold-out prompts with the rollout engine: its own seed, the same prompts always."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Writes the results of a run: HF export, summary.json, the table of its steps, one trace of all
-ranks.
-"""
+"""Writes the results of a run: HF export, summary.json, the table of its steps, one trace."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Measures the speedup of speculation: generates the last steps' rollouts again, with speculation
-and without.
+"""Measures the speedup of speculation: generates the last steps' rollouts again, with and without.
 
-Called after the last step if `speculation.measure_gain` is set. Sampling noise depends only on
-request and position, so both ways draw the same tokens, and the ratio compares the same work.
+Sampling noise depends only on request and position, so both ways draw the same tokens, and the
+ratio compares the same work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Statistics of a run for summary.json, kept across resumes. `report.py` fills them, and
-`finish.py` writes them at the end.
-"""
+"""Statistics of a run for summary.json, kept across resumes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Identity and settings of a run, stored in every checkpoint and compared at a resume.
 
-`build.py` compares them before any model is built. A different model or seed is an error, because the run would train a
-wrong policy. Other settings may change. If a learned part (the strategy selector, the drafter) does not fit the new settings,
-that part starts anew.
+A different model or seed is an error, because the run would train a wrong policy. Other settings may change. If a learned part
+(the strategy selector, the drafter) does not fit the new settings, that part starts anew.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """manifest.json of a checkpoint: size and SHA-256 of every file, and its order of writing.
 
-`checkpoint.py` writes it last and verifies it before a load. The hashes detect files damaged by a
-disk or a copy. They do not protect against a person with write access to the folder, who can also
-write a new manifest.
+The hashes detect files damaged by a disk or a copy. They do not protect against a person with write
+access to the folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Records each phase of a step: a span in the trace, seconds and peak memory in the metrics, the
-name on the display.
-"""
+"""Records each phase of a step: a span, seconds and peak memory, and its name on the display."""
 
 from __future__ import annotations
 

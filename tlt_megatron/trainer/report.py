@@ -1,6 +1,4 @@
-"""What a run reports while it runs: metrics, logs, the terminal, and the statistics of its summary.
-Called by the loop.
-"""
+"""What a run reports while it runs: metrics, logs, the terminal, the statistics of its summary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Records the engine's strategy decisions as spans of the trace and rows of speculation.jsonl.
 
-The rollout worker calls it after every rollout phase with the result of `engine.take_passes()`. Each rank adds spans to its
-own timeline and sums its passes; rank 0 writes the sums of all ranks. A response takes hundreds of passes, so passes are
-grouped: a span is a run of passes with the same strategy and batch size, and a row is their total over a step.
+Each rank adds spans to its own timeline and sums its passes; rank 0 writes the sums of all ranks. A span is a run of passes
+with the same strategy and batch size, and a row is their total over a step.
 """
 
 from __future__ import annotations

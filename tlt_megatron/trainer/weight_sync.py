@@ -1,6 +1,4 @@
-"""Copies weights from the trainer to the engine of the same rank, with a version and a checksum.
-Called when a run starts and after every update.
-"""
+"""Copies weights from the trainer to the engine of the same rank, with version and checksum."""
 
 from __future__ import annotations
 
@@ -50,10 +48,8 @@ def push_policy(
 ) -> int:
     """Load the policy into every engine as `version`; return its checksum. A collective.
 
-    Gathers, loads and frees one layer at a time, so extra memory is at most one layer. RuntimeError
-    names the ranks that were sent other weights; UnhealthyTrainingError names the weights that are
-    not finite. Every rank raises them, so the policy of a finished step is checked before it is
-    saved.
+    Extra memory is at most one layer. On every rank, RuntimeError names the ranks that were sent
+    other weights, and UnhealthyTrainingError the weights that are not finite.
     """
     stream = ChecksummedTensors(model.export_hf_weights(), dtype)
     engine.load_weights(stream, version=version, checksum=stream.checksum)

@@ -1,9 +1,8 @@
 """The running batch: one token for every sequence per plain pass, with its state in tensors.
 
 The engine's loop calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or
-`speculate`. This is the hot loop. A plain pass makes a fixed number of torch calls and one read
-back to Python: which rows ended. Python iterates over rows only when rows join, leave or need a
-page. Row b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
+`speculate`. A plain pass makes a fixed number of torch calls and one read back to Python: which
+rows ended. Row b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
 """
 
 from __future__ import annotations

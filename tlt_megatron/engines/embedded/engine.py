@@ -1,7 +1,6 @@
 """The embedded rollout engine: satisfies `engines.base.RolloutEngine` in pure torch.
 
-The trainer makes one per rollout replica; the rollout worker and the weight sync call it. The engine plans its memory from
-sizes before it allocates anything. One iteration of its loop is prefill, sample, decode.
+It plans its memory from sizes before it allocates anything. One iteration of its loop is prefill, sample, decode.
 """
 
 from __future__ import annotations
@@ -179,11 +178,7 @@ class EmbeddedEngine:
         return True
 
     def free_kv(self) -> None:
-        """See `RolloutEngine`. Also frees all graphs.
-
-        Graphs read fixed addresses of KV and weights. torch's allocator cannot give memory back and
-        take it again at the same address, so graphs are captured anew after each `sleep`.
-        """
+        """See `RolloutEngine`. Also frees all graphs, which read fixed addresses of the KV."""
         self._graphs.drop()
         self._cache = None
 

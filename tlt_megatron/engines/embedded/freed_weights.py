@@ -1,7 +1,6 @@
 """Frees the memory of weights that will be sent anew, while training needs it.
 
-Made by the embedded engine when it goes to sleep. Tensors and their views stay the same objects and
-lose only their memory: a drafter keeps references to the target's embedding and LM head.
+Tensors and their views stay the same objects: a drafter keeps references to the target's embedding.
 """
 
 from __future__ import annotations

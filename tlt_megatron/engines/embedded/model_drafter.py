@@ -1,9 +1,7 @@
-"""The learned drafter inside the embedded engine. Its KV layer is the layer after the target's last
-one, in the same pool.
+"""The learned drafter inside the embedded engine, with the KV layer after the target's last one.
 
-Called by the speculative step. Position t of that layer holds the pair (x_{t+1}, h_t) and predicts
-x_{t+2}. Drafted nodes use the slots after the root in that layer, which the target's verify pass
-never reads.
+Position t of that layer holds the pair (x_{t+1}, h_t) and predicts x_{t+2}. Drafted nodes use the
+slots after the root in that layer, which the target's verify pass never reads.
 """
 
 from __future__ import annotations

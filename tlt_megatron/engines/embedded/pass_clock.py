@@ -1,8 +1,7 @@
 """Times the passes of a decode loop on a device that runs asynchronously to the host.
 
-Used by the embedded engine, whose selectors compare the cost of passes. On a GPU the call of a plain pass only launches it;
-the sampling of its tokens waits for it. So a pass is both blocks together. Work between them, such as prefilling new requests,
-must not count and must not hide the wait.
+On a GPU the call of a plain pass only launches it; the sampling of its tokens waits for it. So a pass is both blocks together.
+Work between them, such as prefilling new requests, must not count and must not hide the wait.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Our StrategySelector as SGLang's adaptive speculation policy.
 
-Replaces `AdaptiveSpeculativeParams` in SGLang's scheduler processes. SGLang 0.5.23 holds one set of
-graphs per number of steps, all with `topk` 1 and steps + 1 rows. So the strategies here are chains
-and OFF, each captured for every batch size.
+SGLang 0.5.23 holds one set of graphs per number of steps, all with `topk` 1 and steps + 1 rows. So
+the strategies here are chains and OFF, each captured for every batch size.
 """
 
 from __future__ import annotations

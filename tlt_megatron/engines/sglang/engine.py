@@ -1,8 +1,7 @@
 """SGLang as a rollout engine: `engines.base.RolloutEngine` with an in-process `sglang.Engine`.
 
-The trainer makes one per rollout replica, on its first rank. SGLang's scheduler and detokenizer run
-in separate processes. Every wait for them is watched: this rank raises an error within a second if
-one dies, and after `sglang.request_timeout_s` if one hangs.
+SGLang's scheduler and detokenizer run in separate processes. Every wait for them is watched: this
+rank raises an error within a second if one dies, after `sglang.request_timeout_s` if one hangs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds the processes of an SGLang engine, checks that they live and answer, and ends them.
 
-If a child dies, SGLang kills its parent's whole process tree. SGLang's shutdown kills every child,
-including reward workers. Here a death or a hang raises an error on this rank, and only the engine's
-own processes are ended.
+SGLang kills its parent's whole process tree if a child dies, and every child, reward workers too,
+when it shuts down. Here a death or a hang raises an error, and only the engine's processes end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Triton kernel of softmax attention over cached keys and values, for CUDA. `kernels.py` calls it;
-its torch form is the reference. `TRITON_INTERPRET=1` runs it on a CPU: tests/kernels.
+"""Triton kernel of `kernels.attend_with_lse`, for CUDA. `TRITON_INTERPRET=1` runs it on a CPU.
 
 torch's `scaled_dot_product_attention` returns no log of the normalizer, which merging needs.
 FlexAttention does, but it is compiled anew for new shapes and cannot be interpreted without a GPU.

@@ -1,8 +1,8 @@
 """Softmax attention that also returns the log of its normalizer (lse), and its gradient.
 
-With lse, parts of one context, such as a shared prompt and a response's own pages, are computed
-separately and merged exactly. This file alone calls torch's private kernels, which exist on the
-CPU, and the Triton kernel of `fused_kernel.py`. Causal attention on CUDA is plain torch.
+With lse, parts of one context, such as a shared prompt and a response's own pages, are merged
+exactly. This file alone calls torch's private kernels, which exist on the CPU, and
+`fused_kernel.py`. Causal attention on CUDA is plain torch.
 """
 
 from __future__ import annotations
