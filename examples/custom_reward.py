@@ -1,6 +1,7 @@
 """A reward function of your own, in two variants. Point the configuration at one of them:
 
     reward:
+      # or several with weights, functions: {math: 1.0, "examples/custom_reward.py:compute_score": 0.2}
       function: examples/custom_reward.py:compute_score     # or package.module:function
       num_workers: 4        # processes per rank
       timeout_s: 10.0       # for one response
@@ -28,12 +29,14 @@ def compute_score(
     """1 for the right last number, 0.1 less without an <answer> tag around it, 0 for a wrong one.
 
     `data_source`, `ground_truth` and `extra_info` are the row's of the data set; `solution_str` is the response
-    alone, without special tokens. Return a finite number, or a dict with "score".
+    alone, without special tokens. Return a finite number, or a dict with "score". Its further numbers become metrics,
+    here reward/<data source>/is_tagged/mean; text in it is skipped.
     """
     tagged = re.search(r"<answer>(.*?)</answer>", solution_str, flags=re.DOTALL)
     numbers = _NUMBER.findall(tagged.group(1) if tagged else solution_str)
     is_right = bool(numbers) and float(numbers[-1]) == float(ground_truth)
-    return {"score": (1.0 if tagged else 0.9) if is_right else 0.0}
+    score = (1.0 if tagged else 0.9) if is_right else 0.0
+    return {"score": score, "is_tagged": float(tagged is not None)}
 
 
 async def compute_score_async(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 from tlt_megatron.rewards.workers import RewardPool
@@ -98,8 +98,13 @@ def prompt(prompt_id: str = "p", **facts: object) -> Prompt:
 def score(pool: RewardPool, *responses: str) -> list[float]:
     for index, response in enumerate(responses):
         pool.submit(index, prompt(f"p{index}"), response)
-    rewards = pool.collect()
+    rewards = scores(pool)
     return [rewards[index] for index in range(len(responses))]
+
+
+def scores(pool: RewardPool) -> dict[Hashable, float]:
+    """The reward of each response, as `collect` returns it."""
+    return {key: outcome.score for key, outcome in pool.collect().items()}
 
 
 def is_running(pid: int) -> bool:

@@ -109,6 +109,8 @@ class ScoredGroup:
 
     group: RolloutGroup
     rewards: tuple[float, ...]  # one per rollout
+    # further numbers of the reward function by name, one per rollout; () without any
+    details: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ OURS = {
     "max_completion_length": "rollout.max_new_tokens",
     "custom_reward_function": "reward.function=path/to/file.py:name",
     "custom_rm_path": "reward.function=path/to/file.py:name",
-    "reward_funcs": "reward.function=path/to/file.py:name",
+    "reward_funcs": "reward.function=path/to/file.py:name, or several in reward.functions",
+    "reward_weights": "reward.functions={path/to/file.py:name: weight}",
     # algorithm
     "adv_estimator": "algorithm.advantage",
     "advantage_estimator": "algorithm.advantage",

@@ -51,13 +51,31 @@ class RewardSection(Section):
     """How responses are scored."""
 
     function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
+    # instead of `function`: name or path -> weight in the reward, which is the weighted sum
+    functions: dict[str, float] = field(default_factory=dict)
     num_workers: PositiveInt = 1  # worker processes per rank
     timeout_s: Positive = 30.0  # for one response
     # raise: end the run, naming the prompt; zero: reward 0, counted
     on_error: Annotated[str, one_of("raise", "zero")] = "raise"
 
     def check(self) -> None:
-        check_extension("reward.function", self.function)
+        for spec, weight in self.weights.items():
+            check_extension("reward.function", spec)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            require(is_number, f"reward.functions.{spec}", weight, "a number")
+        names = [spec.rpartition(":")[2] for spec in self.weights]
+        is_unique = len(set(names)) == len(names)
+        self.require(is_unique, "functions", f"functions with different names, not {names}")
+        self.require(
+            not self.functions or self.function == "math",
+            "function",
+            "left out where reward.functions is set",
+        )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weight of every function by its setting."""
+        return self.functions or {self.function: 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,19 @@
-"""Loads and checks the function named by `reward.function`. Called by reward workers and by early checks of the setting.
+"""Loads and checks the functions of `reward.function` or `reward.functions`, and reads their results. For reward workers.
 
 A reward function has the usual signature:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": float, ...}
 
-It may be `async def`; a worker then scores many responses at once. `extra_info` arrives as JSON: keys are text, bytes are
-base64, dates and decimals are their `str`.
+Further numbers in the dict become metrics. It may be `async def`; a worker then scores many responses at once. `extra_info`
+arrives as JSON: keys are text, bytes are base64, dates and decimals are their `str`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeGuard
 
 from tlt_megatron.config.extensions import load_extension
@@ -29,6 +30,13 @@ def load_reward(spec: str) -> RewardFunction:
     return load_extension("reward.function", spec)
 
 
+def name_setting(weights: Mapping[str, float]) -> str:
+    """Return the setting that names these functions, with its value, for messages."""
+    (spec, weight), *others = weights.items()
+    alone = not others and weight == 1
+    return f"reward.function={spec!r}" if alone else f"reward.functions={dict(weights)!r}"
+
+
 def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
     """Return whether a call of `function` gives an awaitable; also True for an object with `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -36,23 +44,87 @@ def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
     )
 
 
-def read_score(result: object) -> float:
-    """Return the reward in a reward function's result: a number, or a dict with the number under "score".
+def read_result(result: object) -> tuple[float, dict[str, float]]:
+    """Return the reward in a function's result, and the further numbers in it by name.
 
-    ValueError for anything else, for NaN, and for more than `MAX_ABS_REWARD` in absolute value.
+    A result is a number, or a dict with the number under "score". A further entry may be a number, text or None (skipped).
+    ValueError names the entry if it is anything else, NaN, or more than `MAX_ABS_REWARD` in absolute value.
     """
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise ValueError(f"the result {result!r} has no 'score'")
-        result = result["score"]
+    if not isinstance(result, Mapping):
+        return _read_number("score", result), {}
+    if "score" not in result:
+        raise ValueError(f"the result {result!r} has no 'score'")
+    details = {
+        str(key): _read_number(str(key), value)
+        for key, value in result.items()
+        if key != "score" and not isinstance(value, str | None)
+    }
+    return _read_number("score", result["score"]), details
+
+
+def _read_number(key: str, value: object) -> float:
     try:
-        score = float(result)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
+        number = float(value)  # type: ignore[arg-type]  # numpy and torch scalars pass as well
     except OverflowError:  # an integer beyond float64
-        score = math.inf
+        number = math.inf
     except (TypeError, ValueError):
-        score = math.nan
-    if isinstance(result, str) or math.isnan(score) or abs(score) > MAX_ABS_REWARD:
+        number = math.nan
+    if isinstance(value, str) or math.isnan(number) or abs(number) > MAX_ABS_REWARD:
         raise ValueError(
-            f"score={repr(result)[:80]}: must be a finite number from {-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}"
+            f"{key}={repr(value)[:80]}: must be a finite number from {-MAX_ABS_REWARD:g} to {MAX_ABS_REWARD:g}"
         )
-    return score
+    return number
+
+
+class WeightedRewards:
+    """All functions of a run as one. `weights` has the weight of each function by its setting.
+
+    The reward is the weighted sum of their scores. If there are several, the score of each is one of the further numbers, under
+    the function's name, which also goes before the names of its own further numbers. Errors name the function that failed.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.is_async = False
+        self._parts = []
+        for spec, weight in weights.items():
+            function = load_reward(spec)
+            self.is_async |= is_async(function)
+            self._parts.append((spec, weight, function))
+
+    def score(self, **row: object) -> tuple[float, dict[str, float]]:
+        """Return the reward of a response and the further numbers, if no function is async."""
+        results = []
+        for spec, _, function in self._parts:
+            with _naming(spec):
+                results.append(read_result(function(**row)))
+        return self._sum(results)
+
+    async def score_async(self, **row: object) -> tuple[float, dict[str, float]]:
+        """Return the same as `score`. Several functions run one after another."""
+        results = []
+        for spec, _, function in self._parts:
+            with _naming(spec):
+                result = function(**row)
+                results.append(read_result(await result if inspect.isawaitable(result) else result))
+        return self._sum(results)
+
+    def _sum(
+        self, results: Sequence[tuple[float, dict[str, float]]]
+    ) -> tuple[float, dict[str, float]]:
+        if len(results) == 1 and self._parts[0][1] == 1:
+            return results[0]
+        total, details = 0.0, {}
+        for (spec, weight, _), (score, further) in zip(self._parts, results, strict=True):
+            name = spec.rpartition(":")[2]
+            total += weight * score
+            details |= {name: score} | {f"{name}/{key}": value for key, value in further.items()}
+        return _read_number("score", total), details
+
+
+@contextmanager
+def _naming(spec: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the reward function {spec!r}")
+        raise

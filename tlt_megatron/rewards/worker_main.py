@@ -1,4 +1,4 @@
-"""The program of a reward worker, a child of its keeper (keeper.py). It loads the function and scores until told to end.
+"""The program of a reward worker, a child of its keeper (keeper.py). It loads the functions and scores until told to end.
 
 Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to or close. In: {"task",
 "arguments"}. Out: {"is_async"} or {"failed"}, then for each task its number and the fields of `worker_process.Outcome` that are
@@ -20,17 +20,12 @@ import traceback
 
 from tlt_megatron.config.extensions import REGISTRY
 from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
-from tlt_megatron.rewards.reward import (
-    AsyncRewardFunction,
-    RewardFunction,
-    is_async,
-    load_reward,
-    read_score,
-)
+from tlt_megatron.rewards.reward import WeightedRewards, name_setting
 
 _ARGUMENTS = REGISTRY["reward.function"].parameters
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
+_Result = tuple[float, dict[str, float]] | BaseException
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
 
 
@@ -57,63 +52,66 @@ class _Channel:
         while data:
             data = data[os.write(self._fd, data) :]
 
-    def send_score(self, task: int, start: float, result: object, *, is_late: bool = False) -> None:
-        """Send the result of a task. `result` is a reward or an exception."""
+    def send_score(
+        self, task: int, start: float, result: _Result, *, is_late: bool = False
+    ) -> None:
+        """Send the result of a task. `result` is a reward with its further numbers, or an exception."""
         seconds = time.perf_counter() - start
-        if not isinstance(result, BaseException):
-            self.send(task=task, score=result, seconds=seconds)
+        if isinstance(result, tuple):
+            score, details = result
+            self.send(task=task, score=score, details=details, seconds=seconds)
         else:
             failure = "timeout" if is_late else "error"
             detail = "".join(traceback.format_exception(result))[-_MAX_DETAIL:]
             self.send(task=task, failure=failure, detail=detail, seconds=seconds)
 
 
-def main(spec: str, timeout_s: float, life_fd: int, control_fd: int) -> None:
-    """Score tasks until the socket closes, as a child of a keeper. Exit status 1 if the function cannot be loaded."""
+def main(weights: dict[str, float], timeout_s: float, life_fd: int, control_fd: int) -> None:
+    """Score tasks until the socket closes, as a child of a keeper. Exit status 1 if a function cannot be loaded."""
     keep(life_fd, control_fd)
     _outlive_signals()
     channel = _Channel(control_fd)
     try:
-        function = load_reward(spec)
+        rewards = WeightedRewards(weights)
     except BaseException as error:  # also SystemExit: a user's module may raise anything
         traceback.print_exception(error)  # to the rank's log; the terminal gets one line
         is_named = isinstance(error, ValueError)
-        line = str(error) if is_named else f"reward.function={spec!r} fails to load: {error!r}"
+        line = str(error) if is_named else f"{name_setting(weights)} fails to load: {error!r}"
         channel.send(failed=line[-_MAX_DETAIL:])
         sys.exit(1)
-    channel.send(is_async=is_async(function))
-    if is_async(function):
-        asyncio.run(_serve_async(channel, function, timeout_s))
+    channel.send(is_async=rewards.is_async)
+    if rewards.is_async:
+        asyncio.run(_serve_async(channel, rewards, timeout_s))
     else:
-        _serve(channel, function)
+        _serve(channel, rewards)
 
 
-def _serve(channel: _Channel, function: RewardFunction) -> None:
+def _serve(channel: _Channel, rewards: WeightedRewards) -> None:
     while (task := channel.receive()) is not None:
         start = time.perf_counter()
         try:
-            result: object = read_score(function(**_arguments(task)))
+            result: _Result = rewards.score(**_arguments(task))
         except BaseException as error:  # a function that calls exit() must not end the worker
             result = error
         channel.send_score(task["task"], start, result)
 
 
-async def _serve_async(channel: _Channel, function: AsyncRewardFunction, timeout_s: float) -> None:
+async def _serve_async(channel: _Channel, rewards: WeightedRewards, timeout_s: float) -> None:
     running: set[asyncio.Task[None]] = set()
     while (task := await asyncio.to_thread(channel.receive)) is not None:
-        job = asyncio.create_task(_score_async(channel, function, timeout_s, task))
+        job = asyncio.create_task(_score_async(channel, rewards, timeout_s, task))
         running.add(job)  # the loop keeps weak references only
         job.add_done_callback(running.discard)
 
 
 async def _score_async(
-    channel: _Channel, function: AsyncRewardFunction, timeout_s: float, task: dict
+    channel: _Channel, rewards: WeightedRewards, timeout_s: float, task: dict
 ) -> None:
     start = time.perf_counter()
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            result: object = read_score(await function(**_arguments(task)))
+            result: _Result = await rewards.score_async(**_arguments(task))
     except asyncio.CancelledError:
         raise
     except BaseException as error:

@@ -13,11 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import IO
 
-from tlt_megatron.rewards.reward import read_score
+from tlt_megatron.rewards.reward import name_setting, read_result
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
 _ASYNC_GRACE_S = 2.0  # extra time: an async worker ends its tasks at the timeout by itself
@@ -29,7 +29,7 @@ _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from anot
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from tlt_megatron.rewards.worker_main import main; "
-    "main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))"
+    "main(json.loads(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))"
 )
 
 
@@ -41,6 +41,7 @@ class Outcome:
     """
 
     score: float = 0.0
+    details: dict[str, float] = field(default_factory=dict)  # further numbers of the functions
     failure: str = ""
     detail: str = ""  # traceback, timeout or exit status
     seconds: float = 0.0  # in the reward function
@@ -51,10 +52,14 @@ class WorkerProcess:
     """Starts at construction, inside a running event loop. Call `load`, then `score` as often as needed, then `close`."""
 
     def __init__(
-        self, spec: str, timeout_s: float, folder: str, on_output: Callable[[bytes], None]
+        self,
+        weights: Mapping[str, float],
+        timeout_s: float,
+        folder: str,
+        on_output: Callable[[bytes], None],
     ) -> None:
         self.is_async = False
-        self._spec = spec
+        self._weights = dict(weights)
         self._timeout_s = timeout_s
         self._num_tasks = 0
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
@@ -63,10 +68,10 @@ class WorkerProcess:
         life_read_fd, self._life_fd = os.pipe()
         ours, theirs = socket.socketpair()
         fds = (life_read_fd, theirs.fileno())
-        path = json.dumps([str(entry) for entry in sys.path])
+        texts = json.dumps([str(entry) for entry in sys.path]), json.dumps(self._weights)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM, path, spec, repr(timeout_s), *map(str, fds)],
+                [sys.executable, "-u", "-c", _PROGRAM, *texts, repr(timeout_s), *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -134,8 +139,10 @@ class WorkerProcess:
 
     def _take_message(self, message: dict) -> None:
         if self._loaded.done():
-            task, score = message.pop("task"), read_score(message.pop("score", 0.0))
-            outcome = Outcome(score=score, **message)
+            task = message.pop("task")
+            row = message.pop("details", {}) | {"score": message.pop("score", 0.0)}
+            score, details = read_result(row)
+            outcome = Outcome(score=score, details=details, **message)
             answer = self._answers.pop(task)
             if not answer.done():  # cancelled by the pool's end
                 answer.set_result(outcome)
@@ -164,7 +171,7 @@ class WorkerProcess:
                 else f"the worker process ended with {_describe_status(status)}"
             )
         if not self._loaded.done():
-            text = f"reward.function={self._spec!r}: {detail} while it loaded"
+            text = f"{name_setting(self._weights)}: {detail} while it loaded"
             self._loaded.set_result(RuntimeError(text))
         pending = [answer for answer in self._answers.values() if not answer.done()]
         outcome = Outcome(failure=failure, detail=detail, is_shared=len(self._answers) > 1)

@@ -14,12 +14,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from tlt_megatron.rewards.keeper import STOP_SIGNALS
+from tlt_megatron.rewards.reward import name_setting
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
 from tlt_megatron.types import Prompt
 
@@ -44,8 +45,9 @@ class RewardStats:
 
 
 class RewardPool:
-    """`num_workers` processes that load `function_spec` (see `reward.load_reward`) in parallel, in the background.
+    """`num_workers` processes that load the functions in parallel, in the background.
 
+    `functions` is the setting of a function (see `reward.load_reward`), or the weight of each by its setting.
     `on_error` handles a function that raises, exceeds `timeout_s` or kills its worker. "raise" makes `collect` raise
     RuntimeError. "zero" makes the reward 0.0, counts the failure and logs it once for each prompt. Output of the function and
     its programs goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` per batch.
@@ -53,14 +55,19 @@ class RewardPool:
     """
 
     def __init__(
-        self, function_spec: str, *, num_workers: int, timeout_s: float, on_error: str
+        self,
+        functions: str | Mapping[str, float],
+        *,
+        num_workers: int,
+        timeout_s: float,
+        on_error: str,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or on_error not in ("raise", "zero"):
             raise ValueError(
                 f"num_workers={num_workers} must be >= 1, timeout_s={timeout_s} > 0, "
                 f"on_error={on_error!r} one of raise, zero"
             )
-        self._spec = function_spec
+        self._weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._folder = os.getcwd()  # relative paths mean the same in a worker started later
@@ -112,8 +119,8 @@ class RewardPool:
         self._wait_seconds += time.perf_counter() - start
         return is_scored
 
-    def collect(self) -> dict[Hashable, float]:
-        """Wait for everything submitted since the last `collect`; return the reward of each key, in no particular order.
+    def collect(self) -> dict[Hashable, Outcome]:
+        """Wait for everything submitted since the last `collect`; return the outcome of each key, in no particular order.
 
         With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt. The pool can then only be
         closed.
@@ -124,7 +131,7 @@ class RewardPool:
         self._batch = {}
         self._scored += outcomes.values()
         self._loop.call_soon_threadsafe(self._end_output)
-        return {key: outcome.score for key, outcome in outcomes.items()}
+        return outcomes
 
     def take_stats(self) -> RewardStats:
         """Return the counters since the last call, and reset them."""
@@ -187,7 +194,7 @@ class RewardPool:
         """Return the worker in a seat. If the last one has ended, start a new one."""
         async with seat.lock:
             if seat.worker is None or seat.worker.is_lost:
-                arguments = self._spec, self._timeout_s, self._folder, self._log_output
+                arguments = self._weights, self._timeout_s, self._folder, self._log_output
                 seat.worker = WorkerProcess(*arguments)
                 self._workers = [worker for worker in self._workers if not worker.is_lost]
                 self._workers.append(seat.worker)
@@ -206,7 +213,7 @@ class RewardPool:
             self._free.put_nowait(seat)
         if outcome.failure:
             where = f"prompt_id={prompt_id!r} (rollout {key!r})"
-            text = f"reward.function={self._spec!r} failed on {where}: {outcome.detail.rstrip()}"
+            text = f"{name_setting(self._weights)} failed on {where}: {outcome.detail.rstrip()}"
             if self._on_error == "raise":
                 raise RuntimeError(text)
             if prompt_id not in self._logged_prompt_ids:
@@ -230,8 +237,8 @@ class RewardPool:
         num_cut, self._num_output_bytes = self._num_output_bytes - MAX_OUTPUT_BYTES, 0
         if num_cut > 0:
             output_log.info(
-                "reward.function=%r: %d more bytes of output of this step were cut",
-                *(self._spec, num_cut),
+                "%s: %d more bytes of output of this step were cut",
+                *(name_setting(self._weights), num_cut),
             )
 
 

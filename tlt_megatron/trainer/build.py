@@ -123,7 +123,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     reward = config.reward
     rewards = stack.enter_context(
         RewardPool(
-            reward.function,
+            reward.weights,
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,

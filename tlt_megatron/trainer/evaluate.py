@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import comb
 from statistics import fmean
 
-from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.rollout_worker import RolloutWorker, details_by_source
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 
@@ -53,13 +53,19 @@ def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:
 
 
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean and the mean best reward of each data source, under verl's names."""
-    rewards: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    """Return the mean and the mean best of each data source, under verl's names.
+
+    Of rewards under val-core, of further numbers of the reward functions under val-aux.
+    """
+    found: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for group in groups:
-        rewards[group.group.prompt.data_source or "unknown"].append(group.rewards)
+        source = group.group.prompt.data_source or "unknown"
+        found[f"val-core/{source}/reward"].append(group.rewards)
+    for (source, name), rows in details_by_source(groups).items():
+        found[f"val-aux/{source}/{name}"] = rows
+    num_samples = len(groups[0].rewards)
     metrics = {}
-    for source, rows in rewards.items():
-        name, num_samples = f"val-core/{source}/reward", len(rows[0])
+    for name, rows in found.items():
         metrics[f"{name}/mean@{num_samples}"] = fmean(fmean(row) for row in rows)
         metrics[f"{name}/best@{num_samples}/mean"] = fmean(max(row) for row in rows)
     return metrics

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -139,14 +141,12 @@ class RolloutWorker:
         with self.phases("REWARD", "reward"):
             if not self.rewards.wait_scored(self.should_stop):
                 raise GenerationStopped("responses were not scored yet")
-            rewards = self.rewards.collect()
-        scored = [
-            ScoredGroup(
-                group=group,
-                rewards=tuple(rewards[r.draw_index, r.sample_index] for r in group.rollouts),
-            )
-            for group in groups
-        ]
+            outcomes = self.rewards.collect()
+        scored = []
+        for group in groups:
+            found = [outcomes[r.draw_index, r.sample_index] for r in group.rollouts]
+            rewards, details = zip(*((each.score, each.details) for each in found), strict=True)
+            scored.append(ScoredGroup(group=group, rewards=rewards, details=details))
         return _Share(
             groups=scored,
             rewards=self.rewards.take_stats(),
@@ -217,9 +217,27 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     accepted = [n for r in rollouts for n in r.accept_lengths]
     if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
+    for (source, name), rows in details_by_source(groups).items():
+        metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: min(g.rewards) >= 1)
     return metrics
+
+
+def details_by_source(
+    groups: Sequence[ScoredGroup],
+) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """Return the further numbers of reward functions by (data source, name), one row per prompt.
+
+    Responses without such a number are left out.
+    """
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
+    for group in groups:
+        source = group.group.prompt.data_source or "unknown"
+        for name in sorted({name for details in group.details for name in details}):
+            row = tuple(details[name] for details in group.details if name in details)
+            found[source, name].append(row)
+    return found
 
 
 def _share(groups: Sequence[ScoredGroup], holds: Callable[[ScoredGroup], bool]) -> float:

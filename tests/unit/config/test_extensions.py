@@ -57,7 +57,7 @@ def test_a_new_reward_needs_one_file(place: str) -> None:
     function = config.reward.function
     with RewardPool(function, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
         pool.submit(0, Prompt(prompt_id="a", draw_index=0, token_ids=(1,)), "four")
-        assert pool.collect() == {0: 4.0}
+        assert pool.collect()[0].score == 4.0
 
 
 def test_a_selector_without_its_methods_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tlt_megatron.rewards.reward import is_async, load_reward, read_score
+from tlt_megatron.config.load import load_config
+from tlt_megatron.rewards.reward import WeightedRewards, is_async, load_reward, read_result
+from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.types import Prompt
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLE = REPOSITORY / "examples" / "custom_reward.py"
@@ -111,7 +115,7 @@ def test_specs_that_name_nothing_are_refused(spec: str, message: str) -> None:
 
 @pytest.mark.parametrize("result", [1, 1.0, True, {"score": 1.0, "why": "right"}, {"score": 1}])
 def test_scores_that_are_read(result: object) -> None:
-    assert read_score(result) == 1.0
+    assert read_result(result)[0] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -119,15 +123,97 @@ def test_scores_that_are_read(result: object) -> None:
 )
 def test_results_without_a_finite_score_are_refused(result: object) -> None:
     with pytest.raises(ValueError, match="score"):
-        read_score(result)
+        read_result(result)
+
+
+def test_further_numbers_of_a_result_are_read_and_text_is_skipped() -> None:
+    result = {"score": True, "acc": 1, "pred": "42", "length": 2.5, "tool": None, "ok": False}
+    assert read_result(result) == (1.0, {"acc": 1.0, "length": 2.5, "ok": 0.0})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0], {"a": 1.0}, 1e7])
+def test_further_entries_that_are_no_numbers_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^acc={re.escape(repr(value))}: must be a finite"):
+        read_result({"score": 1.0, "acc": value})
+
+
+SEVERAL = f"""
+def right{SIGNATURE}:
+    return {{"score": 1.0, "digits": 3}}
+def short{SIGNATURE}:
+    return len(solution_str) < 4
+async def polite{SIGNATURE}:
+    if solution_str == "boom":
+        raise KeyError("no manners")
+    return {{"score": 0.5, "pleases": 2}}
+"""
+
+
+@pytest.mark.parametrize("last", ["short", "polite"])
+def test_several_rewards_are_summed_by_weight(tmp_path: Path, last: str) -> None:
+    path = write_module(tmp_path, SEVERAL)
+    rewards = WeightedRewards({f"{path}:right": 1.0, f"{path}:{last}": -0.5})
+    row = {"data_source": "", "solution_str": "12345", "ground_truth": "", "extra_info": None}
+    result = asyncio.run(rewards.score_async(**row))
+    if last == "short":
+        assert not rewards.is_async
+        assert result == rewards.score(**row)
+        assert result == (1.0, {"right": 1.0, "right/digits": 3.0, "short": 0.0})
+    else:
+        assert rewards.is_async
+        assert result == (
+            0.75,
+            {"right": 1.0, "right/digits": 3.0, "polite": 0.5, "polite/pleases": 2.0},
+        )
+
+
+def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
+    path = write_module(tmp_path, SEVERAL)
+    weights = {f"{path}:right": 1.0, f"{path}:polite": 0.5}
+    row = Prompt(prompt_id="row 7", draw_index=0, token_ids=(1,))
+    with RewardPool(weights, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
+        pool.submit("kept", row, "fine")
+        assert pool.collect()["kept"].details["polite/pleases"] == 2.0
+        pool.submit("lost", row, "boom")
+        with pytest.raises(RuntimeError) as caught:
+            pool.collect()
+    for text in (
+        "reward.functions={",
+        "prompt_id='row 7'",
+        "no manners",
+        f"in the reward function '{path}:polite'",
+    ):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "functions,message",
+    [
+        ("{math: yes}", "reward.functions.math=True: must be a number"),
+        ("{maths: 1}", "reward.function='maths': must be one of math, exact"),
+        ("{a.py:f: 1, b.py:f: 2}", "different names, not ['f', 'f']"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(functions: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(None, [f"reward.functions={functions}"])
+
+
+def test_function_and_functions_exclude_each_other() -> None:
+    assert load_config(None, ["reward.functions={math: 1, exact: 0.5}"]).reward.weights == {
+        "math": 1,
+        "exact": 0.5,
+    }
+    with pytest.raises(ValueError, match=r"left out where reward\.functions is set"):
+        load_config(None, ["reward.functions={math: 1}", "reward.function=exact"])
 
 
 @pytest.mark.parametrize("result", [1e200, -1e7, 10**400, {"score": 2e6}])
 def test_scores_too_large_to_compare_are_refused(result: object) -> None:
     """1e200 has a variance that overflows: advantages and gradients were 0 without a word."""
     with pytest.raises(ValueError, match=r"must be a finite number from -1e[+]06 to 1e[+]06"):
-        read_score(result)
-    assert read_score(1e6) == 1e6
+        read_result(result)
+    assert read_result(1e6) == (1e6, {})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +222,7 @@ def test_scores_too_large_to_compare_are_refused(result: object) -> None:
 )
 def test_example_of_a_custom_reward(response: str, reward: float) -> None:
     result = load_reward(f"{EXAMPLE}:compute_score")("sums", response, "4")
-    assert read_score(result) == reward
+    assert read_result(result)[0] == reward
 
 
 def test_async_example_of_a_custom_reward() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reward_puppet import SHORT_S, children_of, is_running, prompt, score, wait_gone
+from tests.reward_puppet import SHORT_S, children_of, is_running, prompt, score, scores, wait_gone
 from tlt_megatron.rewards.workers import MAX_OUTPUT_BYTES, RewardPool
 
 FUNCTION = '''
@@ -259,7 +259,7 @@ def test_what_is_no_score_costs_one_response(
     with RewardPool(spec, num_workers=1, timeout_s=120.0, on_error="zero") as pool:
         pool.submit("forger", prompt("forger", extra_info={"line": line}), "forge")
         pool.submit("other", prompt("other"), "x")
-        assert pool.collect() == {"forger": 0.0, "other": 1.0}
+        assert scores(pool) == {"forger": 0.0, "other": 1.0}
     (message,) = failures(caplog)
     assert "something else than a score" in message
     assert "prompt_id='forger'" in message
@@ -267,4 +267,4 @@ def test_what_is_no_score_costs_one_response(
 
 def test_strange_rows_reach_the_function(pool: RewardPool) -> None:
     pool.submit("lone surrogate", prompt(extra_info={"x": float("inf")}), "\ud800 \n \x00")
-    assert pool.collect() == {"lone surrogate": 1.0}
+    assert scores(pool) == {"lone surrogate": 1.0}

@@ -85,7 +85,7 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
         "    pool.submit(response, row, response)\n"
         "rewards = pool.collect()\n"
         f"pool.submit('last', row, {verb!r})\n"
-        "print(int(rewards['pid']), int(rewards['child']), flush=True)\n"
+        "print(int(rewards['pid'].score), int(rewards['child'].score), flush=True)\n"
         "time.sleep(1000)\n"
     )
     trainer = subprocess.Popen(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, is_running, prompt, score
+from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, is_running, prompt, score, scores
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 
 
@@ -25,8 +25,8 @@ def test_each_key_gets_its_own_reward(
     for batch in (0, 1):  # keys may come again in the next batch
         for number in numbers:
             pool.submit((number, batch), prompt(), f"score {number}")
-        assert pool.collect() == {(number, batch): float(number) for number in numbers}
-    assert pool.collect() == {}
+        assert scores(pool) == {(number, batch): float(number) for number in numbers}
+    assert scores(pool) == {}
 
 
 def test_order_of_submission_does_not_matter(make_pool: PoolMaker) -> None:
@@ -36,7 +36,7 @@ def test_order_of_submission_does_not_matter(make_pool: PoolMaker) -> None:
     for order in (jobs, jobs[::-1]):
         for key, response in order:
             pool.submit(key, prompt(), response)
-        collected.append(pool.collect())
+        collected.append(scores(pool))
     assert collected[0] == collected[1]
 
 
@@ -44,14 +44,14 @@ def test_built_in_math_scores_in_a_worker() -> None:
     with RewardPool("math", num_workers=1, timeout_s=120.0, on_error="raise") as pool:
         pool.submit("right", prompt(ground_truth="1/2"), "\\boxed{\\frac{2}{4}}")
         pool.submit("wrong", prompt(ground_truth="1/2"), "\\boxed{\\frac{3}{4}}")
-        assert pool.collect() == {"right": 1.0, "wrong": 0.0}
+        assert scores(pool) == {"right": 1.0, "wrong": 0.0}
 
 
 def test_function_gets_the_whole_row_as_json_carries_it(make_pool: PoolMaker) -> None:
     pool = make_pool()
     row = prompt(data_source="source", ground_truth="truth", extra_info=EXTRA)
     pool.submit(0, row, "row")
-    assert pool.collect() == {0: 1.0}
+    assert scores(pool) == {0: 1.0}
 
 
 def test_long_responses_pass_whole(make_pool: PoolMaker) -> None:
@@ -234,6 +234,6 @@ def test_waiting_for_scores_can_be_given_up(make_pool: PoolMaker) -> None:
     pool = make_pool()
     pool.submit("first", prompt(), "score 0.5")
     assert pool.wait_scored(lambda: False)
-    assert pool.collect() == {"first": 0.5}
+    assert scores(pool) == {"first": 0.5}
     pool.submit("second", prompt(), "hang")
     assert not pool.wait_scored(lambda: True)

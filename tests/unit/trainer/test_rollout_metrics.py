@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,22 @@ def test_rewards_of_an_evaluation_by_data_source() -> None:
         "val-core/unknown/reward/mean@2": 0.75,
         "val-core/unknown/reward/best@2/mean": 1.0,
     }
+
+
+def test_further_numbers_of_reward_functions_are_metrics_by_data_source() -> None:
+    groups = [
+        replace(scored((1, 1), (0.0, 1.0), 8, "gsm8k"), details=({"acc": 0.5}, {"acc": 1.5})),
+        replace(scored((1, 1), (0.0, 1.0), 8, "gsm8k"), details=({"acc": 4.0, "tool": 2.0}, {})),
+        replace(scored((1, 1), (0.0, 1.0), 8), details=({"acc": 7.0}, {"acc": 9.0})),
+    ]
+    metrics = rollout_metrics(groups)
+    assert metrics["reward/gsm8k/acc/mean"] == 2.0
+    assert metrics["reward/gsm8k/tool/mean"] == 2.0
+    assert metrics["reward/unknown/acc/mean"] == 8.0
+    metrics = by_data_source(groups)
+    assert metrics["val-aux/gsm8k/acc/mean@2"] == 2.5
+    assert metrics["val-aux/gsm8k/acc/best@2/mean"] == 2.75
+    assert metrics["val-aux/unknown/acc/best@2/mean"] == 9.0
 
 
 def test_ranks_that_are_sent_other_weights_are_named() -> None:
