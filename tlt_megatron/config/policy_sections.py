@@ -61,6 +61,11 @@ class AlgorithmSection(Section):
     kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"
     kl_estimator: Annotated[str, one_of("k1", "k2", "k3")] = "k3"
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
+    # DAPO: draw further prompts instead of groups whose responses do not differ in the metric: the
+    # reward, or a further number of the reward function
+    dynamic_sampling: bool = False
+    dynamic_sampling_metric: str = "reward"
+    max_num_gen_batches: PositiveInt = 10  # generation rounds per step, at most
     num_minibatches: PositiveInt = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
     # log-probs before the update; auto: skipped if redundant

@@ -57,6 +57,10 @@ class RewardSection(Section):
     timeout_s: Positive = 30.0  # for one response
     # raise: end the run, naming the prompt; zero: reward 0, counted
     on_error: Annotated[str, one_of("raise", "zero")] = "raise"
+    # DAPO's soft punishment: the reward falls by up to overlong_penalty over the last
+    # overlong_tokens before rollout.max_new_tokens; 0: off. Not in evaluations
+    overlong_tokens: NonNegativeInt = 0
+    overlong_penalty: NonNegative = 1.0
 
     def check(self) -> None:
         for spec, weight in self.weights.items():
@@ -313,6 +317,16 @@ class RunConfig:
             rollout.num_samples > 1 or advantage not in ("grpo", "dr_grpo", "rloo"),
             "num_samples",
             f"> 1 where algorithm.advantage={advantage!r} (it compares siblings)",
+        )
+        self.algorithm.require(
+            rollout.num_samples > 1 or not self.algorithm.dynamic_sampling,
+            "dynamic_sampling",
+            "false where rollout.num_samples=1 (it compares siblings)",
+        )
+        self.reward.require(
+            self.reward.overlong_tokens < rollout.max_new_tokens,
+            "overlong_tokens",
+            f"< rollout.max_new_tokens={rollout.max_new_tokens}",
         )
         rollout.require(
             rollout.engine == "embedded" or not rollout.batch_invariant,

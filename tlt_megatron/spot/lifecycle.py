@@ -148,16 +148,25 @@ class DrafterLifecycle:
 
     # ---- the idle time of a step
 
-    def run_until_preempted(self, step: int) -> SpotReport:
+    def run_until_preempted(self, step: int, generation_round: int = 0) -> SpotReport:
         """Train the drafter until the end of the last rank's rollouts."""
-        return self.spot.run_until_preempted(step)
+        return self.spot.run_until_preempted(step, generation_round)
+
+    def end_round(self) -> float:
+        """Give all ranks the newest drafter before the next generation round of the same step.
+
+        Returns the seconds that the round waited. A collective of all ranks.
+        """
+        started = time.perf_counter()
+        self.spot.sync_newest(self.world)
+        return time.perf_counter() - started
 
     def _measure_candidate(self, watch: StopWatch) -> None:
         """Measure the candidate of the last step, so that `publish` does not wait for it.
 
         A rank with too little idle time has no result.
         """
-        if self._candidate is None:
+        if self._candidate is None or self._findings is not None:  # an earlier round of the step
             return
         device = self.trainer.device
         checksum = checksum_tensors((n, t.to(device)) for n, t in self._candidate.items())

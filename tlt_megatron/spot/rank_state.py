@@ -202,10 +202,11 @@ class PhaseView:
 
 
 class PhaseLog(SharedLog):
-    """One rank's access to the log of one RL step's rollout phase."""
+    """One rank's access to the log of one rollout phase: a generation round of an RL step."""
 
-    def __init__(self, ranks: SpotRanks, step: int) -> None:
-        super().__init__(ranks.store, f"{step}/log")
+    def __init__(self, ranks: SpotRanks, step: int, generation_round: int = 0) -> None:
+        self.name = f"{step}-{generation_round}" if generation_round else str(step)
+        super().__init__(ranks.store, f"{self.name}/log")
         self.step = step
         self.rank = ranks.rank
         self.view = PhaseView(ranks.layout, machine_id())
@@ -233,7 +234,7 @@ class PhaseLog(SharedLog):
 
     def rendezvous_log(self, epoch: int) -> SharedLog:
         """Return the log in which the members of session `epoch` answer the plan."""
-        return SharedLog(self._ranks.store, f"{self.step}/rendezvous/{epoch}")
+        return SharedLog(self._ranks.store, f"{self.name}/rendezvous/{epoch}")
 
     def forget(self) -> None:
         """Remove the phase from the store. For one rank, after all ranks have left the phase."""

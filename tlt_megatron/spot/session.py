@@ -262,7 +262,7 @@ class SpotSession:
         newest = max(self.members, key=lambda rank: int(answers[rank][0]))
         names = {name for _, _, name in answers.values()}
         is_kept = len(names) == 1 and _NO_GROUP not in names
-        name = names.pop() if is_kept else f"{self.phase_log.step}.{self.plan.epoch}"
+        name = names.pop() if is_kept else f"{self.phase_log.name}.{self.plan.epoch}"
         return (_LEVEL if len(versions) == 1 else newest), name
 
     def _train(self) -> SessionEnd:

@@ -147,14 +147,14 @@ class SpotTrainer:
                 num_replicas,
             )
 
-    def run_until_preempted(self, step: int) -> SpotReport:
-        """Train from the end of this rank's rollouts of `step` to the end of the last rank's.
+    def run_until_preempted(self, step: int, generation_round: int = 0) -> SpotReport:
+        """Train from the end of this rank's rollouts of a round of `step` to the last rank's end.
 
         RuntimeError names the ranks that do not finish within `phase_timeout_s` after the first, or
         rank 0 if its store does not answer. The loss of another rank only ends its session.
         """
         ranks = self.ranks
-        phase_log = PhaseLog(ranks, step)
+        phase_log = PhaseLog(ranks, step, generation_round)
         phase_log.announce_finished()
         num_formed = self._groups.num_formed
         self._left_phases.append(phase_log)

@@ -24,6 +24,7 @@ from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.rewards.dapo import BatchRules
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
@@ -250,10 +251,17 @@ def _open_report(
 
 
 def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
-    rollout = config.rollout
+    rollout, algorithm = config.rollout, config.algorithm
     return LoopSettings(
         num_steps=config.run.num_steps,
-        num_prompts=rollout.num_prompts,
+        batch=BatchRules(
+            num_prompts=rollout.num_prompts,
+            max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
+            metric=algorithm.dynamic_sampling_metric,
+            max_new_tokens=rollout.max_new_tokens,
+            overlong_tokens=config.reward.overlong_tokens,
+            overlong_penalty=config.reward.overlong_penalty,
+        ),
         eval_interval=config.eval.interval,
         checkpoint_interval=config.checkpoint.interval,
         engine_dtype=getattr(torch, rollout.dtype),

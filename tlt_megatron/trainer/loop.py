@@ -12,6 +12,7 @@ import torch
 from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
@@ -34,7 +35,7 @@ class LoopSettings:
     """Lengths and intervals, in RL steps, and how responses are drawn."""
 
     num_steps: int
-    num_prompts: int  # per step
+    batch: BatchRules  # of a step
     eval_interval: int  # 0: only before the first step and after the last
     checkpoint_interval: int  # 0: only after the last step
     sampling: SamplingParams
@@ -131,22 +132,29 @@ class RLTrainer:
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
         before = self.sampler.state_dict(), rng_state()
-        prompts = self.sampler.next_batch(self.settings.num_prompts)
+        drawn: list[Prompt] = []
+
+        def draw(count: int) -> list[Prompt]:
+            prompts = self.sampler.next_batch(count)
+            drawn.extend(prompts)
+            return prompts
+
         if self.drafter is not None:
             self.drafter.start_step(self.step + 1)
         try:
             collected = self.worker.collect(
-                prompts,
+                draw(self.settings.batch.num_prompts),
                 self.settings.sampling,
                 policy_version=self.step,
                 drafter=self.drafter,
                 step=self.step + 1,
+                plan=BatchPlan(rules=self.settings.batch, draw=draw),
             )
         except GenerationStopped:
             self.sampler.load_state_dict(before[0])
             set_rng_state(before[1])
             raise
-        self.last_prompts.append(prompts)
+        self.last_prompts.append(drawn)
         return collected
 
     def _push_policy(self) -> None:

@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
+from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
@@ -23,7 +24,7 @@ from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, Sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The scored batch of one rollout phase in the order of the prompts, the same on every rank."""
+    """The scored batch of an RL step or an evaluation in the order of the prompts, the same on every rank."""
 
     groups: tuple[ScoredGroup, ...]
     metrics: dict[str, float]
@@ -64,14 +65,54 @@ class RolloutWorker:
         *,
         drafter: DrafterLifecycle | None = None,
         step: int = 0,
+        plan: BatchPlan | None = None,
     ) -> Collected:
         """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
 
         With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; 0 for
-        an evaluation.
+        an evaluation. With dynamic sampling, `plan` draws prompts for further rounds until the batch is complete. Each round is
+        a rollout phase with its own spot training, and all ranks begin the next round with the same drafter.
         All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """
+        if plan is None:
+            plan = BatchPlan(rules=BatchRules(num_prompts=len(prompts)), draw=lambda count: ())
+        rounds: list[_Round] = []
+        groups: list[ScoredGroup] = []
+        stall_s = 0.0
+        while prompts:
+            if rounds and drafter:
+                with self.phases("PUBLISH", "publish_drafter"):
+                    stall_s += drafter.end_round()
+            done = self._run_round(prompts, params, policy_version, drafter, step, len(rounds))
+            rounds.append(done)
+            groups += map(plan.rules.punish_overlong, done.groups())
+            missing = plan.rules.num_missing(groups, len(rounds))
+            prompts = plan.draw(missing) if missing else ()
+        batch = plan.rules.select(groups)
+        metrics = rollout_metrics(batch) | plan.rules.metrics(groups, len(rounds))
+        metrics["bubble/idle_s"] = sum(each.idle_s for each in rounds)
+        for each in rounds if drafter else ():
+            for name, value in merge_metrics(each.spots).items():
+                # means of the drafter's training: of the newest round that has them
+                is_mean = name.startswith("drafter/")
+                metrics[name] = value if is_mean else metrics.get(name, 0.0) + value
+        if drafter:
+            metrics["bubble/stall_s"] += stall_s
+        totals = [total for each in rounds for share in each.shares for total in share.passes]
+        metrics |= speculation_metrics(totals) | _engine_metrics(rounds)
+        return Collected(groups=tuple(batch), metrics=metrics, passes=totals)
+
+    def _run_round(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        policy_version: int,
+        drafter: DrafterLifecycle | None,
+        step: int,
+        number: int,
+    ) -> _Round:
+        """Answer and score `prompts` on all ranks, the round `number` of the step."""
         try:
             share = self._generate_share(prompts, params, policy_version, drafter, step)
         except GenerationStopped:
@@ -80,34 +121,12 @@ class RolloutWorker:
         if drafter:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
-            spot = drafter.run_until_preempted(step).metrics() if drafter else {}
+            spot = drafter.run_until_preempted(step, number).metrics() if drafter else {}
             shares = [s for s in gather_objects(share, self.replicas) if s is not None]
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
         ends, spots = zip(*gather_objects((finished_at, spot), self.replicas), strict=True)
-        everyone = sorted(
-            (g for share in shares for g in share.groups), key=lambda g: g.group.prompt.draw_index
-        )
-        metrics = rollout_metrics(everyone)
-        # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
-        metrics["bubble/idle_s"] = sum(max(ends) - end for end in ends)
-        if drafter:
-            metrics |= merge_metrics(spots)
-        engines = [share.engine for share in shares]
-        totals = [total for share in shares for total in share.passes]
-        metrics |= speculation_metrics(totals)
-        metrics["perf/rollout_tokens_per_s"] = sum(s.num_generated_tokens for s in engines) / max(
-            s.seconds for s in engines
-        )
-        metrics["rollout/preemptions"] = float(sum(s.num_preemptions for s in engines))
-        metrics["rollout/unspeculated_passes"] = float(
-            sum(s.num_unspeculated_passes for s in engines)
-        )
-        metrics["rollout/graph_replays"] = float(sum(s.num_graph_replays for s in engines))
-        metrics["rollout/eager_passes"] = float(sum(s.num_eager_passes for s in engines))
-        for name in ("num_errors", "num_timeouts"):
-            metrics[f"reward/{name}"] = float(sum(getattr(share.rewards, name) for share in shares))
-        return Collected(groups=tuple(everyone), metrics=metrics, passes=totals)
+        return _Round(shares=shares, spots=spots, idle_s=sum(max(ends) - end for end in ends))
 
     def _generate_share(
         self,
@@ -169,6 +188,37 @@ class _Share:
     rewards: RewardStats
     engine: EngineStats
     passes: list[PassTotals]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """One generation round of all ranks."""
+
+    shares: list[_Share]
+    spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
+    # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
+    idle_s: float
+
+    def groups(self) -> list[ScoredGroup]:
+        """Return the groups of all ranks in the order of the draws."""
+        groups = [group for share in self.shares for group in share.groups]
+        return sorted(groups, key=lambda group: group.group.prompt.draw_index)
+
+
+def _engine_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
+    """Return the metrics of engines and reward workers, of all rounds of a step."""
+    shares = [share for each in rounds for share in each.shares]
+    engines = [share.engine for share in shares]
+    seconds = sum(max(share.engine.seconds for share in each.shares) for each in rounds)
+    return {
+        "perf/rollout_tokens_per_s": sum(s.num_generated_tokens for s in engines) / seconds,
+        "rollout/preemptions": float(sum(s.num_preemptions for s in engines)),
+        "rollout/unspeculated_passes": float(sum(s.num_unspeculated_passes for s in engines)),
+        "rollout/graph_replays": float(sum(s.num_graph_replays for s in engines)),
+        "rollout/eager_passes": float(sum(s.num_eager_passes for s in engines)),
+        "reward/num_errors": float(sum(share.rewards.num_errors for share in shares)),
+        "reward/num_timeouts": float(sum(share.rewards.num_timeouts for share in shares)),
+    }
 
 
 def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:

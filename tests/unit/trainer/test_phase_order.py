@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.config.test_cluster_examples import EXAMPLES, QWEN_7B, QWEN_32B, write_example
 from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.rewards.dapo import BatchRules
 from tlt_megatron.runtime.memory import MemoryLedger, Phase
 from tlt_megatron.trainer import loop
 from tlt_megatron.trainer.loop import RLTrainer
@@ -96,7 +97,7 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
     ignored = SimpleNamespace(begin_step=lambda: None, end_step=lambda *_: None)
     sampler = SimpleNamespace(state_dict=dict, next_batch=lambda n: [])
     return RLTrainer(
-        SimpleNamespace(num_prompts=1, sampling=None, engine_dtype=None),
+        SimpleNamespace(batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None),
         sampler=sampler,
         worker=worker,
         policy_trainer=policy_trainer,

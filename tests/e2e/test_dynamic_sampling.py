@@ -1,0 +1,103 @@
+"""Dynamic sampling in whole runs: the same with speculation and spot training, with other ranks and after a resume."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_task import answers, metric_rows, patient_engine, rollouts, run, weights
+
+pytestmark = pytest.mark.e2e
+
+# Every response has a reward of its own, and few groups differ in `acc`: a step needs several rounds.
+RARE = """
+def rare(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": sum(map(ord, solution_str)) / 1e4, "acc": solution_str[:1] in ("0", "a", "b")}
+"""
+COMMON = ("run.num_steps=3", "data.eval=", "logging.tensorboard=false", "rollout.num_prompts=3")
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    reward = tmp_path_factory.mktemp("reward") / "rare.py"
+    reward.write_text(RARE)
+    return (
+        *COMMON,
+        f"reward.function={reward}:rare",
+        "algorithm.dynamic_sampling=true",
+        "algorithm.dynamic_sampling_metric=acc",
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(
+    config: Path, dynamic: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Three steps on two ranks without a break."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    run(2, config, run_dir, *dynamic, "checkpoint.interval=1", "checkpoint.keep=0")
+    return run_dir
+
+
+def test_the_batch_holds_only_groups_that_differ_in_the_metric(straight: Path) -> None:
+    rows, drawn, last = metric_rows(straight), 0, -1
+    for step, row in enumerate(rows):
+        assert row["train/num_gen_batches"] > 1
+        assert row["rollout/filler_groups"] == 0
+        drawn += 3 + int(row["rollout/extra_draws"])
+        batch = [r for r in rollouts(straight) if r["policy_version"] == step]
+        groups = [list(group) for _, group in groupby(batch, key=lambda r: r["draw_index"])]
+        assert [len(group) for group in groups] == [4, 4, 4]
+        for group in groups:
+            right = {r["response"][:1] in ("0", "a", "b") for r in group}
+            assert right == {True, False}
+            assert last < group[0]["draw_index"] < drawn
+            last = group[0]["draw_index"]
+        last = drawn - 1  # the next step goes on after the last draw
+
+
+def test_speculation_and_spot_training_change_nothing(
+    config: Path, dynamic: tuple[str, ...], straight: Path, tmp_path: Path
+) -> None:
+    """Rank 0's first two rounds end when rank 1 has trained the drafter, so it is trained between rounds of one step."""
+    tlt = (
+        "speculation.enabled=true",
+        "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']",
+        "spot.enabled=true",
+        "drafter.batch_tokens=64",
+    )
+    run(2, config, tmp_path / "run", *dynamic, *tlt, patient_engine(tmp_path, "embedded"))
+    assert answers(tmp_path / "run") == answers(straight)
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(tmp_path / "run")[name], tensor), name
+    rows = metric_rows(tmp_path / "run")
+    assert rows[0]["spot/updates"] >= 2
+    assert rows[-1]["drafter/num_updates"] == sum(row["spot/updates"] for row in rows)
+    assert all(row["bubble/idle_s"] >= row["bubble/used_s"] for row in rows)
+
+
+def test_one_rank_draws_and_answers_what_two_ranks_do(
+    config: Path, dynamic: tuple[str, ...], straight: Path, tmp_path: Path
+) -> None:
+    run(1, config, tmp_path, *dynamic, "run.num_steps=1")
+    assert answers(tmp_path) == answers(straight)[:12]
+    names = ("train/num_gen_batches", "rollout/extra_draws", "rollout/kept_group_share")
+    first, other = metric_rows(straight)[0], metric_rows(tmp_path)[0]
+    assert [other[name] for name in names] == [first[name] for name in names]
+
+
+def test_a_resumed_run_equals_the_straight_one(
+    config: Path, dynamic: tuple[str, ...], straight: Path, tmp_path: Path
+) -> None:
+    first = straight / "checkpoints" / "iter_0000001"
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / first.name).symlink_to(first)
+    (root / "latest_checkpointed_iteration.txt").write_text("1")
+    run(2, config, tmp_path / "resumed", *dynamic, f"checkpoint.resume={root}")
+    assert answers(tmp_path / "resumed") == answers(straight)[12:]
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(tmp_path / "resumed")[name], tensor), name

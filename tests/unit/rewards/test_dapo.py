@@ -1,0 +1,119 @@
+"""Dynamic sampling and overlong punishment by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tlt_megatron.config.load import load_config
+from tlt_megatron.rewards.dapo import BatchRules
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+
+
+def group(
+    draw: int, *rewards: float, lengths: tuple[int, ...] = (), acc: tuple[float, ...] = ()
+) -> ScoredGroup:
+    prompt = Prompt(prompt_id=f"p{draw}", draw_index=draw, token_ids=(1,))
+    rollouts = tuple(
+        Rollout(
+            prompt_id=prompt.prompt_id,
+            draw_index=draw,
+            sample_index=i,
+            prompt_ids=(1,),
+            token_ids=torch.zeros(length, dtype=torch.int64),
+            logprobs=torch.zeros(length),
+            policy_logprobs=torch.zeros(length),
+            finish_reason=FinishReason.STOP,
+            policy_version=0,
+        )
+        for i, length in enumerate(lengths or [1] * len(rewards))
+    )
+    details = tuple({"acc": value} for value in acc) or tuple({} for _ in rewards)
+    return ScoredGroup(
+        group=RolloutGroup(prompt=prompt, rollouts=rollouts), rewards=rewards, details=details
+    )
+
+
+def draws(groups: list[ScoredGroup]) -> list[int]:
+    return [g.group.prompt.draw_index for g in groups]
+
+
+FLAT = [group(0, 1, 1), group(1, 0, 0), group(2, 0, 0), group(3, 1, 1)]
+
+
+def test_extra_rounds_are_as_large_as_the_share_of_kept_groups_asks() -> None:
+    rules = BatchRules(num_prompts=4, max_rounds=3)
+    assert rules.num_missing(FLAT, 1) == 4  # none kept: a whole round
+    assert rules.num_missing([*FLAT[:2], group(2, 0, 1), group(3, 1, 0)], 1) == 4  # 2 / (2 of 4)
+    assert rules.num_missing([FLAT[0], *(group(i, 0, 1) for i in (1, 2, 3))], 1) == 2  # 1 / (3/4)
+    assert rules.num_missing([group(i, 0, 1) for i in range(4)], 1) == 0
+    assert rules.num_missing(FLAT * 3, 3) == 0  # the bound
+
+
+def test_the_batch_is_the_first_kept_groups_in_the_order_of_the_draws() -> None:
+    rules = BatchRules(num_prompts=3, max_rounds=4)
+    groups = [FLAT[0], group(1, 0, 1), FLAT[2], *(group(i, 0.5, 0) for i in (3, 4, 5))]
+    assert draws(rules.select(groups)) == [1, 3, 4]
+    assert rules.metrics(groups, 2) == {
+        "train/num_gen_batches": 2,
+        "rollout/extra_draws": 3,
+        "rollout/kept_group_share": 4 / 6,
+        "rollout/filler_groups": 0,
+    }
+
+
+def test_at_the_bound_the_first_dropped_groups_fill_the_batch() -> None:
+    rules = BatchRules(num_prompts=3, max_rounds=2)
+    groups = [*FLAT, group(4, 0, 1), group(5, 2, 2)]
+    assert draws(rules.select(groups)) == [0, 1, 4]
+    assert rules.metrics(groups, 2)["rollout/filler_groups"] == 2
+
+
+def test_without_dynamic_sampling_nothing_is_dropped() -> None:
+    rules = BatchRules(num_prompts=4)
+    assert rules.num_missing(FLAT, 1) == 0
+    assert draws(rules.select(FLAT)) == [0, 1, 2, 3]
+    assert rules.metrics(FLAT, 1) == {}
+    assert rules.punish_overlong(FLAT[0]) is FLAT[0]
+
+
+def test_another_metric_decides_and_a_wrong_name_is_refused() -> None:
+    groups = [group(0, 0, 1, acc=(1, 1)), group(1, 1, 1, acc=(0, 1))]
+    rules = BatchRules(num_prompts=1, max_rounds=2, metric="acc")
+    assert draws(rules.select(groups)) == [1]
+    rules = BatchRules(num_prompts=1, max_rounds=2, metric="accuracy")
+    expected = "algorithm.dynamic_sampling_metric='accuracy': must be reward or a further number"
+    with pytest.raises(ValueError, match=re.escape(expected) + r".*\['acc'\]"):
+        rules.select(groups)
+
+
+def test_soft_overlong_punishment_by_hand() -> None:
+    """DAPO eq. 13 with L_max 20 and L_cache 4: 0 up to 16 tokens, then -1/4 for each token, times the penalty."""
+    rules = BatchRules(num_prompts=1, max_new_tokens=20, overlong_tokens=4, overlong_penalty=2.0)
+    punished = rules.punish_overlong(group(0, 1, 1, 1, 0, lengths=(5, 16, 17, 20)))
+    assert punished.rewards == (1.0, 1.0, 0.5, -2.0)
+    assert [d["overlong_reward"] for d in punished.details] == [0.0, 0.0, -0.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.dynamic_sampling=true rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
+            "algorithm.dynamic_sampling=True: must be false where rollout.num_samples=1",
+        ),
+        (
+            "reward.overlong_tokens=512",
+            "reward.overlong_tokens=512: must be < rollout.max_new_tokens=512",
+        ),
+        (
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.enable: here algorithm.dynamic_sampling",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(None, override.split())

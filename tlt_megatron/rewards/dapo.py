@@ -1,0 +1,102 @@
+"""What DAPO adds to a training batch (Yu et al. 2025, arXiv 2503.14476): dynamic sampling and soft overlong punishment.
+
+The rollout worker applies the rules between the rewards and the update. They depend on the drawn prompts and their rewards
+alone, so every rank decides the same, with any number of ranks and after a resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tlt_megatron.types import Prompt, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """How the batch of an RL step is made. With the defaults, it is the prompts of one round with their rewards."""
+
+    num_prompts: int  # of the batch
+    max_rounds: int = 1  # generation rounds of a step, at most; 1: no dynamic sampling
+    metric: str = "reward"  # that must differ within a group: the reward, or a further number
+    max_new_tokens: int = 0
+    overlong_tokens: int = 0  # length of the interval before max_new_tokens; 0: no punishment
+    overlong_penalty: float = 1.0
+
+    def punish_overlong(self, group: ScoredGroup) -> ScoredGroup:
+        """Add the punishment of each response to its reward (eq. 13).
+
+        It is 0 up to max_new_tokens - overlong_tokens, and falls linearly to -overlong_penalty at max_new_tokens.
+        """
+        if not self.overlong_tokens:
+            return group
+        free = self.max_new_tokens - self.overlong_tokens
+        added = [
+            min(0.0, (free - r.token_ids.numel()) / self.overlong_tokens) * self.overlong_penalty
+            for r in group.group.rollouts
+        ]
+        details = [
+            {**own, "overlong_reward": a} for own, a in zip(group.details, added, strict=True)
+        ]
+        rewards = [reward + a for reward, a in zip(group.rewards, added, strict=True)]
+        return dataclasses.replace(group, rewards=tuple(rewards), details=tuple(details))
+
+    def num_missing(self, groups: Sequence[ScoredGroup], num_rounds: int) -> int:
+        """Return how many more prompts to draw after `num_rounds`; `groups` are those of all rounds so far.
+
+        As many as will probably complete the batch, at the share of groups kept so far, and at most num_prompts.
+        """
+        if num_rounds == self.max_rounds:
+            return 0
+        num_kept = len(self._kept(groups))
+        missing = max(0, self.num_prompts - num_kept)
+        return min(self.num_prompts, math.ceil(missing * len(groups) / max(num_kept, 1)))
+
+    def select(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the batch in the order of the draws: the first num_prompts groups that are kept (eq. 11).
+
+        If there are fewer, the first of the others fill it up, as without dynamic sampling.
+        """
+        if self.max_rounds == 1:
+            return list(groups)
+        chosen = self._kept(groups)[: self.num_prompts]
+        kept = {group.group.prompt.draw_index for group in chosen}
+        others = [group for group in groups if group.group.prompt.draw_index not in kept]
+        chosen += others[: self.num_prompts - len(chosen)]
+        return sorted(chosen, key=lambda group: group.group.prompt.draw_index)
+
+    def metrics(self, groups: Sequence[ScoredGroup], num_rounds: int) -> dict[str, float]:
+        """Return the metrics of dynamic sampling; {} without it."""
+        if self.max_rounds == 1:
+            return {}
+        num_kept = len(self._kept(groups))
+        return {
+            "train/num_gen_batches": float(num_rounds),
+            "rollout/extra_draws": float(len(groups) - self.num_prompts),
+            "rollout/kept_group_share": num_kept / len(groups),
+            "rollout/filler_groups": float(max(0, self.num_prompts - num_kept)),
+        }
+
+    def _kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups whose responses differ in the metric. ValueError if no response has it."""
+        if self.metric == "reward":
+            return [group for group in groups if min(group.rewards) < max(group.rewards)]
+        names = {name for group in groups for details in group.details for name in details}
+        if self.metric not in names:
+            raise ValueError(
+                f"algorithm.dynamic_sampling_metric={self.metric!r}: must be reward or a further number of the reward "
+                f"function, which returned {sorted(names)}"
+            )
+        # a response whose scoring failed has no further numbers, and reward 0
+        values = [[details.get(self.metric, 0.0) for details in g.details] for g in groups]
+        return [group for group, row in zip(groups, values, strict=True) if min(row) < max(row)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The rules of a step, and how further prompts are drawn for it."""
+
+    rules: BatchRules
+    draw: Callable[[int], Sequence[Prompt]]
