@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
         check_files(config)
         check_layout(config, world_size)
-        folder = _claim_run_folder(config, name=Path(options.config or "defaults").stem)
+        folder = _claim_run_folder(config, name=Path((options.config or ["defaults"])[-1]).stem)
     except ValueError as error:
         return _refuse(error)
     rank = int(os.environ.get("RANK", "0"))
@@ -68,7 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pretrain_rl.py", description="Train a policy by RL.")
-    parser.add_argument("--config", help="YAML file; without it the defaults of config/schema.py")
+    parser.add_argument(
+        "--config",
+        action="append",
+        help="YAML file; without it the defaults of config/schema.py. May be given several times: a later file goes over an"
+        " earlier one, as over one of examples/recipes",
+    )
     parser.add_argument(
         "--resume", help="auto | never | folder of checkpoints (sets checkpoint.resume)"
     )

@@ -18,7 +18,12 @@ from tlt_megatron.trainer.memory_ledger import make_ledger
 def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True, help="YAML file of a run")
+    parser.add_argument(
+        "--config",
+        required=True,
+        action="append",
+        help="YAML file of a run, may be given several times",
+    )
     parser.add_argument("--ranks", type=int, required=True, help="GPUs of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args(arguments)

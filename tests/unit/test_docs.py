@@ -86,7 +86,10 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
 
 def test_every_recipe_passes_the_checks_of_settings() -> None:
     page = text(REPO / "docs" / "algorithms.md").partition("## Recipes")[2]
-    recipes = re.findall(r"^\| [^|`]+ \| [^`|]*`([^`]+)` \|", page, re.MULTILINE)
-    assert len(recipes) >= 7
-    for recipe in recipes:
-        load_config(None, recipe.split())
+    recipes = re.findall(r"^\| [^|`]+ \| `([^`]+)` \| `(\w+\.yaml)` \|", page, re.MULTILINE)
+    files = sorted(file.name for file in (REPO / "examples" / "recipes").glob("*.yaml"))
+    assert sorted(file for _, file in recipes) == files
+    assert len(files) >= 9
+    for settings, file in recipes:
+        recipe = load_config(REPO / "examples" / "recipes" / file)
+        assert recipe == load_config(None, settings.split()), file

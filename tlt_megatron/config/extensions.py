@@ -38,6 +38,7 @@ REGISTRY = {
             "dr_grpo": "tlt_megatron.rewards.advantage:dr_grpo",
             "rloo": "tlt_megatron.rewards.advantage:rloo",
             "reinforce_plus_plus": "tlt_megatron.rewards.advantage:reinforce_plus_plus",
+            "reinforce_plus_plus_baseline": "tlt_megatron.rewards.advantage:reinforce_plus_plus_baseline",
         },
     ),
     "algorithm.loss": ExtensionPoint(

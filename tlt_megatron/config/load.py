@@ -58,21 +58,21 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()
+) -> RunConfig:
     """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check everything.
 
-    ValueError names the key, the value and what is allowed. For an unknown key it also names the
+    Of several files, a later one replaces the settings that it names. ValueError names the key, the value and what is allowed. For an unknown key it also names the
     nearest known one, or ours if the key is of verl, slime or TRL.
     """
-    raw: Any = {}
-    if path is not None:
-        if not Path(path).is_file():
-            raise ValueError(f"config={str(path)!r}: no such file")
-        raw = _parse(Path(path).read_text(encoding="utf-8"), f"config={str(path)!r}") or {}
-        if not isinstance(raw, dict):
-            raise ValueError(
-                f"config={str(path)!r}: must hold a mapping of sections, not {_kind(raw)}"
-            )
+    raw: dict[str, Any] = {}
+    for file in (path,) if isinstance(path, str | Path) else path or ():
+        for section, content in _read(Path(file)).items():
+            earlier = raw.get(section)
+            if isinstance(earlier, dict) and isinstance(content, dict | None):
+                content = earlier | (content or {})
+            raw[section] = content
     for override in overrides:
         _apply_override(raw, override)
     return _build(RunConfig, raw, "")
@@ -81,6 +81,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 def dump_config(config: RunConfig) -> str:
     """Return the whole configuration as YAML. `load_config` reads it back to an equal value."""
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    name = f"config={str(path)!r}"
+    if not path.is_file():
+        raise ValueError(f"{name}: no such file")
+    sections = _parse(path.read_text(encoding="utf-8"), name) or {}
+    if not isinstance(sections, dict):
+        raise ValueError(f"{name}: must hold a mapping of sections, not {_kind(sections)}")
+    return sections
 
 
 def _parse(text: str, name: str) -> Any:

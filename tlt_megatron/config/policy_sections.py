@@ -46,7 +46,8 @@ class AlgorithmSection(Section):
     """Advantage and policy loss."""
 
     # Each is a name, path/to/file.py:function or package.module:function.
-    advantage: str = "grpo"  # grpo | dr_grpo | rloo | reinforce_plus_plus | import path
+    # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | import path
+    advantage: str = "grpo"
     loss: str = "ppo"  # ppo | gspo | cispo | import path
     # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_low: Fraction = 0.2

@@ -314,7 +314,8 @@ class RunConfig:
         )
         advantage = self.algorithm.advantage
         rollout.require(
-            rollout.num_samples > 1 or advantage not in ("grpo", "dr_grpo", "rloo"),
+            rollout.num_samples > 1
+            or advantage not in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"),
             "num_samples",
             f"> 1 where algorithm.advantage={advantage!r} (it compares siblings)",
         )

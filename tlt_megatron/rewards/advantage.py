@@ -3,8 +3,8 @@
 Each function takes `rewards[i][g]`, [T] float64, of response g to prompt i, for the whole batch. It
 returns the advantages in the same layout, float32. The reward of a response is at its last token. A
 KL penalty in the reward is subtracted at each token. The policy trainer calls the function on every
-rank, so the statistics of groups and of the batch are the same everywhere. The first three
-functions treat a response as one action: the reward is summed over its tokens.
+rank, so the statistics of groups and of the batch are the same everywhere. Except
+`reinforce_plus_plus`, they treat a response as one action: the reward is summed over its tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +35,20 @@ def rloo(rewards: Rewards) -> list[list[Tensor]]:
 
 def reinforce_plus_plus(rewards: Rewards) -> list[list[Tensor]]:
     """Reward to go, whitened over all tokens of the batch (Hu 2025, REINFORCE++, eq. 5-6)."""
-    returns = [[reward_T.flip(0).cumsum(0).flip(0) for reward_T in group] for group in rewards]
-    flat = torch.cat([return_T for group in returns for return_T in group])
+    return _whiten([[reward_T.flip(0).cumsum(0).flip(0) for reward_T in g] for g in rewards])
+
+
+def reinforce_plus_plus_baseline(rewards: Rewards) -> list[list[Tensor]]:
+    """r - mean of the siblings, whitened over all tokens of the batch (Hu 2025, REINFORCE++ with
+    baseline)."""
+    return _whiten(_by_group(rewards, lambda r_G: r_G - r_G.mean()))
+
+
+def _whiten(values: Rewards) -> list[list[Tensor]]:
+    flat = torch.cat([value_T for group in values for value_T in group])
     mean = flat.mean()
     std = flat.std() if flat.numel() > 1 else torch.zeros_like(mean)  # std of one token is NaN
-    return [
-        [((return_T - mean) / (std + STD_EPS)).float() for return_T in group] for group in returns
-    ]
+    return [[((value_T - mean) / (std + STD_EPS)).float() for value_T in g] for g in values]
 
 
 def _by_group(rewards: Rewards, baseline: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:

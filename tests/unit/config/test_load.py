@@ -193,3 +193,14 @@ def test_every_name_of_another_trainer_leads_to_a_key_that_exists() -> None:
         for key in re.findall(r"\b[a-z]+\.(?!py:)[a-z_]+", ours):
             section, _, name = key.partition(".")
             assert hasattr(getattr(RunConfig(), section), name), key
+
+
+def test_a_later_file_goes_over_an_earlier_one_setting_by_setting(tmp_path: Path) -> None:
+    recipe, mine = tmp_path / "recipe.yaml", tmp_path / "mine.yaml"
+    recipe.write_text("algorithm: {advantage: rloo, clip_high: 0.28}\nrollout: {num_prompts: 4}\n")
+    mine.write_text("algorithm: {clip_high: 0.5}\nrun:\nrollout:\n")
+    config = load_config([recipe, mine], ["run.num_steps=3"])
+    assert (config.algorithm.advantage, config.algorithm.clip_high) == ("rloo", 0.5)
+    assert (config.rollout.num_prompts, config.run.num_steps) == (4, 3)
+    with pytest.raises(ValueError, match=r"config='nowhere\.yaml': no such file"):
+        load_config([recipe, "nowhere.yaml"])

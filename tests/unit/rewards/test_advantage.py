@@ -77,6 +77,16 @@ def test_reinforce_plus_plus_penalty_counts_from_its_token_on() -> None:
     assert torch.allclose(advantages[0][0], expected, atol=1e-5)
 
 
+def test_reinforce_plus_plus_with_group_baseline_centres_by_group_and_whitens_over_tokens() -> None:
+    rewards, lengths = [(1.0, 0.0), (0.0, 0.0)], [(3, 1), (1, 1)]
+    advantages = compute_advantages("reinforce_plus_plus_baseline", rewards, lengths)
+    # tokens 1/2 1/2 1/2 -1/2 0 0: mean 1/6, variance (1 - 6/36) / 5 = 1/6
+    std = math.sqrt(1 / 6)
+    assert firsts(advantages)[0] == pytest.approx([(1 / 3) / std, (-2 / 3) / std], rel=1e-4)
+    assert firsts(advantages)[1] == pytest.approx([(-1 / 6) / std] * 2, rel=1e-4)
+    assert [a.numel() for a in advantages[0]] == [3, 1]
+
+
 def test_reinforce_plus_plus_of_a_single_token_is_zero() -> None:
     advantages = compute_advantages("reinforce_plus_plus", [(1.0,)], [(1,)])
     assert firsts(advantages) == [[0.0]]

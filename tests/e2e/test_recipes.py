@@ -1,0 +1,38 @@
+"""Every recipe of examples/recipes trains the tiny policy for two steps, under a config of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.tiny_task import REPO, metric_rows, run_forked, weights
+from tlt_megatron.models.hf_io import HfReader
+
+pytestmark = pytest.mark.e2e
+
+RECIPES = sorted((REPO / "examples" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_trains(config: Path, tmp_path: Path, recipe: Path) -> None:
+    own = ["run.num_steps=2", "data.eval=", "logging.tensorboard=false", "logging.trace=false"]
+    if recipe.stem == "dapo":
+        own.append("reward.overlong_tokens=8")  # responses have up to 24
+    arguments = ("--config", recipe, "--config", config, f"run.dir={tmp_path}/run", *own)
+    [(code, stderr)] = run_forked(1, *arguments)
+    assert code == 0, stderr[-5000:]
+    rows = metric_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    used = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    for key, value in yaml.safe_load(recipe.read_text())["algorithm"].items():
+        assert used["algorithm"][key] == value
+    before = dict(HfReader(config.parent / "model").items())
+    after = weights(tmp_path / "run")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    if recipe.stem == "dapo":
+        assert all(row["train/num_gen_batches"] >= 1 for row in rows)
+        assert all(row["reward/unknown/overlong_reward/mean"] < 0 for row in rows)
