@@ -1,9 +1,29 @@
 """Packaging. CPU set-up installs torch==2.13.0 first (see Makefile); megatron-core is pinned: mcore/cpu.py adapts
 exactly that version. NVIDIA apex is detected at run time; the package of that name on the registry is another."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithPrograms(build_py):
+    """A wheel holds launch/, tools/ and examples/ inside the package, where the command `tlt` finds them."""
+
+    def run(self) -> None:
+        """Copy them, unless the install is editable: then they stand beside the package."""
+        super().run()
+        if self.editable_mode:
+            return
+        for folder in ("launch", "tools", "examples"):
+            shutil.copytree(
+                Path(__file__).with_name(folder),
+                Path(self.build_lib, "tlt_megatron", "programs", folder),
+                ignore=shutil.ignore_patterns("__pycache__"),
+                dirs_exist_ok=True,
+            )
+
 
 setup(
     name="tlt_megatron",
@@ -29,8 +49,10 @@ setup(
         "psutil",
         "packaging",
     ],
-    # SGLang loads it in each of its processes; it acts in engines that this package starts, and in no other.
+    cmdclass={"build_py": BuildWithPrograms},
     entry_points={
+        "console_scripts": ["tlt = tlt_megatron.cli:main"],
+        # SGLang loads it in each of its processes; it acts in engines that this package starts, and in no other.
         "sglang.srt.plugins": ["tlt_megatron = tlt_megatron.engines.sglang.plugin:register"],
     },
     extras_require={

@@ -1,6 +1,8 @@
 """Print the memory of one rank by phase, for a configuration and a number of GPUs. Needs no GPU and reads only config.json:
 
-python -m tools.print_ledger --config examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
+python -m tools.print_ledger examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
+
+`run.device=cpu` gives the memory of a CPU rank.
 """
 
 from __future__ import annotations
@@ -17,20 +19,18 @@ from tlt_megatron.trainer.memory_ledger import make_ledger
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--config",
-        required=True,
-        action="append",
-        help="YAML file of a run, may be given several times",
-    )
-    parser.add_argument("--ranks", type=int, required=True, help="GPUs of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_args(arguments)
-    config = load_config(given.config, given.overrides)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
+    parser.add_argument("words", nargs="+", metavar="CONFIG.yaml | key=value")
+    given = parser.parse_intermixed_args(arguments)
+    files = [word for word in given.words if "=" not in word]
+    if not files:
+        parser.error("CONFIG.yaml is missing")
+    config = load_config(files, [word for word in given.words if "=" in word])
     check_layout(config, given.ranks)
-    gpu = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
-    print("\n".join(make_ledger(config, given.ranks, gpu).lines()))
+    kind = "cpu" if config.run.device == "cpu" else "cuda"
+    device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates
+    print("\n".join(make_ledger(config, given.ranks, device).lines()))
 
 
 if __name__ == "__main__":

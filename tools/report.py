@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="report.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a finished run")
     parser.add_argument("--out", type=Path, help="HTML file; default RUN_DIR/report.html")
     parser.add_argument("--png", type=Path, help="picture of the panels, too (png, svg, pdf)")

@@ -1,0 +1,120 @@
+"""The command `tlt`: its help, what `tlt train` starts, and the same commands from a wheel without a checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_task import REPO
+from tlt_megatron.cli import COMMANDS, main, train_command
+
+EXAMPLE = "examples/quickstart.yaml"
+
+
+def tlt(
+    *arguments: object, root: Path = REPO, cwd: Path = REPO
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tlt_megatron.cli", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_help_names_every_command_and_does_not_import_torch() -> None:
+    source = "import sys; from tlt_megatron.cli import main; main(['--help'])\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", source], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, command in COMMANDS.items():
+        assert f"\n  {name} " in done.stdout
+        assert command.example in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        code = main([name, "--help"])
+    except SystemExit as end:  # argparse
+        code = end.code
+    assert code == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"tlt {name}: {COMMANDS[name].summary}"
+    assert second == f"example: {COMMANDS[name].example}"
+    assert name == "doctor" or f"usage: tlt {name} " in "\n".join(rest)
+
+
+@pytest.mark.parametrize(
+    ("given", "launcher", "program"),
+    [
+        ("my.yaml", "--standalone", "--config my.yaml"),
+        (
+            "my.yaml run.num_steps=3 --nproc-per-node 8 model.path=a.yaml --resume auto",
+            "--standalone --nproc-per-node 8",
+            "--config my.yaml run.num_steps=3 model.path=a.yaml --resume auto",
+        ),
+        (
+            "--nnodes=2 --rdzv-conf timeout=5 --rdzv-endpoint host:29500 my.yaml --resume=never",
+            "--nnodes=2 --rdzv-conf timeout=5 --rdzv-endpoint host:29500",
+            "--config my.yaml --resume=never",
+        ),
+    ],
+)
+def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> None:
+    python, torchrun, *rest = train_command(given.split())
+    start = rest.index(str(REPO / "launch" / "pretrain_rl.py"))
+    assert (python, torchrun) == (sys.executable, str(REPO / "launch" / "torchrun.py"))
+    assert (" ".join(rest[:start]), " ".join(rest[start + 1 :])) == (launcher, program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("trian",), "tlt: 'trian' is no command; did you mean train?"),
+        (("train", "run.num_steps=3"), "tlt train: CONFIG is missing: name a .yaml file"),
+        (("train", EXAMPLE, "steps"), "tlt train: 'steps' is no section.key=value and no option"),
+        (("train", "no.yaml"), "pretrain_rl: config='no.yaml': no such file"),
+        (("plan", "no.yaml", "--ranks", "2"), "tlt plan: config='no.yaml': no such file"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = tlt(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+def test_train_prints_the_settings() -> None:
+    done = tlt("train", "--print-config", EXAMPLE, "run.num_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "num_steps: 3\n" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel holds, in a folder."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
+    subprocess.run(command, cwd=REPO, check=True, capture_output=True)
+    return folder
+
+
+def test_a_wheel_needs_no_checkout(wheel: Path, tmp_path: Path) -> None:
+    assert [path.name for path in wheel.iterdir()] == ["tlt_megatron"]
+    for arguments in (("--help",), ("report", "--help"), ("train", "--help")):
+        done = tlt(*arguments, root=wheel, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    example = wheel / "tlt_megatron" / "programs" / EXAMPLE
+    done = tlt("train", example, "--print-config", root=wheel, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "num_steps: 50\n" in done.stdout

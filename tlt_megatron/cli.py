@@ -1,0 +1,156 @@
+"""The command `tlt`: it starts the programs of launch/ and tools/, which a checkout has beside the package and a wheel in it.
+
+`tlt train` is `launch/torchrun.py ... launch/pretrain_rl.py ...`. The other commands are the `main()` of one tool each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tlt_megatron import __version__
+
+_PACKAGE = Path(__file__).resolve().parent
+_IN_WHEEL = _PACKAGE / "programs"  # setup.py copies launch/, tools/ and examples/ there
+ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
+
+
+class Command(NamedTuple):
+    """One word after `tlt`: what it does, an example, and the module whose `main()` it calls."""
+
+    summary: str
+    example: str
+    module: str
+
+
+COMMANDS = {
+    "doctor": Command(
+        "say what this machine can run, what is missing and how to get it",
+        "tlt doctor",
+        "tlt_megatron.doctor",
+    ),
+    "train": Command(
+        "train a policy: one torchrun program",
+        "tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto",
+        "",
+    ),
+    "plan": Command(
+        "print the memory of a rank by phase, before a run and without a GPU",
+        "tlt plan my.yaml --ranks 8 parallel.tensor=4",
+        "tools.print_ledger",
+    ),
+    "report": Command(
+        "write a report of a run: one HTML page",
+        "tlt report runs/mine --png report.png",
+        "tools.report",
+    ),
+    "compare": Command(
+        "check that two runs drew the same tokens and got the same rewards",
+        "tlt compare runs/plain runs/speculative",
+        "tools.compare_runs",
+    ),
+    "convert": Command(
+        "convert the policy between Hugging Face and Megatron checkpoints",
+        "tlt convert --from runs/mine --to exported",
+        "tools.convert_checkpoint",
+    ),
+    "export-drafter": Command(
+        "write a drafter in the format of SGLang or vLLM",
+        "tlt export-drafter --from runs/mine --to drafter --format sglang",
+        "tools.export_drafter",
+    ),
+}
+_TRAIN_HELP = """
+usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FOLDER] [--print-config] [options of torchrun]
+
+  section.key=value   settings over the file's
+  --resume            sets checkpoint.resume; needs run.dir
+  --print-config      print every setting and end
+  --nproc-per-node N  ranks of this node, one per GPU; default 1
+  --nnodes, --rdzv-*  as torchrun has them; without them the run has this node only"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. 2: bad input, said in one line."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help", "--version"):
+        print(f"tlt_megatron {__version__}" if name == "--version" else _help())
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)
+        print(f"tlt: {name!r} is no command; did you mean {near[0]}?", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    is_help = bool({"-h", "--help"} & set(rest))
+    if is_help:
+        print(f"tlt {name}: {command.summary}\nexample: {command.example}", flush=True)
+    if not command.module:
+        return _train(rest, is_help=is_help)
+    if is_help and name == "doctor":  # has no options
+        return 0
+    sys.path.insert(0, str(ROOT))  # `tools` is no package of site-packages
+    sys.argv[:] = [f"tlt {name}", *rest]  # argparse names the program after it
+    try:
+        return importlib.import_module(command.module).main() or 0
+    except ValueError as error:
+        print(f"tlt {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def train_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line that runs `tlt train` with `arguments`. ValueError if no config is named."""
+    launcher: list[str] = []
+    program: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        is_option = word.startswith("-")
+        is_setting = not is_option and "=" in word and "." in word.partition("=")[0]
+        has_open_option = launcher[-1:] and launcher[-1].startswith("-") and "=" not in launcher[-1]
+        if word.endswith((".yaml", ".yml")) and not is_setting:
+            program += ["--config", word]
+        elif word == "--resume" and rest:
+            program += [word, rest.pop(0)]
+        elif is_setting or word == "--print-config" or word.startswith("--resume="):
+            program.append(word)
+        elif is_option or has_open_option:
+            launcher.append(word)
+        else:
+            raise ValueError(f"{word!r} is no section.key=value and no option")
+    if "--config" not in program:
+        raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
+    start = [sys.executable, str(ROOT / "launch" / "pretrain_rl.py")]
+    if "--print-config" in program:
+        return [*start, *program]
+    meets_others = any(w.startswith(("--nnodes", "--rdzv", "--master", "--node")) for w in launcher)
+    standalone = [] if meets_others or "--standalone" in launcher else ["--standalone"]
+    start.insert(1, str(ROOT / "launch" / "torchrun.py"))
+    return [*start[:2], *standalone, *launcher, *start[2:], *program]
+
+
+def _train(arguments: Sequence[str], *, is_help: bool) -> int:
+    if is_help:
+        print(_TRAIN_HELP)
+        return 0
+    try:
+        command = train_command(arguments)
+    except ValueError as error:
+        print(f"tlt train: {error}", file=sys.stderr)
+        return 2
+    os.execv(command[0], command)  # signals then reach the launcher itself
+
+
+def _help() -> str:
+    lines = ["usage: tlt COMMAND ...", ""]
+    for name, command in COMMANDS.items():
+        lines += [f"  {name:<16}{command.summary}", f"{'':18}{command.example}"]
+    return "\n".join([*lines, "", "tlt COMMAND --help says more; tlt --version"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
