@@ -54,6 +54,11 @@ COMMANDS = {
         "tlt compare runs/plain runs/speculative",
         "tools.compare_runs",
     ),
+    "evaluate": Command(
+        "measure a model or a finished run: pass@k, avg@k, maj@k",
+        "tlt evaluate runs/mine --data test.jsonl --samples 16",
+        "tools.evaluate",
+    ),
     "convert": Command(
         "convert the policy between Hugging Face and Megatron checkpoints",
         "tlt convert --from runs/mine --to exported",
@@ -103,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs `tlt train` with `arguments`. ValueError if no config is named."""
+    """Return the command line that runs `tlt train` with `arguments`. ValueError for one that means nothing."""
     launcher: list[str] = []
     program: list[str] = []
     rest = list(arguments)
@@ -122,8 +127,6 @@ def train_command(arguments: Sequence[str]) -> list[str]:
             launcher.append(word)
         else:
             raise ValueError(f"{word!r} is no section.key=value and no option")
-    if "--config" not in program:
-        raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
     start = [sys.executable, str(ROOT / "launch" / "pretrain_rl.py")]
     if "--print-config" in program:
         return [*start, *program]
@@ -139,6 +142,8 @@ def _train(arguments: Sequence[str], *, is_help: bool) -> int:
         return 0
     try:
         command = train_command(arguments)
+        if "--config" not in command:
+            raise ValueError("CONFIG is missing: name a .yaml file")
     except ValueError as error:
         print(f"tlt train: {error}", file=sys.stderr)
         return 2

@@ -226,6 +226,7 @@ class CheckpointSection(Section):
 
     interval: NonNegativeInt = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
     keep: NonNegativeInt = 2  # newest checkpoints that are kept; 0: all
+    at_end: bool = True  # also after the last step
     resume: str = "never"  # auto: from the newest, if any | never | folder of checkpoints, or one
     export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
 

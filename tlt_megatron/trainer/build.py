@@ -264,6 +264,7 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
         ),
         eval_interval=config.eval.interval,
         checkpoint_interval=config.checkpoint.interval,
+        has_last_checkpoint=config.checkpoint.at_end,
         engine_dtype=getattr(torch, rollout.dtype),
         sampling=SamplingParams(
             num_samples=rollout.num_samples,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import comb
 from statistics import fmean
@@ -10,9 +11,12 @@ from statistics import fmean
 from tlt_megatron.trainer.rollout_worker import RolloutWorker, details_by_source
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
 
 class Evaluator:
-    """Measures mean reward (accuracy for 0/1 rewards) and pass@k over fixed prompts."""
+    """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts."""
 
     def __init__(
         self, worker: RolloutWorker, prompts: Sequence[Prompt], params: SamplingParams
@@ -28,10 +32,15 @@ class Evaluator:
         groups = self.worker.collect(self.prompts, self.params, policy_version).groups
         rewards = [reward for g in groups for reward in g.rewards]
         num_right = [sum(reward >= 1 for reward in g.rewards) for g in groups]
+        answers = [
+            [final_answer(self.worker.decode(r.token_ids.tolist())) for r in g.group.rollouts]
+            for g in groups
+        ]
         lengths = [r.token_ids.numel() for g in groups for r in g.group.rollouts]
         return {
             "eval/accuracy": fmean(rewards),
             **pass_at_k(num_right, self.params.num_samples),
+            f"eval/maj@{self.params.num_samples}": majority(answers, [g.rewards for g in groups]),
             "eval/response_length/mean": fmean(lengths),
             **by_data_source(groups),
         }
@@ -50,6 +59,26 @@ def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:
         )
         for k in sorted(sizes)
     }
+
+
+def final_answer(text: str) -> str:
+    """Return what a response answers: its last boxed text, else its last number, else its last line."""
+    boxed, numbers = _BOXED.findall(text), _NUMBER.findall(text)
+    answer = boxed[-1] if boxed else numbers[-1] if numbers else text.strip().rpartition("\n")[2]
+    return answer.replace(",", "").strip(" $.")
+
+
+def majority(answers: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]]) -> float:
+    """Return the share of prompts whose most frequent answer is right: maj@k of all k responses.
+
+    Of equally frequent answers the first counts. If its responses have several rewards, their share of right ones counts.
+    """
+    shares = []
+    for texts, row in zip(answers, rewards, strict=True):
+        chosen = Counter(texts).most_common(1)[0][0]
+        votes = [reward >= 1 for text, reward in zip(texts, row, strict=True) if text == chosen]
+        shares.append(fmean(votes))
+    return fmean(shares)
 
 
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:

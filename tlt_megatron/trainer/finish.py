@@ -11,6 +11,7 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
+from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.build import Run
 
@@ -61,7 +62,11 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     if config.logging.trace:
         merge_timelines(run_dir)
     progress.close()
-    progress.print_table(_rows(run_dir / "metrics.jsonl"), TABLE_COLUMNS)
+    rows = _rows(run_dir / "metrics.jsonl")
+    if config.run.num_steps == 0 and rows:
+        _write_evaluation(config, rows[0], run_dir / "evaluation.json", progress)
+        return
+    progress.print_table(rows, TABLE_COLUMNS)
     for name, value in summary.items():
         progress.message(f"{name}: {value:.4g}" if value is not None else f"{name}: -")
     progress.message(f"run folder: {run_dir.resolve()}")
@@ -76,6 +81,21 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
     else:
         for _ in weights:
             pass
+
+
+def _write_evaluation(
+    config: RunConfig, row: dict[str, float], path: Path, progress: Progress
+) -> None:
+    """Write and print the metrics of a run of 0 steps."""
+    samples = config.eval.num_samples
+    metrics = {k.removeprefix("eval/"): v for k, v in row.items() if k != "step"}
+    metrics = {f"avg@{samples}": metrics.pop("accuracy"), **metrics}
+    about = {"model": config.model.path, "data": config.data.eval, "num_samples": samples}
+    about |= {"temperature": config.eval.temperature, "seed": config.run.seed}
+    path.write_text(json.dumps(about | {"metrics": metrics}, indent=2) + "\n", encoding="utf-8")
+    for name, value in metrics.items():
+        progress.message(f"{name:<40} {value:10.4f}")
+    progress.message(f"evaluation: {path.resolve()}")
 
 
 def _rows(path: Path) -> list[dict[str, float]]:

@@ -38,6 +38,7 @@ class LoopSettings:
     batch: BatchRules  # of a step
     eval_interval: int  # 0: only before the first step and after the last
     checkpoint_interval: int  # 0: only after the last step
+    has_last_checkpoint: bool  # after the last step; a stop always saves
     sampling: SamplingParams
     engine_dtype: torch.dtype  # of the weights that engines receive
 
@@ -80,7 +81,8 @@ class RLTrainer:
         is the state at its beginning. A running update is finished first.
         """
         self.is_stopped = not self._run_steps()
-        self.save_checkpoint()
+        if self.is_stopped or self.settings.has_last_checkpoint:
+            self.save_checkpoint()
 
     def _run_steps(self) -> bool:
         """Return True after the last step, False after a stop request."""

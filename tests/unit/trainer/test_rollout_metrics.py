@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.runtime.process_groups import group_of
-from tlt_megatron.trainer.evaluate import by_data_source, pass_at_k
+from tlt_megatron.trainer.evaluate import by_data_source, final_answer, majority, pass_at_k
 from tlt_megatron.trainer.rollout_worker import rollout_metrics
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
@@ -54,6 +54,28 @@ def test_pass_at_k_by_hand() -> None:
         {"eval/pass@1": 5 / 12, "eval/pass@2": 0.5, "eval/pass@4": 2 / 3}
     )
     assert list(pass_at_k([3], 6)) == ["eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/pass@6"]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 3 + 4 = 7", "7"),
+        ("7 is wrong: \\boxed{\\frac{1}{2}}, not 0.7", "\\frac{1}{2}"),
+        ("#### 1,234.", "1234"),
+        ("it is $-0.5$", "-0.5"),
+        ("I think\nblue. \n", "blue"),
+        ("", ""),
+    ],
+)
+def test_the_answer_of_a_response(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+def test_majority_by_hand() -> None:
+    answers = [["1", "2", "2", "3"], ["4", "5", "6", "7"], ["8", "8", "9", "9"]]
+    rewards = [[1, 0, 0, 0], [1, 0, 0, 0], [0.9, 1, 0, 1]]
+    # 2 is wrong; of four answers once each the first, 4, is right; 8 is right in one of its two responses
+    assert majority(answers, rewards) == pytest.approx((0 + 1 + 0.5) / 3)
 
 
 def test_rewards_of_an_evaluation_by_data_source() -> None:

@@ -1,0 +1,73 @@
+"""Evaluates a model or a finished run: pass@k, avg@k, maj@k and the mean reward of each data source.
+
+    tlt evaluate runs/mine --data test.jsonl --samples 16
+    tlt evaluate /models/my-model --data test.jsonl --nproc-per-node 8 reward.function=my_reward.py:compute_score
+
+An evaluation is a run of 0 RL steps, with the settings of the finished run or of `--config`. Speculation is off unless a
+setting turns it on. The result is printed, and is in evaluation.json of the new run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_megatron.cli import train_command
+from tlt_megatron.config.load import load_config
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Become the run that evaluates. ValueError for bad input."""
+    command = evaluation_command(sys.argv[1:] if arguments is None else arguments)
+    os.execv(command[0], command)
+
+
+def evaluation_command(arguments: list[str]) -> list[str]:
+    """Return the command line of the run."""
+    options, rest = _parse(arguments)
+    source, config = options.source, options.config
+    if (source / "config.yaml").is_file():
+        config = config or source / "config.yaml"
+        source = source / "hf"
+        if not source.is_dir():
+            raise ValueError(
+                f"{source}: missing; tlt convert --from {source.parent} --to FOLDER makes a model of its checkpoint"
+            )
+    out = options.out or Path(f"runs/evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
+    settings = [
+        *(f"model.path={source}", f"data.train={options.data}", f"data.eval={options.data}"),
+        *(f"eval.num_samples={options.samples}", f"eval.temperature={options.temperature}"),
+        *("eval.num_prompts=0", "eval.interval=0", "run.num_steps=0", f"run.dir={out}"),
+        *("speculation.enabled=false", "spot.enabled=false", "checkpoint.resume=never"),
+        *("checkpoint.at_end=false", "checkpoint.export_hf=false", "logging.trace=false"),
+        *(word for word in rest if not word.startswith("-") and "=" in word),
+    ]
+    parallel = load_config(config, settings).parallel
+    ranks = options.nproc_per_node or str(parallel.tensor * parallel.pipeline)
+    launcher = [word for word in rest if word not in settings]
+    given = ["--nproc-per-node", ranks, *launcher, *settings]
+    return train_command([str(config), *given] if config else given)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Further words are settings (section.key=value) and options of torchrun (as --name=value).",
+    )
+    parser.add_argument("source", type=Path, metavar="MODEL_OR_RUN")
+    parser.add_argument("--data", required=True, help=".jsonl or .parquet, as for training")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt; default 8")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy; default 1")
+    parser.add_argument("--config", type=Path, help="default: the run's, or the default settings")
+    parser.add_argument("--out", type=Path, help="new run folder; default runs/evaluation-<time>")
+    parser.add_argument("--nproc-per-node", metavar="N", help="ranks; default tensor x pipeline")
+    return parser.parse_known_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
