@@ -9,7 +9,9 @@ The layouts differ as follows (read in the sources of both; no engine is started
 - architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and Eagle3LlamaForCausalLM in vLLM;
 - EAGLE-3 layer numbers: ours and SGLang's `eagle_config.eagle_aux_hidden_state_layer_ids` name the layer after which the
   residual stream is taken. vLLM's `eagle_aux_hidden_state_layer_ids` name the layer before which it is taken: one more;
-- draft_vocab_size: null makes SGLang take the target's head. vLLM takes it for any drafter without one, and gets the number;
+- draft_vocab_size: with `--draft-vocab-size N` an EAGLE-3 drafter proposes only the N token ids that are most frequent in the
+  run's rollouts (speculation.draft_vocab_size counts them). Its folder then has these rows of the target's head, `d2t` (id minus
+  row) and `t2d` (whether an id has a row), as SGLang and vLLM read them. Without it, null makes SGLang take the target's head. vLLM takes it for any drafter without one, and gets the number;
 - EAGLE's fc has a bias in SGLang and none in vLLM. fc(e, h) + b = fc(e + d, h) if d solves W_e d = b. So the drafter gets its
   own embedding: the target's plus d. (Older vLLM versions ignore it and take the target's.)
 """
@@ -39,7 +41,9 @@ from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
+from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.spot.checkpoint import find_best, find_newest
+from tlt_megatron.trainer.checkpoint import STATE_FILE
 
 FORMATS = ("sglang", "vllm")
 _OWN_KEY = "tlt_megatron"  # in config.json: the target's fingerprint
@@ -85,7 +89,10 @@ def main() -> None:
     target = load_target(Path(options.target)) if options.target else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     try:
-        difference = export_drafter(source, Path(options.to), options.format, target, dtype=dtype)
+        ids_C = frequent_ids(source, options.draft_vocab_size) if options.draft_vocab_size else None
+        difference = export_drafter(
+            source, Path(options.to), options.format, target, dtype=dtype, ids_C=ids_C
+        )
     except ValueError as error:
         sys.exit(f"export_drafter: {error}")
     layout = read_layout(Path(options.to))
@@ -136,10 +143,11 @@ def export_drafter(
     target: Target | None = None,
     *,
     dtype: torch.dtype | None = None,
+    ids_C: Tensor | None = None,
 ) -> float:
     """Write the drafter in `source` to the new folder `folder`. Return the largest difference of its outputs after reload.
 
-    `dtype` None keeps the stored one. ValueError if the format cannot hold the drafter or a check fails; then no file is left.
+    `dtype` None keeps the stored one. `ids_C`: token ids, ascending, that an EAGLE-3 drafter proposes; None: all. ValueError if the format cannot hold the drafter or a check fails; then no file is left.
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
@@ -152,8 +160,49 @@ def export_drafter(
         written = Path(beside) / "drafter"
         write_layout(written, layout)
         difference = check_export(written, format, original, target)
+        if ids_C is not None:
+            written = Path(beside) / "reduced"
+            write_layout(written, reduce_vocabulary(layout, ids_C, target))
         written.rename(folder)
     return difference
+
+
+def frequent_ids(drafter: Path, num_ids: int) -> Tensor:
+    """Return the most frequent token ids of the rollouts of the run whose checkpoint holds `drafter`, ascending."""
+    file = drafter.parent / STATE_FILE
+    engines = json.loads(file.read_text(encoding="utf-8"))["engine"] if file.is_file() else []
+    counts = [engine["token_counts"] for engine in engines if engine.get("token_counts")]
+    if not counts:
+        raise ValueError(
+            f"--draft-vocab-size {num_ids}: {file} must hold the token counts of a run with speculation.draft_vocab_size"
+        )
+    vocab_size = read_layout(drafter).config["vocab_size"]
+    if not 0 < num_ids < vocab_size:
+        raise ValueError(f"--draft-vocab-size {num_ids}: must be in (0, {vocab_size})")
+    counter = TokenCounts(vocab_size, num_ids)
+    for part in counts:
+        counter.merge(part)
+    return counter.most_frequent()
+
+
+def reduce_vocabulary(layout: Layout, ids_C: Tensor, target: Target | None) -> Layout:
+    """Return an EAGLE-3 layout whose head has only the rows `ids_C` of the target's head. ValueError for EAGLE or no target."""
+    if not layout.is_eagle3:
+        raise ValueError(
+            "--draft-vocab-size: must be 0 for EAGLE, whose folders have no head (SGLang: --speculative-token-map)"
+        )
+    if target is None:
+        raise ValueError("--target: a reduced vocabulary needs the rows of its target's head")
+    dtype = getattr(torch, layout.config["dtype"])
+    is_kept_V = torch.zeros(layout.config["vocab_size"], dtype=torch.bool)
+    is_kept_V[ids_C] = True
+    head = {
+        "lm_head.weight": target.lm_head_VD[ids_C].to(dtype),
+        "d2t": ids_C - torch.arange(len(ids_C)),
+        "t2d": is_kept_V,
+    }
+    config = layout.config | {"draft_vocab_size": len(ids_C)}
+    return Layout(config=config, tensors=layout.tensors | head)
 
 
 def read_layout(folder: Path) -> Layout:
@@ -324,6 +373,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--to", required=True, metavar="FOLDER", help="must not exist")
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--target", metavar="FOLDER", help="the policy, as a Hugging Face folder")
+    parser.add_argument(
+        "--draft-vocab-size", type=int, default=0, help="token ids that EAGLE-3 proposes; 0: all"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored"
     )

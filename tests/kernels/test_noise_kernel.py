@@ -36,15 +36,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tlt_megatron.speculation import noise_kernel
 
-add = {"logits": "*bf16", "keys": "*i64", "scale": "*fp64", "factors": "*fp64", "out": "*fp32"}
+add = {"logits": "*bf16", "keys": "*i64", "scale": "*fp64", "factors": "*fp64", "ids": "*i64"}
+add |= {"out": "*fp32", "vocab_size": "i32", "rows_per_key": "i32"}
+add |= {"BLOCK": "constexpr", "HAS_IDS": "constexpr"}
 outputs = {"vocab_size": "i32", "BLOCK": "constexpr"}
 argmax = {"logits": "*fp32", "keys": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
-for kernel, signature in (
-    (noise_kernel._fill, {"keys": "*i64", "noise": "*fp64"} | outputs),
-    (noise_kernel._argmax_of_block, argmax),
-    (noise_kernel._add, add | {"vocab_size": "i32", "rows_per_key": "i32", "BLOCK": "constexpr"}),
+for kernel, signature, constants in (
+    (noise_kernel._fill, {"keys": "*i64", "noise": "*fp64"} | outputs, {}),
+    (noise_kernel._argmax_of_block, argmax, {}),
+    (noise_kernel._add, add, {"HAS_IDS": False}),
+    (noise_kernel._add, add, {"HAS_IDS": True}),
 ):
-    source = ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": noise_kernel._BLOCK})
+    constants |= {"BLOCK": noise_kernel._BLOCK}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     target = GPUTarget("cuda", 90, 32)
     assert triton.compile(source, target=target, options=noise_kernel._OPTIONS).asm["cubin"]
 """
@@ -79,10 +83,11 @@ def test_tokens_are_those_of_the_torch_form(vocab_size: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("num_branches", [0, 3])
+@pytest.mark.parametrize("has_ids", [False, True])
 def test_noise_added_to_draft_logits_is_that_of_the_torch_form(
-    dtype: torch.dtype, num_branches: int
+    has_ids: bool, dtype: torch.dtype, num_branches: int
 ) -> None:
-    """And so are the candidates that a tree takes."""
+    """And so are the candidates that a tree takes; `has_ids`: the columns are some ids of a larger vocabulary."""
     seeds_B, positions_B = keys()
     shape = (len(seeds_B), num_branches, 1025) if num_branches else (len(seeds_B), 1025)
     generator = torch.Generator().manual_seed(num_branches)
@@ -90,8 +95,9 @@ def test_noise_added_to_draft_logits_is_that_of_the_torch_form(
     logits[..., 7] = -torch.inf
     scale = torch.tensor(0.7, dtype=torch.float64)
     factor_B = torch.linspace(0.0, 1.3, len(seeds_B), dtype=torch.float64)
-    expected = add_noise(logits, seeds_B.cpu(), positions_B.cpu(), scale, factor_B)
-    on_device = (value.to(DEVICE) for value in (scale, factor_B))
+    ids_V = torch.arange(1025) * 47 if has_ids else None
+    expected = add_noise(logits, seeds_B.cpu(), positions_B.cpu(), scale, factor_B, ids_V)
+    on_device = (None if v is None else v.to(DEVICE) for v in (scale, factor_B, ids_V))
     found = noise_kernel.add_noise(
         logits.to(DEVICE), row_keys(seeds_B, positions_B), *on_device
     ).cpu()

@@ -135,8 +135,9 @@ def start_embedded(
     strategy: str = "",
     tap_layers: Sequence[int] = (),
     is_calibrated: bool = True,
+    ids: Sequence[int] = (),
 ) -> EmbeddedEngine:
-    """The embedded twin in float32, speculating if a drafter is given."""
+    """The embedded twin in float32, speculating if a drafter is given. `ids`: the only ones that it drafts."""
     engine = EmbeddedEngine(
         load_model_config(policy),
         rollout_section(),
@@ -150,8 +151,10 @@ def start_embedded(
         embedding, head = engine.target_tensors()
         model = load_drafter(drafter, embedding_VD=embedding, lm_head_VD=head)
         parsed = SpeculationStrategy.parse(strategy)
-        draft = DraftInference(model, torch.float32)
+        draft = DraftInference(model, torch.float32, num_ids=len(ids))
         speculation = Speculation(draft, FixedSelector(parsed), [parsed])
+        counts = {"ids": list(ids), "counts": [10**6] * len(ids)}
+        speculation.load_state_dict(speculation.state_dict() | {"token_counts": counts})
         if not is_calibrated:
             speculation.calibrator = TrueLogits(parsed.num_steps)
         engine.set_speculation(speculation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.sglang.rollouts import (
     CUT,
@@ -19,7 +20,9 @@ from tests.sglang.rollouts import (
     tensors_of,
     token_lists,
 )
+from tlt_megatron.drafter.checkpoint import load_draft_config
 from tlt_megatron.engines.sglang.connection import DRAFT
+from tools.export_drafter import export_drafter, load_target
 
 ALL = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
 
@@ -41,6 +44,35 @@ def test_eagle3_changes_no_token(policy_folder: Path, tmp_path: Path, plain: dic
             found = answers(engine, params)
             assert token_lists(found) == plain[name]
             assert mean_accept_length(found) > 1.0
+    finally:
+        engine.close()
+
+
+def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
+    policy_folder: Path, tmp_path: Path, plain: dict
+) -> None:
+    drafter = save_random_drafter(policy_folder, tmp_path / "whole", "eagle3")
+    ids = list(range(1, 48, 2))
+    few = tmp_path / "few"
+    export_drafter(drafter, few, "sglang", load_target(policy_folder), ids_C=torch.tensor(ids))
+    tap_layers = load_draft_config(drafter).aux_layer_ids
+    twin = start_embedded(
+        policy_folder,
+        drafter=drafter,
+        strategy="4_1_4",
+        tap_layers=tap_layers,
+        is_calibrated=False,
+        ids=ids,
+    )
+    engine = start_sglang(policy_folder, drafter=few, strategies=["4_1_4"])
+    try:
+        for name, params in ALL.items():
+            found, expected = answers(engine, params), answers(twin, params)
+            assert token_lists(found) == token_lists(expected) == plain[name]
+            pairs = zip(found, expected, strict=True)
+            num_same = sum(ours.accept_lengths == theirs.accept_lengths for ours, theirs in pairs)
+            assert num_same >= 0.9 * len(found)
+        assert mean_accept_length(found) > 1.0
     finally:
         engine.close()
 

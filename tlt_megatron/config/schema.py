@@ -124,8 +124,13 @@ class SpeculationSection(Section):
     measure_gain: bool = False  # at the end, time the last steps' rollouts with and without
     # of drafts: noise (what the policy will draw) or probability (EAGLE-2)
     ranking: Annotated[str, one_of("noise", "probability")] = "noise"
+    # embedded: most frequent token ids of the rollouts, the only ones that the learned drafter
+    # proposes; 0: all; None: 8192 of a vocabulary of 32768 or more
+    draft_vocab_size: int | None = None
 
     def check(self) -> None:
+        size = self.draft_vocab_size
+        self.require(size is None or size == 0 or size >= 256, "draft_vocab_size", "0 or >= 256")
         self.require(bool(self.strategies), "strategies", "not empty")
         for strategy in self.strategies:
             require(
@@ -140,6 +145,12 @@ class SpeculationSection(Section):
     def is_learned(self) -> bool:
         """Return whether any strategy uses a learned drafter. Only off and plain n-grams do not."""
         return any(s != "off" and not s.startswith("ngram") for s in self.strategies)
+
+    def num_draft_ids(self, vocab_size: int) -> int:
+        """Return the number of token ids that the learned drafter proposes; 0: all."""
+        if self.draft_vocab_size is None:
+            return 8192 if vocab_size >= 32768 else 0
+        return self.draft_vocab_size if self.draft_vocab_size < vocab_size else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +360,12 @@ class RunConfig:
             self.eval.interval == 0 or bool(self.data.eval),
             "interval",
             "0 where data.eval is empty (there is nothing to evaluate)",
+        )
+        speculation.require(
+            rollout.engine == "embedded" or not speculation.draft_vocab_size,
+            "draft_vocab_size",
+            f"0 or None where rollout.engine={rollout.engine!r} (tools/export_drafter.py writes"
+            " drafters with a reduced vocabulary for SGLang)",
         )
         needs_drafter = speculation.enabled and speculation.is_learned
         speculation.require(

@@ -27,6 +27,8 @@ class EngineStats:
     kv_capacity_tokens: int = 0
     num_graph_replays: int = 0  # policy and drafter passes that replayed a captured graph
     eager_passes: dict[str, int] = field(default_factory=dict)  # other passes, by model and reason
+    # Start and end of each copy of changed weights to the drafter, on the clock of time.perf_counter.
+    drafter_refreshes: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_eager_passes(self) -> int:

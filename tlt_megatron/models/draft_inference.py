@@ -31,7 +31,11 @@ class DraftInference:
     writes in place, so captured graphs stay valid.
     """
 
-    def __init__(self, model: DraftModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: DraftModel, dtype: torch.dtype, *, num_ids: int = 0) -> None:
+        """`num_ids`: draft only so many token ids, at first the lowest; 0 drafts all.
+
+        ValueError unless `dtype` is that of the target's head.
+        """
         if model.lm_head_VD.dtype != dtype:
             raise ValueError(
                 f"dtype={dtype}: must be that of the target's head, {model.lm_head_VD.dtype}"
@@ -58,7 +62,13 @@ class DraftInference:
             self._fuse = matrix(d, model.fc.in_features)
             self._matrices.append(self._fuse)
         self._head = None
-        if packs(dtype, device) and model.lm_head_VD.nbytes <= _MAX_PACKED_HEAD:
+        self.ids_C: Tensor | None = None  # ascending, of the columns of `logits`; None: all V
+        if 0 < num_ids < c.vocab_size:
+            # In BPE vocabularies the lowest ids are the most frequent.
+            self.ids_C = torch.arange(num_ids, device=device)
+            self._head = matrix(num_ids, d)
+            self._matrices.append(self._head)
+        elif packs(dtype, device) and model.lm_head_VD.nbytes <= _MAX_PACKED_HEAD:
             self._head = Matrix(model.lm_head_VD)
             self._matrices.append(self._head)
         self.refresh()
@@ -76,6 +86,20 @@ class DraftInference:
     def mark_stale(self) -> None:
         """Note that the target has changed."""
         self._is_stale = True
+
+    def draft_from(self, ids_C: Tensor) -> None:
+        """Draft these token ids from now on: as many as `ids_C` has, ascending."""
+        assert self.ids_C is not None, "this drafter proposes all token ids"
+        if not torch.equal(ids_C, self.ids_C):
+            self.ids_C.copy_(ids_C)
+            self._is_stale = True
+
+    def refresh_if_stale(self) -> bool:
+        """Refresh if the drafter, the target or the token ids have changed. Returns whether it did."""
+        was_stale = self._is_stale
+        if was_stale:
+            self.refresh()
+        return was_stale
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -98,7 +122,9 @@ class DraftInference:
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
         self._gate_up.set(gate_up * layer.post_attention_layernorm.weight)
         self._down.set(mlp.down_proj.weight)
-        if self._head is not None:
+        if self.ids_C is not None and self._head is not None:
+            self._head.set(model.lm_head_VD.index_select(0, self.ids_C))
+        elif self._head is not None:
             self._head.refresh()
 
     def tensors_read(self) -> list[Tensor]:
@@ -114,8 +140,7 @@ class DraftInference:
 
     def fuse(self, features_PF: Tensor) -> Tensor:
         """See `DraftModel.fuse`. The features must have the engine's dtype."""
-        if self._is_stale:
-            self.refresh()
+        self.refresh_if_stale()
         return self._fuse(features_PF) if self.config.is_eagle3 else features_PF
 
     def forward(
@@ -139,7 +164,7 @@ class DraftInference:
         return output_PD, norm(output_PD, self._norm)
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
-        """Return [P, V] logits from the target's head."""
+        """Return [P, V] logits from the target's head; [P, C] of `ids_C` if these are fewer."""
         if self._head is not None:
             return self._head(head_input_PD)
         return F.linear(head_input_PD, self._model.lm_head_VD)

@@ -53,16 +53,20 @@ def _argmax_of_block(logits, keys, largest, winners, vocab_size, BLOCK: tl.const
 
 
 @triton.jit
-def _add(logits, keys, scale, factors, out, vocab_size, rows_per_key, BLOCK: tl.constexpr):
+def _add(
+    logits, keys, scale, factors, ids, out, vocab_size, rows_per_key,
+    BLOCK: tl.constexpr, HAS_IDS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token_ids < vocab_size
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = columns < vocab_size
+    token_ids = tl.load(ids + columns, mask=is_token, other=0) if HAS_IDS else columns
     request = row // rows_per_key
     kind = out.dtype.element_ty
     offsets = (_gumbel(tl.load(keys + request), token_ids) * tl.load(factors + request)).to(kind)
-    values = tl.load(logits + row * vocab_size + token_ids, mask=is_token, other=0.0).to(kind)
+    values = tl.load(logits + row * vocab_size + columns, mask=is_token, other=0.0).to(kind)
     noisy = values * tl.load(scale).to(kind) + offsets
-    tl.store(out + row * vocab_size + token_ids, noisy, mask=is_token)
+    tl.store(out + row * vocab_size + columns, noisy, mask=is_token)
 
 
 def fill_gumbel(keys_B: Tensor, vocab_size: int) -> Tensor:
@@ -86,7 +90,9 @@ def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
     return winners_BK.gather(1, block_B1).squeeze(1)
 
 
-def add_noise(logits: Tensor, keys_B: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+def add_noise(
+    logits: Tensor, keys_B: Tensor, scale: Tensor, factor: Tensor, ids_V: Tensor | None = None
+) -> Tensor:
     """See `sampling.add_noise`; with `sampling.row_keys`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
@@ -94,6 +100,9 @@ def add_noise(logits: Tensor, keys_B: Tensor, scale: Tensor, factor: Tensor) -> 
     num_rows = logits.numel() // vocab_size
     grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
     factor_B = factor.expand_as(keys_B).contiguous()
-    arguments = (logits.contiguous(), keys_B, scale, factor_B, out, vocab_size)
-    _add[grid](*arguments, num_rows // num_keys, BLOCK=_BLOCK, **_OPTIONS)
+    has_ids = ids_V is not None
+    ids = ids_V if has_ids else keys_B  # any pointer: without ids it is not read
+    arguments = (logits.contiguous(), keys_B, scale, factor_B, ids, out, vocab_size)
+    constants = {"BLOCK": _BLOCK, "HAS_IDS": has_ids}
+    _add[grid](*arguments, num_rows // num_keys, **constants, **_OPTIONS)
     return out

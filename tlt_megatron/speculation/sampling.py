@@ -91,11 +91,15 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
         return _kernels().fill_gumbel(keys_B, vocab_size)
     if keys_B.is_cpu and vocab_size >= _SEARCHED_TOKENS:
         return _search().fill_gumbel(keys_B, vocab_size)
-    num_rows, chunk = seeds_B.shape[0], vocab_size
-    if num_rows * vocab_size > _NOISE_CHUNK and not keys_B.is_cuda:
+    return noise_of_ids(keys_B, torch.arange(vocab_size, device=keys_B.device))
+
+
+def noise_of_ids(keys_B: Tensor, ids_C: Tensor) -> Tensor:
+    """Return [B, C]: the columns `ids_C` of `gumbel_noise`, for the keys from `row_keys`."""
+    num_rows, chunk = len(keys_B), len(ids_C)
+    if num_rows * chunk > _NOISE_CHUNK and not keys_B.is_cuda:
         chunk = max(_NOISE_CHUNK // num_rows, 256)
-    ids_V = torch.arange(vocab_size, device=keys_B.device)
-    parts = [gumbel_of(keys_B.unsqueeze(1), ids_C) for ids_C in ids_V.split(chunk)]
+    parts = [gumbel_of(keys_B.unsqueeze(1), part) for part in ids_C.split(chunk)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -320,18 +324,26 @@ def sample(
 
 
 def add_noise(
-    logits: Tensor, seeds_B: Tensor, positions_B: Tensor, scale: Tensor, factor: Tensor
+    logits: Tensor,
+    seeds_B: Tensor,
+    positions_B: Tensor,
+    scale: Tensor,
+    factor: Tensor,
+    ids_V: Tensor | None = None,
 ) -> Tensor:
     """Return logits * scale + `gumbel_noise` * factor in at least float32, for logits [B, V] or [B, K, V].
 
-    The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64. On CUDA the noise is not
-    written.
+    The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64. `ids_V` are the token ids
+    of the columns (None: 0 to V - 1). On CUDA the noise is not written.
     """
     keys_B = row_keys(seeds_B, positions_B)
     if _has_kernels(keys_B):
-        return _kernels().add_noise(logits, keys_B, scale, factor)
+        return _kernels().add_noise(logits, keys_B, scale, factor, ids_V)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
+    if ids_V is None:
+        noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])
+    else:
+        noise_BV = noise_of_ids(keys_B, ids_V)
     offset_BV = noise_BV.mul_(factor.expand_as(seeds_B).unsqueeze(1)).to(dtype)
     offset = offset_BV if logits.dim() == 2 else offset_BV.unsqueeze(1)
     return (logits.to(dtype) * scale).add_(offset)

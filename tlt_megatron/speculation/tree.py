@@ -151,6 +151,13 @@ class _Scoring:
     temperature: float
     top_p: float
     top_k: int
+    ids_V: Tensor | None  # token ids of the columns, ascending; None: 0 to V - 1
+
+    def best(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and token ids of the `count` best children, [B, count] or [B, K, count]."""
+        log_probs = self.log_probs(logits, depth)
+        values, columns = log_probs.max(-1, keepdim=True) if count == 1 else log_probs.topk(count)
+        return values, columns if self.ids_V is None else self.ids_V[columns]
 
     def log_probs(self, logits: Tensor, depth: int) -> Tensor:
         """Return log softmax(logits * scale + offset) in at least float32. `logits` is [B, V] or [B, K, V]."""
@@ -163,7 +170,9 @@ class _Scoring:
         if self.keys is not None:
             seeds_B, positions_B = self.keys
             factor = scale * self.temperature
-            return add_noise(logits, seeds_B, positions_B + depth, scale, factor).log_softmax(-1)
+            positions_B = positions_B + depth
+            noisy = add_noise(logits, seeds_B, positions_B, scale, factor, self.ids_V)
+            return noisy.log_softmax(-1)
         assert self.offsets is not None
         offset = self.offsets[depth]
         if logits.dim() == 3:
@@ -218,6 +227,7 @@ class TreeGrower:
         tau_D: Tensor | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
+        ids_V: Tensor | None = None,
     ) -> DraftTree:
         """Grow one tree per request.
 
@@ -225,7 +235,8 @@ class TreeGrower:
         d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs this noise. On CUDA
         give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `tau_D`
         (float64, at least num_steps values on the device) is the error of draft logits at each depth, default 1
-        (`calibration.AcceptanceCalibrator`). `top_p` and `top_k` are those of the target's sampling.
+        (`calibration.AcceptanceCalibrator`). `top_p` and `top_k` are those of the target's sampling. `ids_V` are the token ids
+        of the columns of logits and `noise_BDV`; None: 0 to V - 1.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
         has_noise = self.ranking is Ranking.NOISE and temperature > 0.0
@@ -243,6 +254,7 @@ class TreeGrower:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            ids_V=ids_V,
         )
         if self.strategy.topk == 1:
             return self._grow_chain(root_logits_BV, expand, scoring)
@@ -269,7 +281,7 @@ class TreeGrower:
         zeros_B1 = torch.zeros(logits_BV.shape[0], 1, dtype=torch.int64, device=logits_BV.device)
         log_probs, tokens = [], []
         for depth in range(steps):
-            log_prob_B1, token_B1 = scoring.log_probs(logits_BV, depth).max(-1, keepdim=True)
+            log_prob_B1, token_B1 = scoring.best(logits_BV, depth, 1)
             log_probs.append(log_prob_B1)
             tokens.append(token_B1)
             if depth + 1 < steps:
@@ -284,14 +296,14 @@ class TreeGrower:
         scoring: _Scoring,
     ) -> DraftTree:
         steps, topk = self.strategy.num_steps, self.strategy.topk
-        beam_BK, tokens_BK = scoring.log_probs(root_logits_BV, 0).topk(topk)
+        beam_BK, tokens_BK = scoring.best(root_logits_BV, 0, topk)
         batch_size = beam_BK.shape[0]
         parents_BK = torch.zeros_like(tokens_BK)
         picked_BK = torch.arange(topk, device=tokens_BK.device).expand(batch_size, topk)
         scores, tokens, picks = [beam_BK], [tokens_BK], []
         for depth in range(1, steps):
-            log_probs_BKV = scoring.log_probs(expand(tokens_BK, parents_BK), depth)
-            log_probs_BKk, children_BKk = log_probs_BKV.topk(topk)
+            logits_BKV = expand(tokens_BK, parents_BK)
+            log_probs_BKk, children_BKk = scoring.best(logits_BKV, depth, topk)
             scores_BM = (log_probs_BKk + beam_BK.unsqueeze(2)).view(batch_size, -1)
             children_BM = children_BKk.view(batch_size, -1)
             picks.append(picked_BK)

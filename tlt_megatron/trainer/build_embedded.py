@@ -53,7 +53,8 @@ def _speculation_over(
     draft = None
     if config.speculation.is_learned:
         drafter = make_drafter(config, target, embedding_VD, lm_head_VD)
-        draft = DraftInference(drafter, lm_head_VD.dtype)
+        num_ids = config.speculation.num_draft_ids(target.vocab_size)
+        draft = DraftInference(drafter, lm_head_VD.dtype, num_ids=num_ids)
     return make_speculation(config, draft)
 
 

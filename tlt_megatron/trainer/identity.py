@@ -29,6 +29,7 @@ _OF_SELECTOR = (
     "speculation.selector",
     "speculation.beg_thresholds",
     "speculation.ranking",
+    "speculation.draft_vocab_size",
 )
 _OF_DRAFTER = (
     "speculation.drafter",

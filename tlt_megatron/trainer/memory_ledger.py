@@ -127,8 +127,10 @@ def _engine_claims(
     ]
     if config.speculation.enabled and config.speculation.is_learned:
         is_packed = packs(getattr(torch, rollout.dtype), device.torch_device)
-        own = drafter_parameters(sizes) * _item_bytes(config) * (2 if is_packed else 1)
-        claims.append(MemoryClaim(name="engine drafter", num_bytes=own, phases=weights_in))
+        own = drafter_parameters(sizes)
+        own += config.speculation.num_draft_ids(sizes.vocab) * sizes.hidden
+        num_bytes = own * _item_bytes(config) * (2 if is_packed else 1)
+        claims.append(MemoryClaim(name="engine drafter", num_bytes=num_bytes, phases=weights_in))
     return claims
 
 

@@ -157,6 +157,8 @@ class RolloutWorker:
             )
             passes = self.engine.take_passes()
             add_pass_spans(self.phases.timeline, passes)
+            for start_s, end_s in self.engine.stats().drafter_refreshes:
+                self.phases.timeline.add_span("REFRESH-DRAFTER", start_s, end_s)
         with self.phases("REWARD", "reward"):
             if not self.rewards.wait_scored(self.should_stop):
                 raise GenerationStopped("responses were not scored yet")

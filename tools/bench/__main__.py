@@ -27,6 +27,7 @@ _BENCHES = {
     "gpu": "captured graphs and speculation on a GPU",
     "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
     "noise": "what sampling noise costs beside a decode pass on a CPU",
+    "draft-step": "what a draft step costs beside a decode pass, by the number of ids drafted",
     "graph-bytes": "bytes of captured graphs of a 7B model, counted without a GPU",
     "roofline": "tokens per second that memory bandwidth allows on a GPU, computed",
 }

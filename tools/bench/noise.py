@@ -23,7 +23,7 @@ from tlt_megatron.speculation.sampling import gumbel_noise, noisy_argmax
 from tools.bench.measure import cpu_seconds, interleave, make_table, ratios, spread
 
 _ENTROPY = 2.8  # nats: SmolLM2-135M at temperature 1
-_SMOLLM2 = ModelConfig(
+SMOLLM2 = ModelConfig(
     model_type="llama",
     vocab_size=49_152,
     hidden_size=576,
@@ -41,7 +41,7 @@ _SMOLLM2 = ModelConfig(
 )
 
 
-class _NoContext:
+class NoContext:
     """Attention that reads no earlier tokens."""
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
@@ -49,7 +49,8 @@ class _NoContext:
         return query_PNH.flatten(1)
 
 
-def _random_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+def random_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    """Return a target with random weights on the CPU."""
     model = Transformer(config, dtype, torch.device("cpu"))
     for _, tensor in model.named_hf_tensors():
         tensor.normal_(std=0.02)
@@ -69,7 +70,7 @@ def measure(model: Transformer, batch_size: int, rounds: int) -> dict[str, dict[
     first_B = torch.zeros(batch_size, dtype=torch.int64)
 
     def decode() -> Tensor:
-        return model.logits(model.forward(positions_B, first_B, _NoContext()))
+        return model.logits(model.forward(positions_B, first_B, NoContext()))
 
     def plain() -> Tensor:
         return gumbel_noise(seeds_B, positions_B, vocab_size).add_(logits_BV).argmax(dim=1)
@@ -101,7 +102,7 @@ def add_options(add: Callable[..., object]) -> None:
 @torch.no_grad()
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Measure every vocabulary and batch size and print the table. Return the values of the JSON."""
-    config = load_model_config(options.model) if options.model else _SMOLLM2
+    config = load_model_config(options.model) if options.model else SMOLLM2
     dtype = getattr(torch, options.dtype)
     title = f"noise of a decode pass, {options.dtype}, {options.rounds} rounds"
     table = make_table(
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     )  # fmt: skip
     found: dict[str, object] = {}
     for vocab_size in options.vocab_sizes:
-        model = _random_model(dataclasses.replace(config, vocab_size=vocab_size), dtype)
+        model = random_model(dataclasses.replace(config, vocab_size=vocab_size), dtype)
         for batch_size in options.batch_sizes:
             result = measure(model, batch_size, options.rounds)
             found[f"{vocab_size}/{batch_size}"] = result

@@ -67,6 +67,14 @@ from tlt_megatron.config.load import load_config
             'mcore.transformer={"hidden_dropout":0.1}',
             r"mcore\.transformer\.hidden_dropout=0\.1: not allowed; .* two policies",
         ),
+        (
+            "speculation.draft_vocab_size=255",
+            r"speculation\.draft_vocab_size=255: must be 0 or >= 256",
+        ),
+        (
+            "rollout.engine=sglang speculation.draft_vocab_size=8192",
+            r"speculation\.draft_vocab_size=8192: must be 0 or None where rollout\.engine='sglang'",
+        ),
         ("checkpoint.interval=-1", r"checkpoint\.interval=-1: must be >= 0"),
         ("checkpoint.keep=-1", r"checkpoint\.keep=-1: must be >= 0"),
         ("eval.interval=-1", r"eval\.interval=-1: must be >= 0"),
@@ -100,7 +108,24 @@ def test_out_of_range_is_refused_by_name(overrides: str, message: str) -> None:
         "checkpoint.interval=0 checkpoint.keep=0 run.num_steps=0 eval.temperature=0",
         "rollout.num_prompts=2 algorithm.num_minibatches=2",
         "rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
+        "rollout.engine=sglang speculation.draft_vocab_size=0",
     ],
 )
 def test_the_edge_of_a_range_is_allowed(overrides: str) -> None:
     load_config(None, overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "vocab_size", "num_ids"),
+    [
+        ("null", 151_936, 8192),
+        ("null", 32_768, 8192),
+        ("null", 32_767, 0),
+        ("0", 151_936, 0),
+        ("4096", 16_000, 4096),
+        ("4096", 4096, 0),
+    ],
+)
+def test_a_small_vocabulary_is_drafted_whole(setting: str, vocab_size: int, num_ids: int) -> None:
+    section = load_config(None, [f"speculation.draft_vocab_size={setting}"]).speculation
+    assert section.num_draft_ids(vocab_size) == num_ids

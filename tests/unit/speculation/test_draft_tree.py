@@ -145,6 +145,37 @@ def test_tokens_outside_the_cut_are_unused() -> None:
     assert int((tree.token_ids_BQ != UNUSED).sum(1).max()) == 3 + 3 * 3
 
 
+@pytest.mark.parametrize("text", STRATEGIES)
+@pytest.mark.parametrize("ranking", Ranking)
+def test_few_ids_grow_the_tree_of_all_ids_with_the_others_masked(
+    text: str, ranking: Ranking
+) -> None:
+    """And so with the noise of these ids, which `TreeGrower` makes from the keys."""
+    strategy, vocab_size = SpeculationStrategy.parse(text), 23
+    table, ids_C = random_table(vocab_size, seed=1), torch.tensor([1, 4, 5, 11, 12, 17, 22])
+    states_B = torch.arange(5) * 11
+    seeds_B, positions_B = states_B + 100, states_B + 3
+    noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, vocab_size)
+    masked = torch.full_like(table, -torch.inf)
+    masked[:, ids_C] = table[:, ids_C]
+    grower = TreeGrower(strategy, ranking=ranking)
+    expected = grow_draft(masked, states_B, grower, Sampling(temperature=0.7), noise_BDV)
+    states_BK = states_B.unsqueeze(1)
+
+    def expand(token_ids_BK: torch.Tensor, parents_BK: torch.Tensor) -> torch.Tensor:
+        nonlocal states_BK
+        states_BK = next_states(states_BK.gather(1, parents_BK), token_ids_BK)
+        return table[states_BK][..., ids_C]
+
+    keys = (seeds_B, positions_B)
+    tree = grower.grow(
+        table[states_B][:, ids_C], expand, temperature=0.7, noise_keys=keys, ids_V=ids_C
+    )
+    assert torch.equal(tree.token_ids_BQ, expected.token_ids_BQ)
+    assert torch.equal(tree.parents_BQ, expected.parents_BQ)
+    torch.testing.assert_close(tree.scores_BQ, expected.scores_BQ)
+
+
 def test_broken_drafter_gives_a_well_formed_tree() -> None:
     table = torch.full((97, 11), torch.nan)
     strategy, states_B = SpeculationStrategy.parse("4_3_9"), torch.tensor([1, 2])

@@ -14,12 +14,14 @@ from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
 from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, fingerprint_target
+from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, write_checkpoint
 from tools.export_drafter import (
     Target,
     check_export,
     export_drafter,
     find_drafter,
+    frequent_ids,
     read_layout,
 )
 
@@ -180,3 +182,36 @@ def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
         find_drafter(tmp_path / "none")
     with pytest.raises(ValueError, match=r"--to .* must not exist"):
         export_drafter(folder / "drafter", tmp_path / "out", "sglang")
+
+
+@pytest.mark.parametrize("format", ["sglang", "vllm"])
+def test_a_reduced_head_has_the_most_frequent_ids_of_all_ranks(format: str, tmp_path: Path) -> None:
+    model = make_draft_model("eagle3")
+    source, target = save(tmp_path / "iter" / "drafter", model), target_of(model)
+    with pytest.raises(ValueError, match=r"trainer_state.json must hold the token counts"):
+        frequent_ids(source, 3)
+    states = []
+    for tokens in ([9, 9, 4], [2, 4, 4], []):
+        counts = TokenCounts(VOCAB_SIZE, 3)
+        counts.add(tokens)
+        states.append({"token_counts": counts.state_dict()})
+    state = json.dumps({"engine": [*states, {}, {"token_counts": None}]})
+    (source.parent / "trainer_state.json").write_text(state)
+    ids = frequent_ids(source, 3)
+    assert ids.tolist() == [2, 4, 9]
+    with pytest.raises(ValueError, match=f"--draft-vocab-size {VOCAB_SIZE}: must be in"):
+        frequent_ids(source, VOCAB_SIZE)
+    out = tmp_path / "out"
+    export_drafter(source, out, format, target, ids_C=ids)
+    layout = read_layout(out)
+    assert layout.config["draft_vocab_size"] == 3
+    assert torch.equal(layout.tensors["d2t"] + torch.arange(3), ids)  # as both loaders compute them
+    assert layout.tensors["d2t"].dtype == torch.int64
+    assert layout.tensors["t2d"].nonzero().flatten().tolist() == [2, 4, 9]
+    assert torch.equal(layout.tensors["lm_head.weight"], target.lm_head_VD[ids])
+    with pytest.raises(ValueError, match=r"--target: a reduced vocabulary needs"):
+        export_drafter(source, tmp_path / "no", format, ids_C=ids)
+    eagle = save(tmp_path / "e", make_draft_model("eagle"))
+    with pytest.raises(ValueError, match="must be 0 for EAGLE"):
+        export_drafter(eagle, tmp_path / "no", format, target, ids_C=ids)
+    assert not (tmp_path / "no").exists()

@@ -158,7 +158,10 @@ def test_training_a_drafter_is_counted(tmp_path: Path) -> None:
     sizes = sizes_of(tmp_path)
     own = sizes.layer + 3 * sizes.hidden**2
     assert claim(ledger, "drafter in training") == own * 16
-    assert claim(ledger, "engine drafter") == own * 2
+    head = 8192 * sizes.hidden  # its rows for the token ids that it drafts
+    assert claim(ledger, "engine drafter") == (own + head) * 2
+    whole = "speculation.enabled=true spot.enabled=true speculation.draft_vocab_size=0"
+    assert claim(ledger_of(tmp_path, whole), "engine drafter") == own * 2
     assert claim(ledger, "engine graphs") > 0
     plain = ledger_of(tmp_path)
     kept = plain.bytes_in(Phase.SPOT) - claim(plain, "engine KV") - claim(plain, "engine graphs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class Generation:
         self._num_computed = self._num_recomputed = 0  # prefilled tokens
         self._num_generated = self._num_unspeculated = 0
         self.passes: list[PassRecord] = []
+        self._refreshes: list[tuple[float, float]] = []
         graphs.take_counts()
         graphs.take_capture_s()
 
@@ -106,23 +108,33 @@ class Generation:
             self._scheduler.finish(end.request)
         batch.remove([end.row for end in ended])
         batch.grow(self._scheduler)
-        clock.start()
         self._step = None
         if batch.requests:
+            strategy, reason = self._choose()
+            clock.start()
             with clock.running():
-                self._step = self._run_pass()
+                self._step = self._run_pass(strategy, reason)
             clock.exclude(self._graphs.take_capture_s())
 
-    def _run_pass(self) -> _Step:
-        """Run one pass, plain or speculative as the selector chooses."""
-        batch, speculation = self._batch, self._speculation
-        batch_size = len(batch.requests)
-        strategy, reason, accepted, first = OFF, "plain", [], None
-        if speculation is not None:
-            decision = speculation.selector.choose(batch_size)
-            strategy, reason = decision.strategy, decision.reason
-            if strategy.is_learned and speculation.is_suspended:
-                strategy, reason = OFF, "suspended"
+    def _choose(self) -> tuple[SpeculationStrategy, str]:
+        """Return the selector's strategy and reason. Refresh the drafter first if it will draft."""
+        speculation = self._speculation
+        if speculation is None:
+            return OFF, "plain"
+        decision = speculation.selector.choose(len(self._batch.requests))
+        if not decision.strategy.is_learned:
+            return decision.strategy, decision.reason
+        if speculation.is_suspended:
+            return OFF, "suspended"
+        started = time.perf_counter()
+        if speculation.draft is not None and speculation.draft.refresh_if_stale():
+            self._refreshes.append((started, time.perf_counter()))
+        return decision.strategy, decision.reason
+
+    def _run_pass(self, strategy: SpeculationStrategy, reason: str) -> _Step:
+        """Run one pass, plain or speculative."""
+        batch, batch_size = self._batch, len(self._batch.requests)
+        accepted, first = [], None
         if not strategy.is_off and not batch.enter_lanes(self._scheduler):
             self._num_unspeculated += 1
             strategy, reason = OFF, "no memory"
@@ -174,6 +186,7 @@ class Generation:
             kv_capacity_tokens=self._cache.num_pages * self._cache.page_size,
             num_graph_replays=sum(counts.num_replays.values()),
             eager_passes=counts.eager_by_reason(),
+            drafter_refreshes=tuple(self._refreshes),
         )
 
 

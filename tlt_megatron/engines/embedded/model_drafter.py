@@ -87,7 +87,8 @@ class ModelDrafter:
     ) -> DraftTree:
         """Compute the pairs that the drafter has not seen. Then grow a tree from every root.
 
-        `noise_BSV` is None at temperature 0, and on CUDA, where the noise is never written.
+        `noise_BSV` is None at temperature 0, if the drafter proposes only some token ids, and on
+        CUDA, where the noise is never written.
         """
         rows = list(zip(roots.positions, roots.requests, strict=True))
         num_unseen = [position - self._num_seen.get(request, 0) for position, request in rows]
@@ -108,6 +109,7 @@ class ModelDrafter:
             tau_D=tau_D,
             top_p=params.top_p,
             top_k=params.top_k,
+            ids_V=self._model.ids_C,
         )
 
     def _catch_up(self, view: LaneView, positions: Sequence[int], num_unseen: Sequence[int]) -> int:

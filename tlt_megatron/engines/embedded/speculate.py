@@ -38,6 +38,7 @@ from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 from tlt_megatron.types import SamplingParams
@@ -80,6 +81,10 @@ class Speculation:
         self.is_suspended = False
         self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
+        # of all responses, if the drafter proposes only the most frequent token ids
+        self._token_counts: TokenCounts | None = None
+        if draft is not None and draft.ids_C is not None:
+            self._token_counts = TokenCounts(draft.config.vocab_size, len(draft.ids_C))
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -100,30 +105,42 @@ class Speculation:
     def target_changed(self) -> None:
         if self.draft is not None:
             self.draft.mark_stale()
+        if self._token_counts is not None:
+            self._token_counts.fade()
 
     def state_dict(self) -> dict[str, object]:
         """Return the measurements of acceptance and speed as JSON-able values."""
+        counts = self._token_counts
         return {
             "selector": self.selector.state_dict(),
             "calibrator": self.calibrator.state_dict(),
+            "token_counts": None if counts is None else counts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. A selector's state that does not fit is ignored with a warning."""
         self.selector.load_state_dict(state["selector"])
         self.calibrator.load_state_dict(state["calibrator"])
+        saved = state.get("token_counts")  # older checkpoints have none
+        if self._token_counts is not None and saved is not None:
+            self._token_counts.load_state_dict(saved)
 
     def start(
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
     ) -> Speculator:
         """Return a Speculator for one `generate` call. `graphs` runs its passes."""
         self.retriever.start()
+        if self._token_counts is not None:
+            assert self.draft is not None
+            self.draft.draft_from(self._token_counts.most_frequent().to(model.device))
         return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
         """Note a complete response."""
         if any(strategy.num_retrieved for strategy in self.strategies):
             self.retriever.finish(request, token_ids)
+        if self._token_counts is not None:
+            self._token_counts.add(token_ids)
 
 
 class Speculator:
@@ -175,7 +192,10 @@ class Speculator:
         # Roots sampled after a plain pass are not written yet.
         self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
         num_rows = len(roots.requests) * (strategy.depth + 1)
-        is_read = strategy.is_learned or not is_searched(
+        draft = self._speculation.draft
+        is_reduced = draft is not None and draft.ids_C is not None
+        # a tree reads the noise of all token ids, or makes that of its few
+        is_read = (strategy.is_learned and not is_reduced) or not is_searched(
             num_rows, self._model.config.vocab_size, self._cache.device
         )
         if params.temperature > 0.0 and is_read and not roots.seeds_B.is_cuda:
@@ -190,7 +210,7 @@ class Speculator:
         if not strategy.is_learned:
             assert retrieved_BN is not None, strategy
             return self._verify(view, roots, retrieved_chain(retrieved_BN), noise_BSV)
-        tree = self._grow(view, roots, strategy, noise_BSV)
+        tree = self._grow(view, roots, strategy, None if is_reduced else noise_BSV)
         if retrieved_BN is not None:
             tree = graft(tree, retrieved_BN)
         committed = self._verify(view, roots, tree, noise_BSV)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.sglang.noise import ranks_by_noise, settings_of
-from tlt_megatron.speculation.sampling import add_noise, gumbel_noise
+from tlt_megatron.speculation.sampling import add_noise
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -224,12 +224,6 @@ class _Buffers:
         logits_BKV = logits_PV.view(num_rows, topk, -1)
         seeds_B, factor_B = self._seeds_R[:num_rows], self._temperatures_R[:num_rows]
         positions_B = positions_P.view(num_rows, topk)[:, 0]
-        hot_ids = self._worker.hot_token_id  # a pruned draft vocabulary
-        if hot_ids is None:
-            noisy_BKV = add_noise(logits_BKV, seeds_B, positions_B, self._one, factor_B)
-            logits_BKV.copy_(noisy_BKV)
-            return
-        vocab_size = self._worker.target_worker.model_config.vocab_size
-        noise_BV = gumbel_noise(seeds_B, positions_B, vocab_size)[:, hot_ids]
-        noise_BV *= factor_B.unsqueeze(1)
-        logits_BKV += noise_BV.unsqueeze(1).to(logits_PV.dtype)
+        hot_ids = self._worker.hot_token_id  # a pruned draft vocabulary, or None
+        noisy_BKV = add_noise(logits_BKV, seeds_B, positions_B, self._one, factor_B, hot_ids)
+        logits_BKV.copy_(noisy_BKV)

@@ -1,0 +1,142 @@
+"""A drafter that proposes only the most frequent token ids: the tokens stay the policy's, and the ids follow its responses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.graph_passes import recording_device
+from tests.unit.engines.conftest import checksum, engine_over
+from tests.unit.engines.test_speculative_engine import (
+    PARAMS,
+    STRATEGIES,
+    CyclingSelector,
+    prompts,
+    tokens,
+)
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.speculation.token_counts import TokenCounts
+from tlt_megatron.speculation.tree import Ranking
+from tlt_megatron.types import RolloutGroup
+
+NUM_IDS = 20  # of 48
+
+
+def speculate_with(
+    engine: EmbeddedEngine, path: Path, strategy: str = "", ranking: Ranking = Ranking.NOISE
+) -> Speculation:
+    """Let the engine draft with NUM_IDS ids, in every strategy by turns or in a fixed one."""
+    embedding, head = engine.target_tensors()
+    config = make_draft_config(load_model_config(path), "eagle", embedding)
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    draft = DraftInference(model, embedding.dtype, num_ids=NUM_IDS)
+    selector = CyclingSelector(STRATEGIES)
+    if strategy:
+        selector = FixedSelector(OFF if strategy == "off" else SpeculationStrategy.parse(strategy))
+    speculation = Speculation(draft, selector, STRATEGIES, ranking=ranking)
+    engine.set_speculation(speculation)
+    return speculation
+
+
+def ids_of(speculation: Speculation) -> list[int]:
+    assert speculation.draft is not None
+    assert speculation.draft.ids_C is not None
+    return speculation.draft.ids_C.tolist()
+
+
+def answer(engine: EmbeddedEngine) -> list[RolloutGroup]:
+    return engine.generate(prompts(), PARAMS, policy_version=1)
+
+
+def accept_lengths(groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
+    return [r.accept_lengths for g in groups for r in g.rollouts]
+
+
+@pytest.mark.parametrize("device", [None, recording_device()], ids=["eager", "graphs"])
+@pytest.mark.parametrize("ranking", Ranking)
+def test_few_draft_ids_give_the_tokens_of_plain_decoding(
+    ranking: Ranking, device: Device | None, tiny_path: Path
+) -> None:
+    """Chains, trees and grafts by turns; ids chosen anew before the second call, under the captured graphs."""
+    engine = engine_over(tiny_path, device=device, max_batch_size=16, max_new_tokens=64)
+    plain = answer(engine)
+    speculation = speculate_with(engine, tiny_path, ranking=ranking)
+    first, known = answer(engine), ids_of(speculation)
+    second = answer(engine)
+    assert tokens(first) == tokens(second) == tokens(plain)
+    assert known == list(range(NUM_IDS)) != ids_of(speculation)
+    drawn = {token for response in tokens(plain) for token in response}
+    assert not drawn <= set(ids_of(speculation))  # some of the policy's tokens cannot be drafted
+    for groups in (first, second):
+        assert max(max(lengths) for lengths in accept_lengths(groups)) > 1
+
+
+def test_the_head_follows_the_policy_and_is_copied_only_to_draft(tiny_path: Path) -> None:
+    engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
+    speculation = speculate_with(engine, tiny_path, "off")
+    draft = speculation.draft
+    assert draft is not None
+    tensors = [(name, 1.5 * t.double()) for name, t in HfReader(tiny_path).items()]
+    for _ in range(2):
+        engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
+        answer(engine)
+        assert engine.stats().drafter_refreshes == ()
+    speculation = speculate_with(engine, tiny_path, "4_1_4")
+    answer(engine)
+    engine.load_weights(tensors, version=1, checksum=lambda: checksum(tensors))
+    answer(engine)
+    ((start_s, end_s),) = engine.stats().drafter_refreshes
+    assert start_s <= end_s
+    assert speculation.draft is not None
+    hidden = torch.randn(3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    head_VD = dict(tensors)["lm_head.weight"]
+    expected = hidden @ head_VD[ids_of(speculation)].T
+    torch.testing.assert_close(speculation.draft.logits(hidden), expected)
+
+
+def test_a_resumed_engine_drafts_the_same_ids(tiny_path: Path) -> None:
+    engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
+    straight = speculate_with(engine, tiny_path, "3_2_6")
+    for _ in range(2):
+        answer(engine)
+        straight.target_changed()
+    saved = straight.state_dict()
+    expected = answer(engine)
+    resumed = speculate_with(engine, tiny_path, "3_2_6")
+    resumed.load_state_dict(saved)
+    groups = answer(engine)
+    assert ids_of(resumed) == ids_of(straight)
+    assert accept_lengths(groups) == accept_lengths(expected)
+    # a checkpoint without counts, from before or with a whole head
+    resumed.load_state_dict({**saved, "token_counts": None})
+
+
+def test_greedy_decoding_takes_few_draft_ids_too(tiny_path: Path) -> None:
+    engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
+    params = dataclasses.replace(PARAMS, temperature=0.0)
+    plain = engine.generate(prompts(), params, policy_version=1)
+    speculate_with(engine, tiny_path)
+    assert tokens(engine.generate(prompts(), params, policy_version=1)) == tokens(plain)
+
+
+def test_frequent_ids_are_kept_and_old_ones_fade() -> None:
+    counts = TokenCounts(10, 3)
+    assert counts.most_frequent().tolist() == [0, 1, 2]
+    counts.add([7, 7, 7, 9, 9, 4])
+    assert counts.most_frequent().tolist() == [4, 7, 9]
+    counts.fade()
+    assert counts.state_dict() == {"ids": [7, 9], "counts": [2, 1]}
+    assert counts.most_frequent().tolist() == [0, 7, 9]
+    counts.add([5, 5, 5, 8, 8])
+    assert counts.most_frequent().tolist() == [5, 7, 8]
