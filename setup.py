@@ -57,7 +57,7 @@ setup(
     },
     extras_require={
         "dev": ["pytest>=8", "hypothesis", "ruff==0.17.6", "basedpyright==1.40.2", "pre-commit"],
-        "report": ["jinja2>=3.1", "plotly>=6", "matplotlib>=3.8"],
+        "report": ["jinja2>=3.1", "plotly>=6"],
         "wandb": ["wandb"],
         "sglang": ["sglang==0.5.23"],
         # The range of megatron-core 0.16.1. It builds against the torch that is there: --no-build-isolation.

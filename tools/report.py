@@ -1,6 +1,6 @@
-"""Writes a report of a run: one HTML page that needs no network, and a picture.
+"""Writes a report of a run: one HTML page that needs no network.
 
-    python tools/report.py runs/quickstart-20260101-120000 --steps 40-41 --png docs/report.png
+    python tools/report.py runs/quickstart-20260101-120000 --steps 40-41
 
 Reads metrics.jsonl, summary.json, config.yaml, trace.json and speculation.jsonl of the run folder. The page goes to <run
 folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Needs `pip install -e .[report]`.
@@ -15,32 +15,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.run_report.data import read_run
-from tools.run_report.panels import build_panels
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0 written, 2 if a file is absent or broken or a plotting package is absent."""
     options = _parse(arguments)
     out = options.out or options.run_dir / "report.html"
     try:
-        run = read_run(options.run_dir)
-        panels = build_panels(run, options.steps)
+        from tools.run_report.data import read_run
         from tools.run_report.page import write_page
+        from tools.run_report.panels import build_panels
 
-        write_page(run, panels, out)
-        if options.png:
-            from tools.run_report.picture import write_picture
-
-            write_picture(run, panels, options.png)
+        run = read_run(options.run_dir)
+        write_page(run, build_panels(run, options.steps), out)
     except ValueError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(f"report: needs the package {error.name}: pip install -e .[report]", file=sys.stderr)
         return 2
-    for path in filter(None, (out, options.png)):
-        print(f"report: {path} ({path.stat().st_size / 2**20:.1f} MiB)")
+    print(f"report: {out} ({out.stat().st_size / 2**20:.1f} MiB)")
     return 0
 
 
@@ -48,7 +41,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a finished run")
     parser.add_argument("--out", type=Path, help="HTML file; default RUN_DIR/report.html")
-    parser.add_argument("--png", type=Path, help="picture of the panels, too (png, svg, pdf)")
     parser.add_argument(
         "--steps", type=_steps, metavar="A-B", help="of the timeline; default the last two"
     )

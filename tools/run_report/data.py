@@ -1,7 +1,7 @@
 """Reads and checks a run folder for the panels of the report.
 
-Called by tools/report.py. ValueError names a file that is broken, or that is absent although the run's settings enabled it.
-Data that the settings disabled is None, and the page says so in a sentence.
+ValueError names a file that is broken, or that is absent although the run's settings enabled it. Data that the settings
+disabled is None, and the page says so in a sentence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-MAIN_LANE = "MainThread"  # its name in a trace: rank N, in older ones MainThread
 _PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "committed")
 
 
@@ -22,16 +21,27 @@ class Span:
     """A span of trace.json."""
 
     rank: int
-    lane: str
+    thread: str  # "rank 0" is the main one
     name: str  # "VERIFY(6_4_16)"
     start_s: float  # since the first event of the run
     end_s: float
-    args: dict[str, object] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
 
     @property
     def phase(self) -> str:
         """Return the name without the part in brackets: "VERIFY"."""
-        return self.name.split("(")[0]
+        return self.name.partition("(")[0]
+
+    @property
+    def label(self) -> str:
+        """Return what stands in brackets: "6_4_16"."""
+        return self.name.partition("(")[2].removesuffix(")")
+
+    @property
+    def row(self) -> str:
+        """Return the row of the timeline: "rank 0", or "rank 0 · spot" for another thread."""
+        main = f"rank {self.rank}"
+        return main if self.thread == main else f"{main} · {self.thread}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +54,17 @@ class RunData:
     summary: dict[str, object]
     rows: list[dict[str, float | None]]  # metrics by step, ascending; an evaluation is merged in
     spans: list[Span] | None  # None: the run kept no trace
-    passes: list[dict[str, object]] | None  # rows of speculation.jsonl; None: there is none
+    passes: list[dict[str, Any]] | None  # rows of speculation.jsonl; None: there is none
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return steps and values of a metric where it was written; None for a value that was not finite."""
         rows = [row for row in self.rows if name in row]
         return [int(row["step"] or 0) for row in rows], [row[name] for row in rows]
+
+    def names_after(self, prefix: str) -> list[str]:
+        """Return the rests of the names of all metrics that begin with `prefix`, in the order of writing."""
+        names = dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
+        return [name.removeprefix(prefix) for name in names]
 
     def is_on(self, section: str) -> bool:
         """Return whether `section`.enabled is set."""
@@ -62,7 +77,7 @@ def read_run(run_dir: Path) -> RunData:
         raise ValueError(f"{run_dir}: no such run folder")
     config_text = _read_text(run_dir / "config.yaml")
     config = _parse_config(run_dir / "config.yaml", config_text)
-    summary = run_dir / "summary.json"
+    summary, passes = run_dir / "summary.json", run_dir / "speculation.jsonl"
     has_trace = config.get("logging", {}).get("trace", True)
     return RunData(
         name=run_dir.resolve().name,
@@ -71,7 +86,7 @@ def read_run(run_dir: Path) -> RunData:
         summary=_parse_object(f"{summary}", _read_text(summary)),
         rows=_read_metrics(run_dir / "metrics.jsonl"),
         spans=_read_trace(run_dir / "trace.json") if has_trace else None,
-        passes=_read_passes(run_dir / "speculation.jsonl"),
+        passes=_read_passes(passes) if passes.exists() else None,
     )
 
 
@@ -105,7 +120,7 @@ def _parse_object(place: str, text: str) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return objects and their places. A last line without its end is an interrupted write and is left out."""
+    """Return places and objects. A last line without its end is an interrupted write and is left out."""
     lines = _read_text(path).split("\n")[:-1]
     places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
     return [(place, _parse_object(place, line)) for place, line in zip(places, lines, strict=True)]
@@ -126,16 +141,13 @@ def _read_metrics(path: Path) -> list[dict[str, float | None]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _read_passes(path: Path) -> list[dict[str, object]] | None:
-    if not path.exists():
-        return None
-    rows = []
-    for place, row in _read_lines(path):
+def _read_passes(path: Path) -> list[dict[str, Any]]:
+    lines = _read_lines(path)
+    for place, row in lines:
         absent = [name for name in _PASS_FIELDS if name not in row]
         if absent:
             raise ValueError(f"{place}: has no {', '.join(absent)}")
-        rows.append(row)
-    return rows
+    return [row for _, row in lines]
 
 
 def _read_trace(path: Path) -> list[Span]:
@@ -144,25 +156,22 @@ def _read_trace(path: Path) -> list[Span]:
     if not isinstance(events, list):
         raise ValueError(f"{path}: traceEvents must be a list of events")
     try:
-        lanes = {
+        threads = {
             (event["pid"], event["tid"]): event["args"]["name"]
             for event in events
             if event["ph"] == "M" and event["name"] == "thread_name"
         }
-        spans = []
-        for event in events:
-            if event["ph"] == "X":
-                lane = lanes[event["pid"], event["tid"]]
-                spans.append(
-                    Span(
-                        rank=event["pid"],
-                        lane=MAIN_LANE if lane == f"rank {event['pid']}" else lane,
-                        name=event["name"],
-                        start_s=event["ts"] / 1e6,
-                        end_s=(event["ts"] + event["dur"]) / 1e6,
-                        args=event.get("args", {}),
-                    )
-                )
+        return [
+            Span(
+                rank=event["pid"],
+                thread=threads[event["pid"], event["tid"]],
+                name=event["name"],
+                start_s=event["ts"] / 1e6,
+                end_s=(event["ts"] + event["dur"]) / 1e6,
+                args=event.get("args", {}),
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: an event lacks {error}; not a trace of a run") from None
-    return spans

@@ -1,68 +1,34 @@
 """Writes the report as one HTML file that loads nothing else: Jinja2 for the page, Plotly (inlined) for the figures.
 
-Called by tools/report.py with the panels. Figures are plain JSON in the page (`figure-<key>`), so every number can be read
-there.
+Figures are plain JSON in the page (`figure-<key>`), so every number can be read there. Every number of summary.json is a card
+at the top; known keys get a better name.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import plotly.offline
 
 from tools.run_report.data import RunData
-from tools.run_report.figures import (
-    Absent,
-    HeatMap,
-    Lanes,
-    Lines,
-    Panel,
-    Series,
-    StackedBars,
-    percent,
-)
-from tools.run_report.headline import facts, headline
-from tools.run_report.palette import (
-    AXIS,
-    BLACK,
-    GRID,
-    INK,
-    ON_DARK,
-    SHARES,
-    by_legend_entry,
-    phase_of,
-    text_on,
-)
+from tools.run_report.figure import ON_DARK, Absent, Panel
 
-Json = dict[str, Any]
-
-_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-_FONT = {"family": _FAMILY, "size": 13, "color": INK}
-_AXIS = {
-    "showline": True,
-    "linecolor": AXIS,
-    "gridcolor": GRID,
-    "zeroline": False,
-    "ticks": "outside",
-    "tickcolor": AXIS,
-    "automargin": True,
-}
-_LANE_HEIGHT = 46
-_OWN_HEIGHT: Json = {"automargin": "height"}  # labels must not narrow a wide panel
-_WIDE_MARGIN = {"l": 110, "r": 24, "t": 8, "b": 10}  # equal margins, so that time axes line up
-_MODES: dict[str, tuple[str, Json]] = {  # of Plotly, and the style of the line
-    "lines": ("lines", {}),
-    "dots": ("lines+markers", {}),
-    "marks": ("markers", {}),
-    "dashed": ("lines", {"dash": "dash"}),
-    "steps": ("lines", {"shape": "hv"}),
+_NAMES = {
+    "eval_accuracy_first": "held-out accuracy, first",
+    "eval_accuracy_last": "held-out accuracy, last",
+    "num_steps": "RL steps",
+    "step_time_s_median": "step time, median",
+    "rollout_tokens_per_s": "rollout speed",
+    "seconds_total": "whole run",
+    "memory_peak_gb": "memory, peak",
+    "memory_planned_gb": "memory, planned",
 }
 
 
-def write_page(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
+def write_page(run: RunData, panels: Sequence[Panel | Absent], out: Path) -> None:
     """Write the page of `run` to `out`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -73,10 +39,10 @@ def write_page(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
     )
     page = environment.get_template("page.html.j2").render(
         name=run.name,
-        headline=headline(run.summary),
-        facts=facts(run),
+        headline=_headline(run.summary),
+        facts=_facts(run),
         panels=[
-            {"panel": panel, "figure": _script_json(figure(panel))}
+            {"panel": panel, "figure": _script_json(panel)}
             for panel in panels
             if isinstance(panel, Panel)
         ],
@@ -89,128 +55,52 @@ def write_page(run: RunData, panels: list[Panel | Absent], out: Path) -> None:
     out.write_text(page, encoding="utf-8")
 
 
-def figure(panel: Panel) -> Json:
-    """Return the panel as Plotly's data and layout."""
-    layout: Json = {
-        "font": _FONT,
-        "margin": {"l": 10, "r": 10, "t": 8, "b": 10},
-        "height": 330,
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"font": {"family": _FAMILY}},
-        "xaxis": _AXIS | {"title": {"text": panel.x_label, "standoff": 8}},
-        "yaxis": _AXIS | {"title": {"text": panel.y_label, "standoff": 10}, "rangemode": "tozero"},
-        "showlegend": False,  # the page has a legend that wraps, below the plot
-    }
-    content = panel.content
-    if isinstance(content, Lanes):
-        data = _lanes(content, layout)
-    elif isinstance(content, HeatMap):
-        data = _heat_map(content, layout)
-    elif isinstance(content, StackedBars):
-        data = [
-            {"type": "bar", "name": s.name, "x": list(s.x), "y": list(s.y), "marker": {"color": s.color}}
-            for s in content.series
-        ]  # fmt: skip
-        if content.marks is not None:
-            data.append(_curve(content.marks))
-        layout |= {"barmode": "stack", "bargap": 0.15, "hovermode": "x unified"}
-    else:
-        data = _curves(content, layout)
-    return {"data": data, "layout": layout}
-
-
-def _curves(content: Lines, layout: Json) -> list[Json]:
-    layout["hovermode"] = "x unified"
-    if content.x_range is not None:  # a wide panel shares the axis of the timeline
-        layout |= {"margin": _WIDE_MARGIN, "height": 240}
-        layout["xaxis"] |= {"range": [*content.x_range]} | _OWN_HEIGHT
-    if content.y_range is not None:
-        layout["yaxis"]["range"] = list(content.y_range)
-    if content.is_log:
-        layout["yaxis"] |= {"type": "log", "tickvals": content.log_ticks, "tickformat": ","}
-    return [_curve(series) for series in content.series]
-
-
-def _curve(series: Series) -> Json:
-    mode, style = _MODES[series.mode]
-    symbol = {"symbol": "diamond"} if mode == "markers" else {}
-    return {
-        "type": "scatter",
-        "mode": mode,
-        "name": series.name,
-        "x": list(series.x),
-        "y": list(series.y),
-        "line": {"color": series.color, "width": 2, **style},
-        "marker": {"color": series.color, "size": 7, **symbol},
-    }
-
-
-def _heat_map(content: HeatMap, layout: Json) -> list[Json]:
-    scale = [[i / (len(SHARES) - 1), color] for i, color in enumerate(SHARES)]
-    layout["hovermode"] = "closest"
-    for axis in ("xaxis", "yaxis"):
-        layout[axis]["type"] = "category"
-    return [
-        {
-            "type": "heatmap",
-            "x": list(content.columns),
-            "y": list(content.rows),
-            "z": [list(row) for row in content.shares],
-            "customdata": [list(row) for row in content.details],
-            "text": [[percent(share) for share in row] for row in content.shares],
-            "texttemplate": "%{text}",
-            "hovertemplate": "%{y} at %{x} requests: %{z:.1%}<br>%{customdata}<extra></extra>",
-            "colorscale": scale,
-            "zmin": 0,
-            "zmax": 1,
-            "xgap": 2,
-            "ygap": 2,
-            "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
-        }
-    ]
-
-
-def _lanes(content: Lanes, layout: Json) -> list[Json]:
-    names = content.names
-    data: list[Json] = []
-    for label, segments in by_legend_entry(content.segments).items():
-        color = phase_of(segments[0].phase)[1]
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": label,
-                "y": [s.lane for s in segments],
-                "base": [s.start_s for s in segments],
-                "x": [s.end_s - s.start_s for s in segments],
-                "text": [content.label_of(s) for s in segments],
-                "customdata": [s.detail for s in segments],
-                "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
-                "marker": {"color": color, "line": {"width": 0}},
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "textangle": 0,
-                "insidetextfont": {"color": text_on(color)},
-                "constraintext": "none",
-            }
-        )
-    line: Json = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
-    line["line"] = {"color": BLACK, "width": 1, "dash": "dot"}
-    starts = [start for start in content.window.step_starts.values() if start > 0]
-    layout |= {
-        "barmode": "overlay",
-        "bargap": 0.25,
-        "hovermode": "closest",
-        "height": 120 + _LANE_HEIGHT * len(names),
-        "margin": _WIDE_MARGIN,
-        "shapes": [line | {"x0": start, "x1": start} for start in starts],
-    }
-    layout["xaxis"] |= {"range": [0, content.width_s]} | _OWN_HEIGHT
-    layout["yaxis"] |= {"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False}
-    return data
-
-
-def _script_json(value: Json) -> str:
+def _script_json(panel: Panel) -> str:
     """Return JSON that cannot end the script element around it."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps({"data": panel.data, "layout": panel.layout}, allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _headline(summary: dict[str, object]) -> list[dict[str, object]]:
+    """Return the numbers of summary.json, in its order."""
+    return [
+        {"key": key, "name": _NAMES.get(key, _words(key)), "value": value, "text": _text(key, value)}
+        for key, value in summary.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]  # fmt: skip
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ").removesuffix(" s").removesuffix(" ms")
+
+
+def _text(key: str, value: float) -> str:
+    """Return the number with its unit."""
+    number = f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+    if key.endswith("_gb"):
+        return f"{number} GB"
+    if "tokens_per_s" in key:
+        return f"{number} tokens/s"
+    if key.endswith("_ms") or "_ms_" in key:
+        return f"{number} ms"
+    if key.endswith("_s") or "_s_" in key or key.startswith("seconds"):
+        return f"{number} s"
+    return number
+
+
+def _facts(run: RunData) -> str:
+    """Return model, ranks and settings in one line."""
+    rollout = run.config.get("rollout", {})
+    parts = [Path(str(run.config.get("model", {}).get("path"))).name]
+    if run.spans:
+        num_ranks = len({span.rank for span in run.spans})
+        parts.append(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    parts.append(f"{rollout.get('engine')} engine, {rollout.get('dtype')}")
+    parts.append(
+        f"{rollout.get('num_prompts')} prompts × {rollout.get('num_samples')} responses a step,"
+        f" at most {rollout.get('max_new_tokens')} tokens"
+    )
+    is_on = run.is_on("speculation")
+    parts.append(f"speculation: {run.config['speculation'].get('selector') if is_on else 'off'}")
+    parts.append(f"spot training: {'on' if run.is_on('spot') else 'off'}")
+    return " · ".join(parts)

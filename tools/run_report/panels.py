@@ -1,42 +1,80 @@
-"""The panels of the report: numbers of a run folder, with titles and colours.
+"""The panels of the report: one function for each figure, from the numbers of a run folder.
 
-tools/report.py calls `build_panels`. If a run did not do something, its panel is an `Absent` with a sentence.
+If a run did not do something, its panel is an `Absent` with a sentence.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
-from tools.run_report.data import RunData
-from tools.run_report.figures import (
-    Absent,
-    HeatMap,
-    Lanes,
-    Lines,
-    Panel,
-    Series,
-    StackedBars,
-)
-from tools.run_report.lanes import (
-    choose_window,
-    outside_evaluations,
-    running_requests,
-    segments_of,
-)
-from tools.run_report.palette import (
+from plotly.colors import sample_colorscale
+
+from tools.run_report.data import RunData, Span
+from tools.run_report.figure import (
     BLACK,
     BLUE,
+    BROWN,
     GREEN,
     GREY,
     ORANGE,
+    OTHER,
+    PALE,
     PURPLE,
-    RANK_COLORS,
+    RANKS,
+    SHARES,
+    SKY,
     VERMILLION,
-    depth_color,
-    timing_color,
+    VIOLET,
+    YELLOW,
+    Absent,
+    Json,
+    Panel,
+    make_bars,
+    make_curve,
+    make_layout,
 )
+from tools.run_report.timeline import (
+    bars_of,
+    choose_window,
+    running_requests,
+    spans_in,
+)
+
+DOTS = "lines+markers"
+_PHASES = {  # of the timeline, in the order of its legend
+    "DECODE": SKY,
+    "VERIFY": BLUE,
+    "ROLLOUT": PALE,
+    "IDLE / WAIT": GREY,
+    "DRAFT-TRAIN": ORANGE,
+    "PREEMPT": VERMILLION,
+    "REWARD": PURPLE,
+    "LOGPROB": YELLOW,
+    "UPDATE": GREEN,
+    "SYNC": BLACK,
+    "EVAL": VIOLET,
+    "CHECKPOINT": BROWN,
+}
+_TIMINGS = {  # timing_s/*: name, colour
+    "gen": ("rollout", SKY),
+    "reward": ("rewards", PURPLE),
+    "old_log_prob": ("log-probs", YELLOW),
+    "ref": ("reference log-probs", "#B8AE2F"),
+    "update_actor": ("update", GREEN),
+    "update_weights": ("weight sync", BLACK),
+    "publish_drafter": ("publish drafter", OTHER),
+    "save_checkpoint": ("checkpoint", BROWN),
+    "testing": ("evaluation", VIOLET),
+}
+_NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
+_DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
+_BAR_HEIGHT = 46
+# Margins of wide panels are equal, so that time axes line up. Labels of an axis must not make the plot narrower.
+_WIDE = {"margin": {"l": 110, "r": 24, "t": 8, "b": 10}}
+_STACKED = {"barmode": "stack", "bargap": 0.15}
 
 
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
@@ -47,156 +85,208 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
         _strategies(run),
         _bubble(run),
         _step_time(run),
-        _drafter_loss(run),
+        _over_steps(
+            run,
+            "drafter_loss",
+            ("Drafter loss", "loss (nats)"),
+            [("loss", "drafter/loss", ORANGE, DOTS)],
+            note="Mean over the drafter's updates in that step's idle time.",
+            absent=_reason(run, "spot", "drafter/loss"),
+        ),
         _accept_length(run),
-        _curves(
+        _over_steps(
             run,
             "rewards",
-            "Rewards",
-            "reward",
-            ("mean reward in training", "critic/rewards/mean", BLUE, "lines"),
-            ("held-out accuracy", "eval/accuracy", VERMILLION, "dots"),
+            ("Rewards", "reward"),
+            [
+                ("mean reward in training", "critic/rewards/mean", BLUE, "lines"),
+                ("held-out accuracy", "eval/accuracy", VERMILLION, DOTS),
+            ],
         ),
-        _curves(
+        _over_steps(
             run,
             "lengths",
-            "Response length",
-            "tokens (log scale)",
-            ("longest", "response_length/max", PURPLE, "lines"),
-            ("mean", "response_length/mean", BLUE, "lines"),
-            ("median", "response_length/median", GREEN, "lines"),
-            is_log=True,
+            ("Response length", "tokens (log scale)"),
+            [
+                ("longest", "response_length/max", PURPLE, "lines"),
+                ("mean", "response_length/mean", BLUE, "lines"),
+                ("median", "response_length/median", GREEN, "lines"),
+            ],
+            y={"type": "log", "dtick": "D2", "tickformat": ","},
         ),
     ]
 
 
-def _curves(
-    run: RunData,
-    key: str,
-    title: str,
-    y_label: str,
-    *curves: tuple[str, str, str, str],
-    note: str = "",
-    absent: str = "",
-    is_log: bool = False,
-) -> Panel | Absent:
-    """Return a panel over RL steps of those `curves` (name, metric, colour, mode) that the run wrote."""
-    series = []
-    for name, metric, color, mode in curves:
-        x, y = run.series(metric)
-        if x:
-            series.append(Series(name=name, color=color, x=x, y=y, mode=mode))
-    if not series:
-        return Absent(title=title, sentence=absent or f"The run wrote no {curves[0][1]}.")
-    content = Lines(series=tuple(series), is_log=is_log)
-    return Panel(
-        key=key, title=title, note=note, x_label="RL step", y_label=y_label, content=content
-    )
-
-
-def _absent(run: RunData, title: str, section: str, files: str) -> Absent:
+def _reason(run: RunData, section: str, files: str) -> str:
     """Say that `section` was off, or else that the run did not write `files`."""
     name = "Speculation" if section == "speculation" else "Spot training"
     is_off = f"{name} was off ({section}.enabled=false)."
-    return Absent(
-        title=title, sentence=f"The run wrote no {files}." if run.is_on(section) else is_off
-    )
+    return f"The run wrote no {files}." if run.is_on(section) else is_off
+
+
+def _over_steps(
+    run: RunData,
+    key: str,
+    labels: tuple[str, str],
+    curves: Sequence[tuple[str, str, str, str]],
+    *,
+    note: str = "",
+    absent: str = "",
+    y: Json | None = None,
+) -> Panel | Absent:
+    """Return a panel over RL steps of those `curves` (name, metric, colour, mode) that the run wrote.
+
+    `labels` are the title and the name of the y axis.
+    """
+    title, y_label = labels
+    found = [(name, color, run.series(metric), mode) for name, metric, color, mode in curves]
+    data = [make_curve(*curve) for curve in found if curve[2][0]]
+    if not data:
+        return Absent(title=title, sentence=absent or f"The run wrote no {curves[0][1]}.")
+    layout = make_layout("RL step", y_label, y=y)
+    return Panel(key=key, title=title, note=note, data=data, layout=layout)
 
 
 def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
     if run.spans is None:
         return [Absent(title="Timeline", sentence="The run kept no trace (logging.trace=false).")]
-    spans = outside_evaluations(run.spans)
-    window = choose_window(spans, steps)
-    time_label = f"seconds since the start of step {min(window.step_starts)}"
-    panels: list[Panel | Absent] = [
-        Panel(
-            key="timeline",
-            title=f"What every rank did in {window.title}",
-            note="Innermost span at any time; point at a bar for batch size, strategy and reason. A step ends when the engines"
-            " hold its policy, so an evaluation is drawn at the start of the next one.",
-            x_label=time_label,
-            y_label="",
-            content=Lanes(
-                segments=tuple(segments_of(spans, window)),
-                window=window,
-            ),
-            is_wide=True,
-        )
-    ]
-    series = tuple(
-        Series(
-            name=f"rank {rank}",
-            color=RANK_COLORS[rank % len(RANK_COLORS)],
-            x=times,
-            y=sizes,
-            mode="steps",
-        )
-        for rank, (times, sizes) in running_requests(spans, window).items()
+    window = choose_window(run.spans, steps)
+    spans = spans_in(run.spans, window)
+    x_label = f"seconds since the start of step {min(window.step_starts)}"
+    x = {"range": [0, window.width_s], "automargin": "height"}
+    bars = bars_of(spans, window)
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
+    line["line"] = {"color": BLACK, "width": 1, "dash": "dot"}
+    starts = [start for start in window.step_starts.values() if start > 0]
+    timeline = Panel(
+        key="timeline",
+        title=f"What every rank did in {window.title}",
+        note="Innermost span at any time; point at a bar for batch size, strategy and reason. A step ends when the engines"
+        " hold its policy, so an evaluation is drawn at the start of the next one.",
+        data=_bars_by_phase(bars),
+        layout=make_layout(
+            x_label,
+            "",
+            x=x,
+            y={"categoryorder": "array", "categoryarray": rows[::-1], "showgrid": False},
+            barmode="overlay",
+            bargap=0.25,
+            hovermode="closest",
+            height=120 + _BAR_HEIGHT * len(rows),
+            shapes=[line | {"x0": start, "x1": start} for start in starts],
+            uniformtext={"mode": "hide", "minsize": 12},  # a bar too narrow for its label has none
+            **_WIDE,
+        ),
+        is_wide=True,
     )
-    if series:
-        panels.append(
-            Panel(
-                key="running",
-                title="The long tail: requests still decoding",
-                note="Size of each rank's batch, on the time axis of the timeline.",
-                x_label=time_label,
-                y_label="requests",
-                content=Lines(series=series, x_range=(0.0, window.end_s - window.start_s)),
-                is_wide=True,
-            )
-        )
-    return panels
+    curves = [
+        make_curve(f"rank {rank}", RANKS[rank % len(RANKS)], points, shape="hv")
+        for rank, points in running_requests(spans, window).items()
+    ]
+    running = Panel(
+        key="running",
+        title="The long tail: requests still decoding",
+        note="Size of each rank's batch, on the time axis of the timeline.",
+        data=curves,
+        layout=make_layout(x_label, "requests", x=x, height=240, **_WIDE),
+        is_wide=True,
+    )
+    return [timeline, running] if curves else [timeline]
+
+
+def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
+    """Return the bars of each entry of the legend; unknown phases come last."""
+    found: dict[str, list[Span]] = {label: [] for label in _PHASES}
+    for bar in sorted(bars, key=lambda bar: bar.phase):
+        label = "IDLE / WAIT" if bar.phase in ("IDLE", "WAIT") else bar.phase
+        found.setdefault(label, []).append(bar)
+    return [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "y": [bar.row for bar in of_label],
+            "base": [bar.start_s for bar in of_label],
+            "x": [bar.end_s - bar.start_s for bar in of_label],
+            "text": [bar.label for bar in of_label],
+            "customdata": [_detail(bar) for bar in of_label],
+            "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
+            "marker": {"color": _PHASES.get(label, OTHER), "line": {"width": 0}},
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "constraintext": "inside",
+        }
+        for label, of_label in found.items()
+        if of_label
+    ]
+
+
+def _detail(bar: Span) -> str:
+    detail = ", ".join(f"{name} {value}" for name, value in bar.args.items())
+    return f"{bar.name}: {detail}" if detail else bar.name
 
 
 def _acceptance(run: RunData) -> Panel | Absent:
     title, prefix = "Accepted tokens by depth", "rollout/spec_accepted_at/"
-    names = {name for row in run.rows for name in row if name.startswith(prefix)}
-    depths = sorted(int(name.removeprefix(prefix)) for name in names)
+    depths = sorted(map(int, run.names_after(prefix)))
     if not depths:
-        return _absent(run, title, "speculation", f"{prefix}*")
-    series = []
-    for depth in depths:
-        x, y = run.series(f"{prefix}{depth}")
-        series.append(Series(name=f"≥ {depth}", color=depth_color(depth, max(depths)), x=x, y=y))
+        return Absent(title=title, sentence=_reason(run, "speculation", f"{prefix}*"))
+    places = [(depth - 1) / max(depths[-1] - 1, 1) for depth in depths]
+    colors = sample_colorscale(list(_DEPTHS), places)
     return Panel(
         key="acceptance",
         title=title,
         note="Share of verify passes that accepted at least so many drafted tokens.",
-        x_label="RL step",
-        y_label="share of verify passes",
-        content=Lines(series=tuple(series), y_range=(0.0, 1.02)),
+        data=[
+            make_curve(f"≥ {depth}", color, run.series(f"{prefix}{depth}"))
+            for depth, color in zip(depths, colors, strict=True)
+        ],
+        layout=make_layout("RL step", "share of verify passes", y={"range": [0, 1.02]}),
     )
 
 
 def _strategies(run: RunData) -> Panel | Absent:
     title = "Strategy by batch size: share of passes"
     if not run.passes:
-        return _absent(run, title, "speculation", "speculation.jsonl")
-    cells: dict[tuple[str, int], list[dict[str, object]]] = {}
-    totals: dict[int, int] = {}
-    for row in run.passes:
-        bucket = (_int(row["batch_size"]) - 1).bit_length()  # 1, 2, 3-4, 5-8, ...
-        cells.setdefault((str(row["strategy"]), bucket), []).append(row)
-        totals[bucket] = totals.get(bucket, 0) + _int(row["passes"])
-    strategies = sorted({strategy for strategy, _ in cells}, key=_strategy_order)
-    buckets = sorted(totals)
-    by_strategy = [[cells.get((s, bucket), []) for bucket in buckets] for s in strategies]
+        return Absent(title=title, sentence=_reason(run, "speculation", "speculation.jsonl"))
+
+    def cell_of(row: dict[str, Any]) -> tuple[int, str]:
+        return (row["batch_size"] - 1).bit_length(), row["strategy"]  # 1, 2, 3-4, 5-8, ...
+
+    ordered = sorted(run.passes, key=cell_of)
+    cells = {cell: list(rows) for cell, rows in groupby(ordered, key=cell_of)}
+    buckets = sorted({bucket for bucket, _ in cells})
+    strategies = sorted({strategy for _, strategy in cells}, key=_strategy_order)
+    grid = [[cells.get((bucket, strategy), []) for bucket in buckets] for strategy in strategies]
+    counts = [[sum(row["passes"] for row in rows) for rows in of] for of in grid]
+    totals = [sum(of_bucket) for of_bucket in zip(*counts, strict=True)]
+    shares = [[n / total for n, total in zip(of, totals, strict=True)] for of in counts]
+    heat_map = {
+        "type": "heatmap",
+        "x": [_bucket_name(bucket) for bucket in buckets],
+        "y": strategies,
+        "z": shares,
+        "customdata": [[_cell_detail(rows) for rows in of] for of in grid],
+        "text": [[_percent(share) for share in of] for of in shares],
+        "texttemplate": "%{text}",
+        "hovertemplate": "%{y} at %{x} requests: %{z:.1%}<br>%{customdata}<extra></extra>",
+        "colorscale": [[i / (len(SHARES) - 1), color] for i, color in enumerate(SHARES)],
+        "zmin": 0,
+        "zmax": 1,
+        "xgap": 2,
+        "ygap": 2,
+        "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
+    }
+    is_category = {"type": "category"}
+    labels = ("running requests on the rank", "strategy (steps_topk_tokens)")
     return Panel(
         key="strategies",
         title=title,
         note="Of the passes at that batch size, all steps and ranks; off is plain decoding.",
-        x_label="running requests on the rank",
-        y_label="strategy (steps_topk_tokens)",
-        content=HeatMap(
-            columns=tuple(_bucket_name(bucket) for bucket in buckets),
-            rows=tuple(strategies),
-            shares=tuple(
-                tuple(_num_passes(rows) / totals[b] for rows, b in zip(of, buckets, strict=True))
-                for of in by_strategy
-            ),
-            details=tuple(tuple(map(_cell_detail, of)) for of in by_strategy),
-        ),
+        data=[heat_map],
+        layout=make_layout(*labels, x=is_category, y=is_category, hovermode="closest"),
     )
 
 
@@ -209,22 +299,20 @@ def _bucket_name(bucket: int) -> str:
     return f"{high}" if bucket < 2 else f"{low}–{high}"
 
 
-def _cell_detail(rows: Sequence[dict[str, object]]) -> str:
+def _percent(share: float) -> str:
+    if not share:
+        return ""
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
+
+
+def _cell_detail(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return "never"
-    requests = sum(_int(row["passes"]) * _int(row["batch_size"]) for row in rows)
-    committed = sum(_int(row["committed"]) for row in rows)
-    seconds = sum(float(str(row["seconds"])) for row in rows)
+    num_passes = sum(row["passes"] for row in rows)
+    requests = sum(row["passes"] * row["batch_size"] for row in rows)
+    committed, seconds = (sum(row[name] for row in rows) for name in ("committed", "seconds"))
     speed = f", {committed / seconds:,.0f} tokens/s" if seconds > 0 else ""
-    return f"{_num_passes(rows):,} passes, {committed / requests:.2f} tokens per pass and request{speed}"
-
-
-def _num_passes(rows: Sequence[dict[str, object]]) -> int:
-    return sum(_int(row["passes"]) for row in rows)
-
-
-def _int(value: object) -> int:
-    return int(str(value))
+    return f"{num_passes:,} passes, {committed / requests:.2f} tokens per pass and request{speed}"
 
 
 def _bubble(run: RunData) -> Panel | Absent:
@@ -232,108 +320,67 @@ def _bubble(run: RunData) -> Panel | Absent:
     steps, idle = run.series("bubble/idle_s")
     if not steps:
         return Absent(title=title, sentence="The run wrote no bubble/idle_s.")
-    used = dict(zip(*run.series("bubble/used_s"), strict=True))
-    stall = dict(zip(*run.series("bubble/stall_s"), strict=True))
+    used, stall = (
+        dict(zip(*run.series(f"bubble/{name}"), strict=True)) for name in ("used_s", "stall_s")
+    )
     unused = [
         None if whole is None else whole - (used.get(step) or 0.0)
         for step, whole in zip(steps, idle, strict=True)
     ]
-    series = [Series(name="idle, unused", color=GREY, x=steps, y=unused)]
+    data = [make_bars("idle, unused", GREY, (steps, unused))]
     note = "Rank-seconds between a rank's last response and the last of all ranks"
     if used:
-        training, held_up = ([values.get(s) for s in steps] for values in (used, stall))
-        series = [
-            Series(name="used: drafter training", color=ORANGE, x=steps, y=training),
-            *series,
-            Series(name="stall: held up", color=VERMILLION, x=steps, y=held_up),
+        training, held_up = ((steps, [values.get(s) for s in steps]) for values in (used, stall))
+        data = [
+            make_bars("used: drafter training", ORANGE, training),
+            *data,
+            make_bars("stall: held up", VERMILLION, held_up),
         ]
     note += "; stall: held up by drafter work, on top." if used else ". Spot training was off."
-    return Panel(
-        key="bubble",
-        title=title,
-        note=note,
-        x_label="RL step",
-        y_label="rank-seconds per step",
-        content=StackedBars(series=tuple(series)),
-    )
+    layout = make_layout("RL step", "rank-seconds per step", **_STACKED)
+    return Panel(key="bubble", title=title, note=note, data=data, layout=layout)
 
 
 def _step_time(run: RunData) -> Panel | Absent:
     title = "Step time by phase"
-    written = {name for row in run.rows for name in row if name.startswith("timing_s/")}
-    phases = {name.removeprefix("timing_s/") for name in written} - _NOT_STACKED
-    if not phases:
+    written = set(run.names_after("timing_s/")) - _NOT_STACKED
+    if not written:
         return Absent(title=title, sentence="The run wrote no timing_s/*.")
-    known = [phase for phase in _TIMING_LABELS if phase in phases]
-    series = []
-    for phase in [*known, *sorted(phases - set(known))]:
-        x, y = run.series(f"timing_s/{phase}")
-        label = _TIMING_LABELS.get(phase, phase)
-        series.append(Series(name=label, color=timing_color(phase), x=x, y=y))
-    x, y = run.series("timing_s/step")
+    known = [phase for phase in _TIMINGS if phase in written]
+    data = [
+        make_bars(*_TIMINGS.get(phase, (phase, OTHER)), run.series(f"timing_s/{phase}"))
+        for phase in [*known, *sorted(written - set(known))]
+    ]
     return Panel(
         key="step_time",
         title=title,
         note="Each phase on its slowest rank; waiting for the slowest rollout is a part of that rollout.",
-        x_label="RL step",
-        y_label="seconds",
-        content=StackedBars(
-            series=tuple(series),
-            marks=Series(name="whole step", color=BLACK, x=x, y=y, mode="marks"),
-        ),
-    )
-
-
-_TIMING_LABELS = {
-    "gen": "rollout",
-    "reward": "rewards",
-    "old_log_prob": "log-probs",
-    "ref": "reference log-probs",
-    "update_actor": "update",
-    "update_weights": "weight sync",
-    "publish_drafter": "publish drafter",
-    "save_checkpoint": "checkpoint",
-    "testing": "evaluation",
-}
-_NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
-
-
-def _drafter_loss(run: RunData) -> Panel | Absent:
-    title = "Drafter loss"
-    return _curves(
-        run,
-        "drafter_loss",
-        title,
-        "loss (nats)",
-        ("loss", "drafter/loss", ORANGE, "dots"),
-        note="Mean over the drafter's updates in that step's idle time.",
-        absent=_absent(run, title, "spot", "drafter/loss").sentence,
+        data=[*data, make_curve("whole step", BLACK, run.series("timing_s/step"), "markers")],
+        layout=make_layout("RL step", "seconds", **_STACKED),
     )
 
 
 def _accept_length(run: RunData) -> Panel | Absent:
-    panel = _curves(
+    metric = "rollout/spec_accept_length"
+    panel = _over_steps(
         run,
         "accept_length",
-        "Accept length",
-        "tokens per verify pass",
-        ("in rollouts", "rollout/spec_accept_length", BLUE, "dots"),
-        ("drafter in training", "drafter/accept_length", ORANGE, "dashed"),
-        ("drafter on held-out data", "drafter/holdout_accept_length/published", GREEN, "dashed"),
+        ("Accept length", "tokens per verify pass"),
+        [("in rollouts", metric, BLUE, DOTS)],
         note="Tokens out for each request and verify pass, the bonus token included.",
-        absent="Nothing was drafted: no rollout/spec_accept_length.",
+        absent=f"Nothing was drafted: no {metric}.",
     )
-    alarms = {step for step, value in zip(*run.series("drafter/alarm"), strict=True) if value}
-    if isinstance(panel, Absent) or not alarms:
+    if isinstance(panel, Absent):
         return panel
-    assert isinstance(panel.content, Lines)
-    first, *_ = series = panel.content.series
-    points = [point for point in zip(first.x, first.y, strict=True) if point[0] in alarms]
-    marks = Series(
-        name="drafter alarm",
-        color=VERMILLION,
-        x=[x for x, _ in points],
-        y=[y for _, y in points],
-        mode="marks",
-    )
-    return replace(panel, content=Lines(series=(*series, marks)))
+    for name, color, of in (
+        ("drafter in training", ORANGE, "drafter/accept_length"),
+        ("drafter on held-out data", GREEN, "drafter/holdout_accept_length/published"),
+    ):
+        if run.series(of)[0]:
+            panel.data.append(make_curve(name, color, run.series(of), dash="dash"))
+    alarms = {step for step, value in zip(*run.series("drafter/alarm"), strict=True) if value}
+    points = [point for point in zip(*run.series(metric), strict=True) if point[0] in alarms]
+    if points:
+        x, y = zip(*points, strict=True)
+        panel.data.append(make_curve("drafter alarm", VERMILLION, (x, y), "markers"))
+    return panel

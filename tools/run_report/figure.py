@@ -1,0 +1,103 @@
+"""What all figures of the report share, as Plotly's JSON: colours, axes, curves and bars.
+
+The colours come from the palette of Okabe and Ito (2008, "Color Universal Design"), which works for all kinds of colour vision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+PALE, GREY, OTHER, VIOLET, BROWN = "#CFE8F8", "#C8CCD0", "#8A8F98", "#6A51A3", "#7B4B2A"
+RANKS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
+AXIS, GRID, INK = "#8A8F98", "#E6E8EB", "#1B1F24"
+SHARES = ("#FFFFFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")  # from none to all
+# What replaces a colour of the light page on a dark one.
+ON_DARK = {
+    **{BLACK: "#E6E9ED", INK: "#E6E9ED", GRID: "#2B323A", PALE: "#3F5566", GREY: "#5B636D"},
+    BLUE: "#2E8FD0",
+    **dict(zip(SHARES, ("#14181D", "#16324D", "#1F5688", "#4292C6", "#9ECAE1"), strict=True)),
+}
+_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_AXIS = {
+    "showline": True,
+    "linecolor": AXIS,
+    "gridcolor": GRID,
+    "zeroline": False,
+    "ticks": "outside",
+    "tickcolor": AXIS,
+    "automargin": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One figure with its text."""
+
+    key: str
+    title: str
+    note: str = ""  # how to read it
+    data: list[Json]
+    layout: Json
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """The reason why a figure is missing."""
+
+    title: str
+    sentence: str
+
+
+def make_layout(
+    x_label: str, y_label: str, *, x: Json | None = None, y: Json | None = None, **settings: object
+) -> Json:
+    """Return Plotly's layout with these `settings`; `x` and `y` are settings of an axis."""
+    return {
+        "font": {"family": _FAMILY, "size": 13, "color": INK},
+        "margin": {"l": 10, "r": 10, "t": 8, "b": 10},
+        "height": 330,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hoverlabel": {"font": {"family": _FAMILY}},
+        "hovermode": "x unified",
+        "showlegend": False,  # the page has a legend that wraps, below the plot
+        "xaxis": _AXIS | {"title": {"text": x_label, "standoff": 8}} | (x or {}),
+        "yaxis": _AXIS
+        | {"title": {"text": y_label, "standoff": 10}, "rangemode": "tozero"}
+        | (y or {}),
+        **settings,
+    }
+
+
+def make_curve(
+    name: str,
+    color: str,
+    points: tuple[Sequence[float], Sequence[float | None]],
+    mode: str = "lines",
+    **line: str,
+) -> Json:
+    """Return a curve or marks; `mode` is Plotly's, `line` are settings of the line."""
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "x": points[0],
+        "y": points[1],
+        "line": {"color": color, "width": 2, **line},
+        "marker": {"color": color, "size": 7, "symbol": "diamond" if mode == "markers" else "circle"},
+    }  # fmt: skip
+
+
+def make_bars(
+    name: str, color: str, points: tuple[Sequence[float], Sequence[float | None]]
+) -> Json:
+    """Return a layer of stacked bars."""
+    x, y = points
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color}}
