@@ -1,9 +1,9 @@
-"""Writes a drafter in the format of SGLang or vLLM, and checks that it loads as the same drafter.
+"""Writes a drafter in the format of SGLang or vLLM, and checks what was written.
 
     python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
 
 `--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a Hugging Face folder. With it,
-the fingerprint is checked too, and outputs are compared on the policy's embedding and head. vLLM's EAGLE needs it.
+the fingerprint is checked too. vLLM's EAGLE needs it.
 
 The layouts differ as follows (read in the sources of both; no engine is started here):
 - architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and Eagle3LlamaForCausalLM in vLLM;
@@ -19,11 +19,11 @@ The layouts differ as follows (read in the sources of both; no engine is started
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,21 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.drafter.checkpoint import WEIGHTS_FILE, load_drafter
-from tlt_megatron.models.attention.packed import UnrolledAttention
+from tlt_megatron.drafter.checkpoint import (
+    WEIGHTS_FILE,
+    load_draft_config,
+    load_draft_weights,
+    load_drafter,
+)
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.spot.checkpoint import find_best, find_newest
 from tlt_megatron.trainer.checkpoint import STATE_FILE
+from tlt_megatron.trainer.manifest import read_pointer
 
 FORMATS = ("sglang", "vllm")
-_OWN_KEY = "tlt_megatron"  # in config.json: the target's fingerprint
-_EMBEDDING = "embed_tokens.weight"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _VLLM_NAMES = {
     "LlamaForCausalLMEagle": "EagleLlamaForCausalLM",
@@ -57,7 +60,8 @@ _USAGE = {
     "sglang": "--speculative-algorithm {upper} --speculative-draft-model-path {path}",
     "vllm": '--speculative-config \'{{"method": "{lower}", "model": "{path}", "num_speculative_tokens": 4}}\'',
 }
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # for a folded bias
+# Of the outputs of fc with a folded bias, relative to the largest one.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ def main() -> None:
     num_bytes = sum(tensor.nbytes for tensor in layout.tensors.values())
     console.print(f"{source} -> {options.to}: {len(layout.tensors)} tensors, {num_bytes:,} bytes")
     console.print(
-        f"checked: names, shapes, dtypes, outputs after reload (largest difference {difference:.1e})"
+        f"checked: names, shapes, dtypes, values after reload (largest difference of outputs of fc {difference:.1e})"
     )
     method = "eagle3" if layout.is_eagle3 else "eagle"
     usage = _USAGE[options.format].format(upper=method.upper(), lower=method, path=options.to)
@@ -108,12 +112,10 @@ def main() -> None:
 
 def find_drafter(path: Path) -> Path:
     """Return the drafter's folder in `path`: itself, of a run's last checkpoint, or the best (else newest) saved one."""
-    pointers = [path / "latest_checkpointed_iteration.txt"]
-    pointers.append(path / "checkpoints" / pointers[0].name)
-    for pointer in pointers:
-        if pointer.is_file():
-            step = int(pointer.read_text(encoding="utf-8"))
-            path = pointer.parent / f"iter_{step:07d}"
+    for root in (path, path / "checkpoints"):
+        step = read_pointer(root)
+        if step is not None:
+            path = root / f"iter_{step:07d}"
     for folder in (path, path / "drafter"):
         if (folder / "config.json").is_file() and (folder / WEIGHTS_FILE).is_file():
             return folder
@@ -145,24 +147,24 @@ def export_drafter(
     dtype: torch.dtype | None = None,
     ids_C: Tensor | None = None,
 ) -> float:
-    """Write the drafter in `source` to the new folder `folder`. Return the largest difference of its outputs after reload.
+    """Write the drafter in `source` to the new folder `folder`. Return the largest difference of its outputs, see `fold_bias`.
 
-    `dtype` None keeps the stored one. `ids_C`: token ids, ascending, that an EAGLE-3 drafter proposes; None: all. ValueError if the format cannot hold the drafter or a check fails; then no file is left.
+    `dtype` None keeps the stored one. `ids_C`: token ids, ascending, that an EAGLE-3 drafter proposes; None: all. ValueError if
+    the format cannot hold the drafter or a check fails; then no file is left.
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
     if folder.exists():
         raise ValueError(f"--to {folder}: must not exist")
-    original = read_layout(source)
-    layout = _convert(original, format, target, dtype)
+    check_source(source, target)
+    layout, difference = convert(read_layout(source), format, target, dtype)
+    if ids_C is not None:
+        layout = reduce_vocabulary(layout, ids_C, target)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as beside:
         written = Path(beside) / "drafter"
         write_layout(written, layout)
-        difference = check_export(written, format, original, target)
-        if ids_C is not None:
-            written = Path(beside) / "reduced"
-            write_layout(written, reduce_vocabulary(layout, ids_C, target))
+        check_export(written, layout)
         written.rename(folder)
     return difference
 
@@ -205,6 +207,17 @@ def reduce_vocabulary(layout: Layout, ids_C: Tensor, target: Target | None) -> L
     return Layout(config=config, tensors=layout.tensors | head)
 
 
+def check_source(source: Path, target: Target | None) -> None:
+    """Load the drafter. ValueError if it has other tensors than a drafter, or belongs to another target."""
+    if target is not None:
+        load_drafter(source, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD)
+        return
+    config = dataclasses.replace(load_draft_config(source), target=None)
+    table_VD = torch.zeros(()).expand(config.vocab_size, config.hidden_size)
+    model = DraftModel(config, embedding_VD=table_VD, lm_head_VD=table_VD)
+    load_draft_weights(model, load_file(source / WEIGHTS_FILE), source=str(source))
+
+
 def read_layout(folder: Path) -> Layout:
     """Read a folder without checks."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -219,152 +232,85 @@ def write_layout(folder: Path, layout: Layout) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _convert(
+def convert(
     layout: Layout, format: str, target: Target | None, dtype: torch.dtype | None
-) -> Layout:
-    """Return our (SGLang's) layout in `format`. `dtype` None keeps the stored one."""
-    layout = _cast(layout, dtype or next(iter(layout.tensors.values())).dtype)
-    layout = to_vllm(layout, target) if format == "vllm" else layout
-    rope = layout.config[
-        "rope_parameters"
-    ]  # of transformers 5; engines on transformers 4 read the keys below
-    old_keys = {"rope_theta": rope["rope_theta"]}
-    if rope["rope_type"] != "default":
-        old_keys["rope_scaling"] = rope
-    return Layout(config=layout.config | old_keys, tensors=layout.tensors)
-
-
-def _cast(layout: Layout, dtype: torch.dtype) -> Layout:
-    name = str(dtype).removeprefix("torch.")
+) -> tuple[Layout, float]:
+    """Return our (SGLang's) layout in `format`, and the largest difference of outputs, see `fold_bias`."""
+    dtype = dtype or next(iter(layout.tensors.values())).dtype
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
-    return Layout(config=layout.config | {"dtype": name}, tensors=tensors)
+    config = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
+    rope = config["rope_parameters"]  # of transformers 5; transformers 4 reads the keys below
+    config["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    difference = 0.0
+    if format == "vllm":
+        config["architectures"] = [_VLLM_NAMES[config["architectures"][0]]]
+        if layout.is_eagle3:
+            config |= _vllm_eagle3(config)
+        else:
+            tensors, difference = fold_bias(tensors, target)
+    return Layout(config=config, tensors=tensors), difference
 
 
-def to_vllm(layout: Layout, target: Target | None) -> Layout:
-    """Convert our (SGLang's) layout to vLLM's. ValueError for an EAGLE drafter with a bias if `target` is None."""
-    config = dict(layout.config)
-    config["architectures"] = [_VLLM_NAMES[config["architectures"][0]]]
-    if not layout.is_eagle3:
-        return Layout(config=config, tensors=_fold_bias(layout.tensors, target))
-    config[_IDS] = [layer + 1 for layer in config["eagle_config"][_IDS]]
-    config |= {
+def _vllm_eagle3(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        _IDS: [layer + 1 for layer in config["eagle_config"][_IDS]],
         "eagle_config": {"use_aux_hidden_state": True},
         "draft_vocab_size": config["vocab_size"],
         "target_hidden_size": config["hidden_size"],
         "norm_before_residual": False,
         "norm_before_fc": False,
     }
-    return Layout(config=config, tensors=layout.tensors)
 
 
-def _fold_bias(tensors: Mapping[str, Tensor], target: Target | None) -> dict[str, Tensor]:
-    """Remove `fc.bias`. A separate embedding of the drafter adds the same values."""
+def fold_bias(tensors: dict[str, Tensor], target: Target | None) -> tuple[dict[str, Tensor], float]:
+    """Remove `fc.bias`; an embedding of the drafter's own adds the same values. Return the largest difference that is left.
+
+    The difference is that of the outputs of fc over the whole vocabulary, which the dtype of the embedding rounds.
+    """
     rest = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
     bias_D = tensors["fc.bias"].double()
     if not bias_D.any():
-        return rest
+        return rest, 0.0
     if target is None:
         raise ValueError(
             "--target: vLLM's EAGLE has no fc.bias, so the drafter needs its target's embedding"
         )
-    fc_weight = tensors["fc.weight"]
-    of_embedding_DD = fc_weight[:, : bias_D.numel()].double()
+    dtype = tensors["fc.weight"].dtype
+    of_embedding_DD = tensors["fc.weight"][:, : bias_D.numel()].double()
     shift_D = torch.linalg.lstsq(of_embedding_DD, bias_D.unsqueeze(1)).solution.squeeze(1)
-    embedding_VD = target.embedding_VD.double() + shift_D
-    return rest | {_EMBEDDING: embedding_VD.to(fc_weight.dtype)}
-
-
-def from_vllm(layout: Layout) -> tuple[Layout, Tensor | None]:
-    """Invert `to_vllm`: return our layout, and the drafter's own embedding if it has one (its bias is then zero)."""
-    config, tensors = dict(layout.config), dict(layout.tensors)
-    names = {theirs: ours for ours, theirs in _VLLM_NAMES.items()}
-    config["architectures"] = [names[config["architectures"][0]]]
-    if layout.is_eagle3:
-        ids = [layer - 1 for layer in config.pop(_IDS)]
-        config["eagle_config"] = {_IDS: ids, "use_aux_hidden_state": True}
-        return Layout(config=config, tensors=tensors), None
-    embedding_VD = tensors.pop(_EMBEDDING, None)
-    tensors["fc.bias"] = tensors["fc.weight"].new_zeros(config["hidden_size"])
-    return Layout(config=config, tensors=tensors), embedding_VD
-
-
-def check_export(folder: Path, format: str, original: Layout, target: Target | None) -> float:
-    """Check that `folder` holds exactly what the engine needs; return the largest difference of outputs from `original`.
-
-    `original` is rounded to the dtype of the export. ValueError if a check fails.
-    """
-    layout = read_layout(folder)
-    dtype = getattr(torch, layout.config["dtype"])
-    _check_tensors(layout.tensors, _convert(original, format, target, dtype).tensors, format)
-    ours, own_embedding = from_vllm(layout) if format == "vllm" else (layout, None)
-    given = target or _make_target(layout.config)
-    own = Target(
-        embedding_VD=given.embedding_VD if own_embedding is None else own_embedding.float(),
-        lm_head_VD=given.lm_head_VD,
-    )
-    is_known = target is not None
-    expected = _outputs(_load(_cast(original, dtype), given, has_fingerprint=is_known))
-    actual = _outputs(_load(ours, own, has_fingerprint=is_known and own_embedding is None))
-    difference = (actual - expected).abs().max().item()
-    limit = 0.0 if own_embedding is None else _TOLERANCE[dtype] * expected.abs().max().item()
+    embedding_VD = target.embedding_VD.double()
+    own_VD = (embedding_VD + shift_D).to(dtype)
+    expected_VD = embedding_VD @ of_embedding_DD.T + bias_D
+    difference = (own_VD.double() @ of_embedding_DD.T - expected_VD).abs().max().item()
+    limit = _TOLERANCE[dtype] * expected_VD.abs().max().item()
     if not difference <= limit:
         raise ValueError(
-            f"{folder.name}: outputs after reload differ by {difference:.2e} (at most {limit:.2e})"
-            + ("" if own_embedding is None else "; a wider --dtype may hold the folded bias")
+            f"fc.bias: outputs differ by {difference:.2e} (at most {limit:.2e}) when the embedding holds it as {dtype};"
+            " a wider --dtype may hold it"
         )
-    return difference
+    return rest | {"embed_tokens.weight": own_VD}, difference
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], format: str
-) -> None:
-    """Compare names, shapes and dtypes. SGLang silently skips a name that it does not know."""
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
-    for name in expected.keys() & tensors.keys():
-        found, must = tensors[name], expected[name]
-        if found.shape != must.shape:
-            problems.append(f"{name} has shape {tuple(found.shape)}, must be {tuple(must.shape)}")
-        if found.dtype != must.dtype:
-            problems.append(f"{name} is {found.dtype}, config.json says {must.dtype}")
+def check_export(folder: Path, expected: Layout) -> None:
+    """ValueError unless `folder` holds exactly `expected`. SGLang silently skips a tensor name that it does not know."""
+    found = read_layout(folder)
+    must = expected.tensors
+    problems = [f"{name} is missing" for name in sorted(must.keys() - found.tensors.keys())]
+    problems += [f"{name} is unknown" for name in sorted(found.tensors.keys() - must.keys())]
+    for name in must.keys() & found.tensors.keys():
+        a, b = found.tensors[name], must[name]
+        if a.shape != b.shape:
+            problems.append(f"{name} has shape {tuple(a.shape)}, must be {tuple(b.shape)}")
+        elif a.dtype != b.dtype:
+            problems.append(f"{name} is {a.dtype}, config.json says {b.dtype}")
+        elif not torch.equal(a, b):
+            problems.append(f"{name} has other values")
+    if found.config != expected.config:
+        problems.append("config.json differs")
     if problems:
-        raise ValueError(f"{format}: {'; '.join(problems)}")
-
-
-def _make_target(config: Mapping[str, Any]) -> Target:
-    """Return a random embedding and head of the right size."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (config["vocab_size"], config["hidden_size"])
-    embedding, head = (torch.randn(shape, generator=generator) for _ in range(2))
-    return Target(embedding_VD=embedding, lm_head_VD=head)
-
-
-def _load(layout: Layout, target: Target, *, has_fingerprint: bool) -> DraftModel:
-    """Load through drafter/checkpoint.py, which checks names and shapes again, and the target if `has_fingerprint`."""
-    config = layout.config
-    if not has_fingerprint:
-        config = {key: value for key, value in config.items() if key != _OWN_KEY}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "drafter"
-        write_layout(path, Layout(config=config, tensors=layout.tensors))
-        return load_drafter(path, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD)
-
-
-@torch.no_grad()
-def _outputs(model: DraftModel, num_rows: int = 12) -> Tensor:
-    """Return the logits of two draft steps on random tokens and features."""
-    generator = torch.Generator().manual_seed(1)
-    config = model.config
-    token_ids_P = torch.randint(config.vocab_size, (num_rows,), generator=generator)
-    positions_P = torch.arange(num_rows)
-    model.rotary.reserve(num_rows + 1)
-    attention = UnrolledAttention((num_rows,))
-    hidden_PD = model.fuse(torch.randn(num_rows, config.feature_size, generator=generator))
-    logits = []
-    for step in range(2):
-        hidden_PD, head_PD = model(token_ids_P, hidden_PD, positions_P + step, attention)
-        logits.append(model.logits(head_PD))
-    return torch.stack(logits)
+        raise ValueError(f"{folder}: {'; '.join(problems)}")
 
 
 def _parse() -> argparse.Namespace:
