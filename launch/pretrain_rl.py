@@ -136,15 +136,21 @@ class _Launch:
         from tlt_megatron.runtime.process_groups import init_world
         from tlt_megatron.trainer.build import build_run
         from tlt_megatron.trainer.finish import finish_run
-        from tlt_megatron.trainer.memory_ledger import check_memory, make_ledger
+        from tlt_megatron.trainer.memory_ledger import (
+            check_memory,
+            describe_checkpoint,
+            make_ledger,
+        )
 
         config = self._config
         device = select_device(config.run.device)
         world = init_world(device.backend, config.run.group_timeout_s)
         ledger = make_ledger(config, world.size, device)
         if world.is_first:
-            print("\n".join(ledger.lines()), flush=True)
-        check_memory(ledger, device.free_bytes() + device.process_bytes(), world)
+            lines = [*ledger.lines(), describe_checkpoint(config, world.size)]
+            print("\n".join(lines), flush=True)
+        free_bytes = device.free_bytes() + device.process_bytes()
+        check_memory(ledger, free_bytes, device.host_free_bytes(), world)
         self._run_dir = Path(broadcast_object(str(folder.path) if folder else "", world))
         configure_logging(world.rank, self._run_dir)
         self._run = build_run(config, self._run_dir, world, device, stack, self._stop)

@@ -14,7 +14,7 @@ import torch
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.trainer.memory_ledger import make_ledger
+from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     kind = "cpu" if config.run.device == "cpu" else "cuda"
     device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates
     print("\n".join(make_ledger(config, given.ranks, device).lines()))
+    print(describe_checkpoint(config, given.ranks))
 
 
 if __name__ == "__main__":

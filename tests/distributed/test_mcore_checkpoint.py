@@ -16,6 +16,7 @@ from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import OptimizerSection
+from tlt_megatron.mcore.checkpoint import _sharded_state
 
 ALL = (len(LENGTHS),)
 DP2 = Layout(world=2)
@@ -245,6 +246,30 @@ def test_a_checkpoint_is_written_by_one_file_per_saving_rank_and_complete(
 
     names = [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
     assert run_ranks(2, save) == [names, names]
+
+
+def test_no_data_parallel_rank_holds_more_of_the_optimizer_than_its_share(
+    model_path: Path,
+) -> None:
+    """Beside it, only parameters that shards cut: one when saving, one at each end when loading."""
+
+    def count() -> tuple[int, int, list[int]]:
+        policy, groups = build_policy(model_path, DP2)
+        train(policy, groups, (1,), (3, 2))
+        sizes = [p.numel() for p in policy._stage.parameters()]
+        held = []
+        for is_loading in (False, True):
+            state = _sharded_state(policy._stage, policy._optimizer, groups, is_loading=is_loading)
+            parts = state["optimizer"]["param_state"].values()
+            held.append(sum(part["exp_avg"].data.numel() for part in parts))
+        return sum(sizes), max(sizes), held
+
+    (total, largest, first), (_, _, second) = run_ranks(2, count)
+    assert first[0] + second[0] == total
+    for saved, loaded in (first, second):
+        assert 0 < saved <= total / 2 + largest
+        assert 0 < loaded <= total / 2 + 2 * largest
+    assert total > 3 * largest  # so that a whole stage on one rank is more than is allowed
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, model_path: Path) -> None:

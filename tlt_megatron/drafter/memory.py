@@ -34,8 +34,7 @@ def spot_claims(
     `borrowed_item_bytes` is the element size of embedding and head if the engine is another
     process, else 0. `step_tokens` counts all tokens of a step on this rank. `taps_in_update`: the
     update's own forward pass collects the hidden states, so they coexist with its activations. On a
-    GPU they are in host memory, and not claimed, unless pipeline stages exchange them. Data are in
-    host memory.
+    GPU they are in host memory, unless pipeline stages exchange them. Data are in host memory.
     """
     own = drafter_parameters(sizes)
     num_states = 1 + (_NUM_AUX_LAYERS if drafter.algorithm == "eagle3" else 0)
@@ -54,7 +53,8 @@ def spot_claims(
         ),
         MemoryClaim(
             name="drafter data",
-            num_bytes=0 if is_cuda else min(spot.data_bytes, buffered),
+            num_bytes=min(spot.data_bytes, buffered),
+            in_host=is_cuda,
             lower=data,
         ),
         MemoryClaim(
@@ -69,12 +69,13 @@ def spot_claims(
             phases=frozenset({Phase.SPOT}),
         ),
     ]
-    if taps_in_update and (has_pipeline or not is_cuda):
+    if taps_in_update:
         claims.append(
             MemoryClaim(
                 name="tapped states",
                 num_bytes=min(spot.data_bytes, tapped),
                 phases=frozenset({Phase.UPDATE}),
+                in_host=is_cuda and not has_pipeline,
                 lower=data,
             )
         )

@@ -18,9 +18,12 @@ _FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
 # The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) times the memory of one micro-batch.
 _HEAP_FACTOR = 1.3
-# Host bytes per parameter on the first data-parallel rank while it writes a checkpoint, measured: master weights and two
-# moments gathered in float32, plus half as much again in the writer's buffers.
-_CHECKPOINT_BYTES = 18
+_STATE_BYTES = 12  # per parameter in a checkpoint: master weight and two moments in float32
+# Host bytes per parameter of a rank's shard while it loads a checkpoint: the state, and the gate and up projections once more,
+# which Megatron joins. 12 B plus 16 (a small model) to 20 of 12 (Qwen2.5) for these.
+_LOAD_BYTES = 20
+# Float32 tensors in host memory while a checkpoint is written: three of a parameter that shards cut, two in the writer.
+_JOINED, _WRITTEN = 3, 2
 
 
 def policy_claims(
@@ -33,9 +36,10 @@ def policy_claims(
     has_reference: bool,
     batch_tokens: int,
     longest: int,
+    resumes: bool,
     is_cuda: bool,
 ) -> list[MemoryClaim]:
-    """Return the claims of the fullest rank.
+    """Return the claims of the fullest rank. `resumes`: it may load a checkpoint.
 
     `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest` is the length of its longest
     sequence in tokens.
@@ -49,14 +53,24 @@ def policy_claims(
     activations, logits = _bytes_of_a_pass(sizes, micro_tokens, item, parallel, mcore, is_cuda)
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
+    optimizer = own * _OPTIMIZER_BYTES[model.dtype] // num_shards
     gradients_in = optimizer_in = ALL_PHASES
+    away = 0  # bytes that a GPU keeps in host memory outside of updates
     if mcore.offload_in_rollouts:
         gradients_in = frozenset({Phase.UPDATE})
         optimizer_in = gradients_in if is_cuda else ALL_PHASES
+        away = optimizer if is_cuda else 0
+    largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
+    buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shards > 1))
+    if resumes:  # a load comes before anything is away
+        buffers = max(buffers, own * _LOAD_BYTES // num_shards - away)
     return [
         MemoryClaim(name="policy", num_bytes=own * item, lower=layout),
         MemoryClaim(
-            name="reference policy", num_bytes=own * item * has_reference, lower="algorithm.kl_coef"
+            name="reference policy",
+            num_bytes=own * item * has_reference,
+            in_host=is_cuda,
+            lower="algorithm.kl_coef",
         ),
         MemoryClaim(
             name="gradients",
@@ -66,9 +80,16 @@ def policy_claims(
         ),
         MemoryClaim(
             name="optimizer",
-            num_bytes=own * _OPTIMIZER_BYTES[model.dtype] // num_shards,
+            num_bytes=optimizer,
             phases=optimizer_in,
             lower=layout,
+        ),
+        MemoryClaim(
+            name="optimizer outside of updates",
+            num_bytes=away,
+            phases=ALL_PHASES - {Phase.UPDATE},
+            in_host=True,
+            lower="mcore.offload_in_rollouts=True",
         ),
         MemoryClaim(
             name="activations",
@@ -84,8 +105,9 @@ def policy_claims(
         ),
         MemoryClaim(
             name="checkpoint buffers",
-            num_bytes=0 if is_cuda else own * _CHECKPOINT_BYTES,  # in host memory
+            num_bytes=buffers,
             phases=frozenset({Phase.CHECKPOINT}),
+            in_host=is_cuda,
             lower=layout,
         ),
         MemoryClaim(
@@ -94,6 +116,21 @@ def policy_claims(
             phases=frozenset({Phase.WEIGHT_SYNC}),
         ),
     ]
+
+
+def checkpoint_bytes(
+    sizes: ModelSizes,
+    *,
+    model: ModelSection,
+    parallel: ParallelSection,
+    mcore: McoreSection,
+    num_data_parallel: int,
+) -> tuple[int, int]:
+    """Return the bytes of a policy checkpoint, and how many of them the fullest rank writes."""
+    item = _ITEM_BYTES[model.dtype]
+    num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
+    own = _parameters_of_a_rank(sizes, parallel)
+    return sizes.total * (item + _STATE_BYTES), own * item + own * _STATE_BYTES // num_shards
 
 
 def _parameters_of_a_rank(sizes: ModelSizes, parallel: ParallelSection) -> int:

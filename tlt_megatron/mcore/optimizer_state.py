@@ -2,9 +2,11 @@
 
 Megatron's distributed optimizer keeps flat shards of flat buckets. Here they become tensors with the shapes of the model's
 parameters ("fully_reshardable", keys `optimizer.state.<param|exp_avg|exp_avg_sq>.<parameter>`). Megatron writes the same form,
-with two differences, each covered by a test:
+with three differences, each covered by a test:
+- Megatron gathers a stage on one rank. Here each parameter is saved by the rank whose shard holds its first element. Only
+  parameters that shards cut are joined in host memory, so a rank needs little memory beside its own shard.
 - Megatron drops the padding between buckets, then cuts as if it were there. With tied embeddings over pipeline stages, this can
-  shift the saved state. Here every bucket is gathered and cut by itself.
+  shift the saved state. Here every bucket is cut by itself.
 - torch's AdamW, the fallback without Transformer Engine, keeps a step per parameter. State is created before it is described,
   the step stays out of Megatron's copy loop, and no two parameters share a step tensor after a load.
 """
@@ -34,7 +36,7 @@ def sharded_optimizer_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    """Return the state as Megatron sharded tensors: data to save (on the first data-parallel rank), or a template to load into.
+    """Return this rank's part of the state as Megatron sharded tensors: data to save, or a template to load into.
 
     A collective of the data-parallel group. `model_state` is the model's sharded_state_dict.
     """
@@ -108,9 +110,10 @@ def _materialize(part: MegatronOptimizer) -> None:
 def _sharded_tensors(
     part: DistributedOptimizer, model_state: dict[str, Any], *, is_loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """Return the three float32 tensors of each parameter, in the order in which Megatron's load counts parameters.
+    """Return three float32 tensors per parameter, under its number in the order of Megatron's load.
 
-    When saving, the result is empty on all data-parallel ranks except the first.
+    When saving, a parameter is in the result of its owner, the rank whose shard holds its first element. When loading, it is in
+    the results of all ranks whose shards hold a part of it.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -118,54 +121,62 @@ def _sharded_tensors(
 
     bases, _ = extract_sharded_tensors_and_factories(model_state)
     base_of = {base.data: base for base in nested_values(bases)}
-    values = {} if is_loading else _gather_values(part)
-    if not is_loading and part.data_parallel_group.rank() != 0:
-        return {}
-    parameters = [p for buffer in part.buffers for p in buffer.param_index_map]
+    group = part.data_parallel_group
     tensors: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(parameters):
-        base = base_of[parameter]
-        tensors[index] = {}
+    for index, (parameter, cuts) in enumerate(_cuts_of_parameters(part)):
+        if group.rank() not in cuts:
+            continue
+        base, owner = base_of[parameter], min(cuts)
+        assert isinstance(base.replica_id, tuple)  # the last is the data-parallel rank
         for key in _STATE_KEYS:
             if is_loading:
                 data = torch.empty(parameter.shape, dtype=torch.float32)
             else:
-                data = values[parameter][key].view(parameter.shape)
-            changes = {"key": f"optimizer.state.{key}.{base.key}", "data": data}
+                own = part._get_main_param_and_optimizer_states(parameter)[key].detach()
+                data = _join_first(own, cuts, group)
+            if data is None:
+                continue
+            changes = {
+                "key": f"optimizer.state.{key}.{base.key}",
+                "data": data.view(parameter.shape),
+                "replica_id": (*base.replica_id[:-1], group.rank() - owner),
+            }
             if not isinstance(base, ShardedTensorFactory):
                 changes["dtype"] = torch.float32
-            tensors[index][key] = replace(base, **changes)
+            tensors.setdefault(index, {})[key] = replace(base, **changes)
     return tensors
 
 
-def _gather_values(part: DistributedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
-    """Gather flat float32 values of every parameter of this stage on the CPU of the first data-parallel rank."""
-    group = part.data_parallel_group
-    values: dict[Tensor, dict[str, Tensor]] = {}
-    for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
-        (bucket_ranges,) = ranges.values()
-        for bucket_index, (start, end) in enumerate(buffer.bucket_indices):
-            shard_ranges = bucket_ranges[bucket_index]["param_map"]
-            for key in _STATE_KEYS:
-                shard = torch.zeros(
-                    (end - start) // group.size()
-                )  # over gloo, so that no GPU has to hold a whole stage
-                for parameter, spans in shard_ranges.items():
-                    state = part._get_main_param_and_optimizer_states(parameter)
-                    local = spans["gbuf_local"]
-                    shard[local.start : local.end] = state[key].detach()
-                bucket = _gather_first(shard, group)
-                for parameter, (first, last, owner) in buffer.param_index_map.items():
-                    if owner == bucket_index and bucket is not None:
-                        values.setdefault(parameter, {})[key] = bucket[first - start : last - start]
-    return values
+def _cuts_of_parameters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[int, slice]]]:
+    """Yield each parameter of this stage, and which of its elements each data-parallel rank holds."""
+    num_ranks = part.data_parallel_group.size()
+    for buffer in part.buffers:
+        for parameter, (first, last, bucket) in buffer.param_index_map.items():
+            start, end = buffer.bucket_indices[bucket]
+            size = (end - start) // num_ranks
+            cuts = {}
+            for rank in range((first - start) // size, (last - 1 - start) // size + 1):
+                low = start + rank * size
+                cuts[rank] = slice(max(first, low) - first, min(last, low + size) - first)
+            yield parameter, cuts
 
 
-def _gather_first(shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """Concatenate the shards of all members (CPU tensors) on the first member; return None elsewhere."""
-    if group.size() == 1:
-        return shard
-    is_first = group.rank() == 0
-    shards = [torch.empty_like(shard) for _ in range(group.size())] if is_first else None
-    dist.gather(shard, shards, dst=dist.get_process_group_ranks(group)[0], group=group)
-    return torch.cat(shards) if shards is not None else None
+def _join_first(own: Tensor, cuts: dict[int, slice], group: dist.ProcessGroup) -> Tensor | None:
+    """Join the pieces that the ranks `cuts` hold, on the first of them; return None on the others.
+
+    A piece that is whole is returned as it is. Others go over gloo, so that no GPU needs room. All ranks of `cuts` call it in the
+    order of the buffer: each rank first sends what begins before its shard.
+    """
+    if len(cuts) == 1:
+        return own
+    members = dist.get_process_group_ranks(group)
+    owner, *others = cuts
+    own = own.cpu()
+    if group.rank() != owner:
+        dist.send(own, members[owner], group=group)
+        return None
+    whole = torch.empty(max(cut.stop for cut in cuts.values()))
+    whole[cuts[owner]] = own
+    for rank in others:
+        dist.recv(whole[cuts[rank]], members[rank], group=group)
+    return whole

@@ -31,6 +31,10 @@ class Device:
         """Return the memory this rank can still take: of its GPU, or its share of what the host has available."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
+        return self.host_free_bytes()
+
+    def host_free_bytes(self) -> int:
+        """Return this rank's share of what the host has available."""
         return host_available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def process_bytes(self) -> int:

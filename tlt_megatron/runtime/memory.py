@@ -1,12 +1,13 @@
 """The memory ledger: the memory each component will take, summed by phase and checked before anything is allocated.
 
-trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value.
+trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A rank with a GPU also claims host
+memory, which is added up and checked apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 _USABLE_SHARE = 0.95  # of the free memory: claims exclude fragmentation and communication buffers
@@ -36,6 +37,7 @@ class MemoryClaim:
     name: str
     num_bytes: int
     phases: frozenset[Phase] = ALL_PHASES  # in which it is held
+    in_host: bool = False  # of a rank with a GPU; on a CPU, host memory is the device's
     lower: str = ""  # settings that make it smaller, with their current values
 
 
@@ -45,9 +47,14 @@ class MemoryLedger:
     def __init__(self, claims: Iterable[MemoryClaim]) -> None:
         self.claims = tuple(claim for claim in claims if claim.num_bytes)
 
+    def of_host(self) -> MemoryLedger:
+        """Return the host memory of a rank with a GPU as a ledger of its own."""
+        return MemoryLedger(replace(c, in_host=False) for c in self.claims if c.in_host)
+
     def bytes_in(self, phase: Phase) -> int:
-        """Return the sum of the claims that are held in `phase`."""
-        return sum(claim.num_bytes for claim in self.claims if phase in claim.phases)
+        """Return the sum of the claims on the device that are held in `phase`."""
+        held = (c for c in self.claims if phase in c.phases and not c.in_host)
+        return sum(claim.num_bytes for claim in held)
 
     @property
     def peak_phase(self) -> Phase:
@@ -60,25 +67,35 @@ class MemoryLedger:
         return self.bytes_in(self.peak_phase)
 
     def lines(self) -> list[str]:
-        """Return a table in MiB: one row per claim, one column per phase, and the sums."""
+        """Return a table in MiB: one row per claim, one column per phase, and the sums. Host memory is below."""
         rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
-        for claim in sorted(self.claims, key=lambda claim: -claim.num_bytes):
-            shown = f"{claim.num_bytes / _MIB:,.0f}"
-            rows.append((claim.name, tuple(shown if p in claim.phases else "-" for p in Phase)))
-        sums = tuple(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase)
-        rows.append(("sum", sums))
+        rows += self._rows()
+        if any(claim.in_host for claim in self.claims):
+            rows.append(("in host memory", ("",) * len(Phase)))
+            rows += self.of_host()._rows()
         width = max(len(name) for name, _ in rows)
-        return [f"{name:<{width}}" + "".join(f"{c:>13}" for c in cells) for name, cells in rows]
+        lines = [f"{name:<{width}}" + "".join(f"{c:>13}" for c in cells) for name, cells in rows]
+        return [line.rstrip() for line in lines]
 
-    def check(self, free_bytes: int) -> None:
+    def _rows(self) -> list[tuple[str, tuple[str, ...]]]:
+        rows = []
+        for claim in sorted(self.claims, key=lambda claim: -claim.num_bytes):
+            if not claim.in_host:
+                shown = f"{claim.num_bytes / _MIB:,.0f}"
+                cells = tuple(shown if phase in claim.phases else "-" for phase in Phase)
+                rows.append((claim.name, cells))
+        sums = tuple(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase)
+        return [*rows, ("sum", sums)]
+
+    def check(self, free_bytes: int, of: str = "memory") -> None:
         """Raise ValueError if the fullest phase takes more than is free. It names the settings of the largest claims."""
         usable = int(free_bytes * _USABLE_SHARE)
         if self.peak_bytes <= usable:
             return
         held = [c for c in self.claims if self.peak_phase in c.phases and c.lower]
-        largest = sorted(held, key=lambda claim: -claim.num_bytes)[:2]
+        largest = sorted((c for c in held if not c.in_host), key=lambda c: -c.num_bytes)[:2]
         advice = " or ".join(claim.lower for claim in largest)
         raise ValueError(
-            f"memory: the {self.peak_phase} phase takes {self.peak_bytes / _MIB:,.0f} MiB of a rank,"
+            f"{of}: the {self.peak_phase} phase takes {self.peak_bytes / _MIB:,.0f} MiB of a rank,"
             f" {usable / _MIB:,.0f} MiB are usable: change {advice}"
         )

@@ -12,7 +12,7 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.memory import drafter_parameters, spot_claims
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
-from tlt_megatron.mcore.memory import policy_claims
+from tlt_megatron.mcore.memory import checkpoint_bytes, policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
@@ -26,6 +26,8 @@ from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 # Measured on x86-64: libraries that load after the check (Megatron-core, transformers, gloo), and
 # on CUDA the context.
 _LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 1 << 30}
+# What one process wrote, measured on a CPU (docs/performance.md). A file system may be slower.
+_WRITE_BYTES_PER_S = 0.6e9
 # Phases with an awake engine. A sleeping engine keeps its weights on a CPU, and frees almost
 # everything on a GPU.
 _AWAKE = frozenset({Phase.ROLLOUT, Phase.SPOT, Phase.WEIGHT_SYNC, Phase.CHECKPOINT})
@@ -51,6 +53,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             has_reference=config.algorithm.kl_coef > 0,
             batch_tokens=-(-per_update // num_replicas) * longest,
             longest=longest,
+            resumes=config.checkpoint.resume != "never",
             is_cuda=device.is_cuda,
         ),
         *_engine_claims(config, model, sizes, device),
@@ -71,11 +74,27 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     return MemoryLedger(claims)
 
 
-def check_memory(ledger: MemoryLedger, free_bytes: int, world: Group) -> None:
+def describe_checkpoint(config: RunConfig, world_size: int) -> str:
+    """Return a line about the bytes of a policy checkpoint and the seconds for which it blocks the run."""
+    total, fullest = checkpoint_bytes(
+        ModelSizes(load_model_config(config.model.path)),
+        model=config.model,
+        parallel=config.parallel,
+        mcore=config.mcore,
+        num_data_parallel=world_size // (config.parallel.tensor * config.parallel.pipeline),
+    )
+    return (
+        f"A checkpoint has {total / 1e9:,.1f} GB. The fullest rank writes {fullest / 1e9:,.1f} GB:"
+        f" {fullest / _WRITE_BYTES_PER_S:,.0f} s at {_WRITE_BYTES_PER_S / 1e9:g} GB/s of a rank."
+    )
+
+
+def check_memory(ledger: MemoryLedger, free_bytes: int, host_free_bytes: int, world: Group) -> None:
     """Raise ValueError on all ranks if the run does not fit on one of them. A collective."""
     problem = None
     try:
         ledger.check(free_bytes)
+        ledger.of_host().check(host_free_bytes, "host memory")
     except ValueError as error:
         problem = f"{error} (on host {socket.gethostname()})"
     for found in gather_objects(problem, world):

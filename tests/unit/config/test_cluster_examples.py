@@ -61,6 +61,7 @@ def test_a_cluster_example_fits(
     check_layout(config, world_size)
     ledger = make_ledger(config, world_size, gpu)
     ledger.check(GPU_FREE_BYTES)
+    ledger.of_host().check((1 << 40) // 8)  # a host of 1 TiB with eight GPUs
     # Not by a wide margin: a third of it is not enough, so the ledger counts what there is.
     with pytest.raises(ValueError, match="usable"):
         ledger.check(GPU_FREE_BYTES // 3)

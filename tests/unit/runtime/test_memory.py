@@ -41,6 +41,23 @@ def test_the_table_has_a_row_for_each_claim_and_the_sums() -> None:
     assert sums == ["sum", "900", "600", "700", "600", "600"]
 
 
+def test_host_memory_is_added_up_and_refused_apart() -> None:
+    away = MemoryClaim(name="away", num_bytes=200 * MIB, in_host=True, lower="mcore.offload=True")
+    ledger = MemoryLedger([*LEDGER.claims, away])
+    assert ledger.peak_bytes == LEDGER.peak_bytes
+    rows, known = ([line.split() for line in lines] for lines in (ledger.lines(), LEDGER.lines()))
+    assert rows[: len(known)] == known
+    assert [row[:2] for row in rows[len(known) :]] == [
+        ["in", "host"],
+        ["away", "200"],
+        ["sum", "200"],
+    ]
+    assert not LEDGER.of_host().claims
+    ledger.of_host().check(220 * MIB)
+    with pytest.raises(ValueError, match=r"^host memory: .* 200 MiB .*change mcore\.offload=True"):
+        ledger.of_host().check(200 * MIB, "host memory")
+
+
 def test_a_phase_that_does_not_fit_is_refused_with_the_settings_of_its_largest_claims() -> None:
     LEDGER.check(950 * MIB)
     message = (

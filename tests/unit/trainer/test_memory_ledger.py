@@ -16,7 +16,7 @@ from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory import MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import group_of
-from tlt_megatron.trainer.memory_ledger import check_memory, make_ledger
+from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -67,6 +67,34 @@ def test_an_unsharded_rank_holds_everything(tmp_path: Path) -> None:
     assert claim(ledger, "engine weights") == total * 2
     slots = 102400 + 64  # and the scratch page of the graphs
     assert claim(ledger, "engine KV (102400 tokens)") == slots * (2 * 4 * 128 * 28 + 1) * 2
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, num_bytes",
+    [
+        ("", 1, 2 * 4 * 152064 * 3584),  # in the writer
+        ("", 4, 5 * 4 * 152064 * 3584),  # and one parameter that shards cut
+        ("parallel.tensor=2", 4, 5 * 2 * 152064 * 3584),
+        ("checkpoint.resume=auto", 1, 20 * 7.615e9),
+        ("checkpoint.resume=auto mcore.offload_in_rollouts=true", 1, 8 * 7.615e9),
+    ],
+)
+def test_a_checkpoint_takes_host_memory(
+    tmp_path: Path, overrides: str, world_size: int, num_bytes: float
+) -> None:
+    ledger = ledger_of(tmp_path, overrides, world_size)
+    assert claim(ledger.of_host(), "checkpoint") == pytest.approx(num_bytes, rel=1e-3)
+    on_cpu = ledger_of(tmp_path, "", 4, CPU)
+    assert claim(on_cpu, "checkpoint") == 5 * 4 * 152064 * 3584
+    assert not on_cpu.of_host().claims
+
+
+def test_the_bytes_and_seconds_of_a_checkpoint_are_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
+    config = load_config(None, [f"model.path={tmp_path}", "model.dtype=bfloat16"])
+    told = describe_checkpoint(config, 4)
+    assert "106.6 GB" in told  # 7.615e9 x (2 + 12)
+    assert "38.1 GB" in told  # 7.615e9 x (2 + 12 / 4)
 
 
 def test_a_batch_smaller_than_a_micro_batch_bounds_the_activations(tmp_path: Path) -> None:
@@ -178,7 +206,7 @@ def test_too_little_memory_on_one_rank_is_refused_with_the_same_words_on_all() -
         with pytest.raises(
             ValueError, match=r"475 MiB are usable: change parallel\.tensor=1"
         ) as told:
-            check_memory(ledger, free_bytes, group_of(dist.group.WORLD))
+            check_memory(ledger, free_bytes, 0, group_of(dist.group.WORLD))
         return str(told.value)
 
     first, second = run_ranks(2, body)
