@@ -99,6 +99,8 @@ class RolloutSection(Section):
     kv_cache_tokens: NonNegativeInt = 0  # per replica; 0: max_batch_size full-length sequences
     prefill_chunk_tokens: PositiveInt = 2048  # prompt tokens of one prefill pass
     cuda_graphs: bool = True  # embedded, on GPUs: capture and replay passes
+    # embedded, on GPUs: KV, weights and graphs stay during updates, so graphs are captured once
+    keep_graphs: bool = False
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
 
     def check(self) -> None:

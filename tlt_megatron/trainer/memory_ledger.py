@@ -123,6 +123,8 @@ def _engine_claims(
     weights_in = _AWAKE if device.is_cuda else ALL_PHASES
     # A rank that trains the drafter frees its KV first.
     kv_in = {Phase.ROLLOUT} if config.spot.enabled else {Phase.ROLLOUT, Phase.SPOT}
+    if rollout.keep_graphs and has_graphs:
+        weights_in = kv_in = ALL_PHASES
     claims = [
         MemoryClaim(name="engine weights", num_bytes=plan.weights_bytes, phases=weights_in),
         MemoryClaim(

@@ -171,6 +171,24 @@ def test_a_sleeping_engine_keeps_the_tensors_that_a_drafter_borrows_and_no_kv(
     assert head.cpu().equal(dict(other)["lm_head.weight"])
 
 
+@pytest.mark.parametrize("strategy, keep_graphs", [("3_2_6", True), ("off", False)])
+def test_graphs_that_are_kept_replay_with_the_weights_of_an_update(
+    tiny_path: Path, device: PretendDevice, tensors_of, strategy: str, keep_graphs: bool
+) -> None:
+    other = [(name, tensor * 1.5) for name, tensor in tensors_of("float64")]
+    there = make_engine(tiny_path, None, "off")
+    there.load_weights(other, version=1, checksum=lambda: checksum(other))
+    engine = make_engine(tiny_path, device, strategy, keep_graphs=keep_graphs)
+    first = run(engine)
+    num_captures = device.gpu.num_captures
+    engine.free_kv()
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(other, version=1, checksum=lambda: checksum(other))
+    assert first != run(engine) == run(there)
+    assert (device.gpu.num_captures == num_captures) is keep_graphs
+
+
 @pytest.mark.parametrize("algorithm", ["hass", "eagle3"])
 def test_a_drafter_is_judged(deep_path: Path, device: PretendDevice, algorithm: str) -> None:
     """The loss with its unrolled attention; its backward pass asks torch for more of a GPU than can be pretended."""

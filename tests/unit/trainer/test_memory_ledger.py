@@ -146,6 +146,14 @@ def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:
         assert (Phase.SPOT in phases) is in_spot
 
 
+def test_an_engine_that_keeps_its_graphs_is_counted_in_updates_too(tmp_path: Path) -> None:
+    base, kept = ledger_of(tmp_path), ledger_of(tmp_path, "rollout.keep_graphs=true")
+    parts = ("engine weights", "engine KV", "engine graphs")
+    more = kept.bytes_in(Phase.UPDATE) - base.bytes_in(Phase.UPDATE)
+    assert more == sum(claim(kept, part) for part in parts)
+    assert kept.bytes_in(Phase.ROLLOUT) == base.bytes_in(Phase.ROLLOUT)
+
+
 def test_verify_passes_are_counted_row_by_row(tmp_path: Path) -> None:
     plain = ledger_of(tmp_path)
     speculating = ledger_of(

@@ -38,7 +38,8 @@ class SharedGpu:
         return sum(
             claim.num_bytes
             for claim in self._ledger.claims
-            if phase in claim.phases and claim.name.startswith(engine) is of_engine
+            if phase in claim.phases and not claim.in_host
+            if claim.name.startswith(engine) is of_engine
         )
 
     def note(self, event: str) -> None:

@@ -64,6 +64,7 @@ class EmbeddedEngine:
         self._speculation: Speculation | None = None
         self._paused: Speculation | None = None
         self.has_graphs = section.cuda_graphs and device.graph_memory() is not None
+        self._keeps_all = section.keep_graphs and self.has_graphs
         self._plan = self.memory_plan(())
         self._graphs = self._make_graphs()
         self._model: Transformer | None = None
@@ -146,7 +147,7 @@ class EmbeddedEngine:
                 f" after layers {self._tap_layers}: must be the same"
             )
         self._speculation = speculation
-        self.free_kv()
+        self._drop_kv()
         self._plan = self.memory_plan(() if speculation is None else speculation.strategies)
         self._graphs = self._make_graphs()
 
@@ -178,15 +179,27 @@ class EmbeddedEngine:
         return True
 
     def free_kv(self) -> None:
-        """See `RolloutEngine`. Also frees all graphs, which read fixed addresses of the KV."""
+        """See `RolloutEngine`. Also frees all graphs. With `rollout.keep_graphs` it frees nothing.
+
+        Graphs read fixed addresses of KV and weights. torch's allocator cannot give memory back and
+        take it again at the same address, so graphs are captured anew after the KV was freed.
+        """
+        if not self._keeps_all:
+            self._drop_kv()
+
+    def _drop_kv(self) -> None:
         self._graphs.drop()
         self._cache = None
 
     def sleep(self) -> None:
-        """Free the KV and all graphs, on a GPU also the weights: `load_weights` sends them again."""
+        """Free the KV and all graphs, on a GPU also the weights: `load_weights` sends them again.
+
+        With `rollout.keep_graphs` all of them stay.
+        """
         self._require_open()
         self.free_kv()
-        if self._model is not None and self._device.is_cuda and not self._is_asleep:
+        frees_weights = self._device.is_cuda and not self._keeps_all
+        if self._model is not None and frees_weights and not self._is_asleep:
             self._freed = FreedWeights(t for _, t in self._model.named_hf_tensors())
             self._version = None
         self._is_asleep = True
@@ -216,7 +229,7 @@ class EmbeddedEngine:
             self._speculation.load_state_dict(state)
 
     def close(self) -> None:
-        self.free_kv()
+        self._drop_kv()
         self._model = self._freed = self._version = None
         self._is_closed = True
 
@@ -316,7 +329,7 @@ class EmbeddedEngine:
         self._reserve_positions(longest + params.max_new_tokens)
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):
-            self.free_kv()  # first, so that two never exist at once
+            self._drop_kv()  # first, so that two never exist at once
             self._cache = KvCache(
                 self._config,
                 num_pages=num_pages,
