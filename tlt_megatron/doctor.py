@@ -35,7 +35,9 @@ def examine() -> list[Finding]:
     findings.append(_package("megatron-core", "pip install megatron-core==0.16.1"))
     if has_torch:
         findings += [_memory(), _gpus(), _collectives()]
-    findings += [_transformer_engine(has_torch), _apex(), _sglang()]
+    how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
+    sglang = _package("sglang", how, name="SGLang", is_needed=False)
+    findings += [_transformer_engine(has_torch), _apex(), sglang]
     return findings
 
 
@@ -72,15 +74,11 @@ def _version(package: str) -> str:
         return ""
 
 
-def _package(name: str, how: str) -> Finding:
-    version, pin = _version(name), PINS.get(name, "")
-    is_right = bool(version) and pin in ("", version)
-    return Finding(
-        name=name,
-        found=version or "not installed",
-        advice="" if is_right else how,
-        is_needed=True,
-    )
+def _package(package: str, how: str, *, name: str = "", is_needed: bool = True) -> Finding:
+    version, pin = _version(package), PINS.get(package, "")
+    advice = "" if version and pin in ("", version) else how
+    found = version or "not installed"
+    return Finding(name=name or package, found=found, advice=advice, is_needed=is_needed)
 
 
 def _memory() -> Finding:
@@ -121,24 +119,12 @@ def _transformer_engine(has_torch: bool) -> Finding:
 
 def _apex() -> Finding:
     """The registry's package of this name is another one; NVIDIA's has fused kernels."""
+    found, advice = "installed", ""
     if importlib.util.find_spec("apex") is None:
-        return Finding(
-            name="NVIDIA apex", found="not installed", advice="optional: github.com/NVIDIA/apex"
-        )
-    is_nvidia = importlib.util.find_spec("amp_C") is not None
-    advice = (
-        ""
-        if is_nvidia
-        else "this is the registry's package of that name, not NVIDIA's: pip uninstall apex"
-    )
-    return Finding(name="NVIDIA apex", found="installed", advice=advice)
-
-
-def _sglang() -> Finding:
-    version = _version("sglang")
-    how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
-    advice = "" if version == PINS["sglang"] else how
-    return Finding(name="SGLang", found=version or "not installed", advice=advice)
+        found, advice = "not installed", "optional: github.com/NVIDIA/apex"
+    elif importlib.util.find_spec("amp_C") is None:
+        advice = "this is the registry's package of that name, not NVIDIA's: pip uninstall apex"
+    return Finding(name="NVIDIA apex", found=found, advice=advice)
 
 
 if __name__ == "__main__":

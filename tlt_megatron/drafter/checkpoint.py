@@ -16,12 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.config.draft_folder import (
-    ARCHITECTURES,
-    SIZES,
-    draft_rope,
-    read_draft_settings,
-)
+from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, draft_rope, read_draft_settings
 from tlt_megatron.models.draft_model import (
     DraftConfig,
     DraftModel,

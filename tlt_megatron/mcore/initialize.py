@@ -47,16 +47,10 @@ def initialize_model_parallel(parallel: ParallelSection, world: Group, seed: int
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroups(
         world=world,
-        tp=_group_of(parallel_state.get_tensor_model_parallel_group()),
-        pp=_group_of(parallel_state.get_pipeline_model_parallel_group()),
-        dp=_group_of(parallel_state.get_data_parallel_group()),
+        tp=group_of(parallel_state.get_tensor_model_parallel_group()),
+        pp=group_of(parallel_state.get_pipeline_model_parallel_group()),
+        dp=group_of(parallel_state.get_data_parallel_group()),
     )
-
-
-def _group_of(handle: object) -> Group:
-    """Narrow Megatron's annotations, which allow lists and numbers too."""
-    assert isinstance(handle, dist.ProcessGroup)
-    return group_of(handle)
 
 
 def destroy_model_parallel() -> None:

@@ -14,12 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.schema import (
-    McoreSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-)
+from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
 from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap

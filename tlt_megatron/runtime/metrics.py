@@ -37,11 +37,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         self.num_nonfinite = 0  # values written as null so far
-        if self.path.is_file():
-            if resume_step is None:
-                set_aside(self.path)
-            else:
-                cut_rows(self.path, resume_step)
+        keep_rows(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = None
         if tensorboard:
@@ -101,8 +97,16 @@ def _to_number(name: str, value: object) -> float | int:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def cut_rows(path: Path, resume_step: int) -> None:
-    """Keep the rows of a jsonl file whose "step" is before `resume_step`. A crash leaves the old or the new file."""
+def keep_rows(path: Path, resume_step: int | None) -> None:
+    """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the file.
+
+    A crash leaves the old or the new file.
+    """
+    if not path.is_file():
+        return
+    if resume_step is None:
+        set_aside(path)
+        return
     kept, num_torn = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:

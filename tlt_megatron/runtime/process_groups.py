@@ -73,8 +73,9 @@ class ProcessGroups:
     dp: Group = SINGLE
 
 
-def group_of(handle: dist.ProcessGroup) -> Group:
+def group_of(handle: object) -> Group:
     """Return the Group of an existing torch group that this process is a member of."""
+    assert isinstance(handle, dist.ProcessGroup)  # Megatron's and torch's annotations allow more
     ranks = tuple(dist.get_process_group_ranks(handle))
     return Group(
         handle=handle if len(ranks) > 1 else None,

@@ -32,11 +32,7 @@ from tlt_megatron.drafter.checkpoint import (
     load_trainer_state,
     save_draft_config,
 )
-from tlt_megatron.models.draft_model import (
-    DraftModel,
-    TargetFingerprint,
-    fingerprint_target,
-)
+from tlt_megatron.models.draft_model import DraftModel, TargetFingerprint, fingerprint_target
 from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.durable import replace_text, save_tensors, sync_path, sync_tree
 

@@ -47,11 +47,7 @@ from tlt_megatron.spot.checkpoint import (
 )
 from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.spot.live_channel import LiveChannel, LiveOffer
-from tlt_megatron.spot.publisher import (
-    DrafterPublisher,
-    PublishAction,
-    copy_to_host,
-)
+from tlt_megatron.spot.publisher import DrafterPublisher, PublishAction, copy_to_host
 from tlt_megatron.spot.rank_state import SpotRanks
 from tlt_megatron.spot.session import StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer

@@ -37,16 +37,10 @@ from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.trainer.build_drafter import (
-    attach_drafter,
-)
+from tlt_megatron.trainer.build_drafter import attach_drafter
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.evaluate import Evaluator
-from tlt_megatron.trainer.identity import (
-    Resumed,
-    compare_run,
-    describe_run,
-)
+from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.report import RunReport

@@ -14,11 +14,7 @@ from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.models.config import ModelConfig, load_model_config
-from tlt_megatron.models.draft_model import (
-    DraftModel,
-    default_aux_layer_ids,
-    make_draft_config,
-)
+from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids, make_draft_config
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline

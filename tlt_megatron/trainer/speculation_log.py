@@ -15,7 +15,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from tlt_megatron.engines.base import PassRecord
-from tlt_megatron.runtime.metrics import cut_rows, set_aside
+from tlt_megatron.runtime.metrics import keep_rows
 from tlt_megatron.runtime.timeline import Timeline
 
 _OFF = "off"
@@ -86,18 +86,13 @@ def sum_passes(passes: Iterable[PassRecord], *, step: int, rank: int) -> list[Pa
 class SpeculationLog:
     """Writes <run.dir>/speculation.jsonl, on rank 0 only.
 
-    `resume_step` is the first step to write again, None for a fresh run. As in metrics.jsonl, rows from that step on are cut,
-    and a fresh run renames the file of an earlier run.
+    `resume_step` is the first step to write again, None for a fresh run: see `keep_rows`.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
         self.path = run_dir / "speculation.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        if self.path.is_file():
-            if resume_step is None:
-                set_aside(self.path)
-            else:
-                cut_rows(self.path, resume_step)
+        keep_rows(self.path, resume_step)
 
     def write(self, totals: Iterable[PassTotals]) -> None:
         """Append one line per row."""

@@ -14,11 +14,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
-from tlt_megatron.engines.embedded.generation import (
-    Generation,
-    group_rollouts,
-    make_rollout,
-)
+from tlt_megatron.engines.embedded.generation import Generation, group_rollouts, make_rollout
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.prefill import features_of

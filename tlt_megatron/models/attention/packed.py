@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import (
-    attend_with_lse,
-    differentiate_causal,
-    wide_dtype,
-)
+from tlt_megatron.models.attention.kernels import attend_with_lse, differentiate_causal, wide_dtype
 
 
 def attend_packed(
