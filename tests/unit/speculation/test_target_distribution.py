@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.rejection_sampling import verify_rejection
 from tests.toy_decoding import (
     Sampling,
     draw,
@@ -24,7 +25,7 @@ from tlt_megatron.speculation.graft import graft
 from tlt_megatron.speculation.sampling import cut_logits
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
-from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed, verify_rejection
+from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 
 VOCAB, LENGTH, BATCH = 5, 3, 20_000
 TARGET = random_table(VOCAB, seed=0, sharpness=1.0)
