@@ -34,6 +34,11 @@ COMMANDS = {
         "tlt doctor",
         "tlt_megatron.doctor",
     ),
+    "init": Command(
+        "write a config, a reward file and a Slurm script for a model, a data file and GPUs",
+        "tlt init --model /models/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine",
+        "tools.init_run",
+    ),
     "train": Command(
         "train a policy: one torchrun program",
         "tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto",
@@ -143,7 +148,7 @@ def _train(arguments: Sequence[str], *, is_help: bool) -> int:
     try:
         command = train_command(arguments)
         if "--config" not in command:
-            raise ValueError("CONFIG is missing: name a .yaml file")
+            raise ValueError("CONFIG is missing: name a .yaml file (tlt init writes one)")
     except ValueError as error:
         print(f"tlt train: {error}", file=sys.stderr)
         return 2

@@ -111,9 +111,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_wheel_needs_no_checkout(wheel: Path, tmp_path: Path) -> None:
     assert [path.name for path in wheel.iterdir()] == ["tlt_megatron"]
-    for arguments in (("--help",), ("report", "--help"), ("train", "--help")):
+    for arguments in (("--help",), ("report", "--help"), ("init", "--help")):
         done = tlt(*arguments, root=wheel, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+    assert (wheel / "tlt_megatron/programs/launch/slurm/single_node.sbatch").is_file()
     example = wheel / "tlt_megatron" / "programs" / EXAMPLE
     done = tlt("train", example, "--print-config", root=wheel, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,99 @@
+"""`tlt init`: what it writes for CPUs runs, and what it writes for GPUs passes the checks, with the smallest layout that fits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import pretrain_rl
+from tests.tiny_task import metric_rows, run
+from tlt_megatron.config.load import load_config
+from tools.init_run import main
+
+pytestmark = pytest.mark.e2e
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "rope_theta": 1e6,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "eos_token_id": 1,
+}
+QWEN_32B = QWEN_7B | {
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 64,
+    "intermediate_size": 27648,
+}
+
+
+def init(task: Path, out: Path, *options: object, model: Path | None = None) -> None:
+    given = ["--model", model or task / "model", "--data", task / "train.jsonl", "--out", out]
+    main([str(word) for word in (*given, *options)])
+
+
+def test_a_cpu_run_starts_with_what_is_written(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    init(config.parent, tmp_path, "--gpus", 0)
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last == f"tlt train {tmp_path}/config.yaml --nproc-per-node 2"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.yaml", "reward.py"]
+    shorter = ("rollout.max_new_tokens=16", "run.num_steps=1", "checkpoint.at_end=false")
+    run(2, tmp_path / "config.yaml", tmp_path / "run", *shorter)
+    assert metric_rows(tmp_path / "run")[-1]["step"] == 1
+    with pytest.raises(ValueError, match=r"holds config.yaml already"):
+        init(config.parent, tmp_path, "--gpus", 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "tensor", "start"),
+    [
+        (QWEN_7B, 8, 1, "tlt train {}/config.yaml --nproc-per-node 8"),
+        (QWEN_7B, 4, 2, "tlt train {}/config.yaml --nproc-per-node 4"),
+        (QWEN_32B, 32, 4, "sbatch {}/train.sbatch"),
+    ],
+)
+def test_gpus_get_the_smallest_layout_that_fits(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    sizes: dict[str, object],
+    gpus: int,
+    tensor: int,
+    start: str,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(config.parent / "model", model)
+    (model / "config.json").write_text(json.dumps(sizes))
+    init(config.parent, tmp_path, "--gpus", gpus, model=model)
+    assert capsys.readouterr().out.splitlines()[-1] == start.format(tmp_path)
+    assert pretrain_rl.main(["--config", f"{tmp_path}/config.yaml", "--print-config"]) == 0
+    written = load_config(tmp_path / "config.yaml")
+    assert (written.parallel.tensor, written.parallel.pipeline) == (tensor, 1)
+    script = tmp_path / "train.sbatch"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    text = script.read_text()
+    assert f"#SBATCH --nodes={max(1, gpus // 8)}\n" in text
+    assert f"#SBATCH --gpus-per-node={min(8, gpus)}\n" in text
+    assert f"config={tmp_path}/config.yaml\n" in text
+    assert " launch/" not in text
+
+
+def test_what_cannot_fit_is_refused_and_nothing_is_written(config: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(config.parent / "model", model)
+    (model / "config.json").write_text(json.dumps(QWEN_32B))
+    with pytest.raises(ValueError, match=r"does not fit into 2 GPUs of 80 GiB: memory: .* MiB"):
+        init(config.parent, tmp_path / "out", "--gpus", 2, model=model)
+    assert not (tmp_path / "out").exists()
