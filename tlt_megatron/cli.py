@@ -39,6 +39,11 @@ COMMANDS = {
         "tlt init --model /models/Qwen2.5-7B-Instruct --data train.jsonl --gpus 8 --out mine",
         "tools.init_run",
     ),
+    "migrate": Command(
+        "write a config from a YAML or script of verl, or a script of slime",
+        "tlt migrate run_qwen3_grpo.sh --out my.yaml",
+        "tools.migrate",
+    ),
     "train": Command(
         "train a policy: one torchrun program",
         "tlt train my.yaml --nproc-per-node 8 run.num_steps=100 --resume auto",

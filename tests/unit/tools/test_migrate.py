@@ -1,0 +1,168 @@
+"""`tlt migrate`: settings of verl and slime become ours, pass the checks, and what has no counterpart is listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.load import load_config
+from tools.migrate import main
+
+VERL_SCRIPT = """#!/usr/bin/env bash
+set -x
+# GRPO on a cluster
+folder=${MY_UNSET_FOLDER:-"${MY_UNSET_HOME:-/data}"}
+train=$folder/dapo.parquet
+python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
+    algorithm.adv_estimator=grpo \\
+    algorithm.use_kl_in_reward=False \\
+    data.train_files="['$train']" \\
+    data.val_files=/data/aime.parquet \\
+    data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=4096 \\
+    actor_rollout_ref.model.path=${MODEL:-Qwen/Qwen3-8B} \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.clip_ratio=0.2 \\
+    actor_rollout_ref.actor.loss_agg_mode="token-mean" \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.rollout.top_k=-1 \\
+    trainer.default_local_dir=$MY_UNSET_FOLDER/out \\
+    +actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    custom_reward_function.path=reward.py custom_reward_function.name=score \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.test_freq=-1 trainer.save_freq=20 trainer.total_training_steps=400 $@
+"""
+VERL_YAML = """
+data: {train_files: /data/train.parquet, train_batch_size: 64, max_prompt_length: 512}
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false, gamma: 1.0}
+actor_rollout_ref:
+  model: {path: /models/policy}
+  actor: {use_kl_loss: false, kl_loss_coef: 0.001, loss_agg_mode: seq-mean-token-sum, optim: {lr: 2.0e-6}}
+  rollout: {name: vllm, n: 4, prompt_length: "${data.max_prompt_length}"}
+trainer: {total_training_steps: 10, resume_mode: disable}
+"""
+SLIME_SCRIPT = """#!/bin/bash
+pkill -9 sglang
+source "${SCRIPT_DIR}/models/qwen3-4B.sh"
+BASE=/root
+CKPT_ARGS=(
+   --hf-checkpoint ${BASE}/Qwen3-4B
+   --load ${BASE}/Qwen3-4B_slime/
+   --save-interval 20
+)
+ROLLOUT_ARGS=(
+   --prompt-data $BASE/dapo-math-17k.jsonl
+   --input-key prompt
+   --label-key label
+   --apply-chat-template
+   --rollout-shuffle
+   --rm-type deepscaler
+   --num-rollout 3000
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 8192
+   --rollout-temperature 0.8
+
+   --global-batch-size 128
+   --balance-data
+)
+EVAL_ARGS=(
+   --eval-interval 20
+   --eval-prompt-data aime ${BASE}/aime-2024.jsonl
+   --n-samples-per-eval-prompt 16
+)
+PERF_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --max-tokens-per-gpu 9216)
+GRPO_ARGS=(--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --eps-clip 0.2 --eps-clip-high=0.28)
+OPTIMIZER_ARGS=(--lr 1e-6 --adam-beta2 0.98)
+ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --colocate ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
+"""
+VERL_OURS = """
+model.path: Qwen/Qwen3-8B, data.train: /data/dapo.parquet, data.eval: /data/aime.parquet, data.max_prompt_tokens: 1024,
+rollout.num_prompts: 256, rollout.num_samples: 8, rollout.max_new_tokens: 4096, rollout.top_k: 0, rollout.engine: sglang,
+rollout.dtype: bfloat16, algorithm.num_minibatches: 4, algorithm.clip_low: 0.2, algorithm.clip_high: 0.28,
+algorithm.kl_coef: 0.001, algorithm.kl_placement: loss, algorithm.aggregation: token_mean, parallel.tensor: 2,
+optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
+"""
+YAML_OURS = """
+model.path: /models/policy, data.train: /data/train.parquet, rollout.num_prompts: 64, rollout.num_samples: 4,
+algorithm.advantage: dr_grpo, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
+"""
+SLIME_OURS = """
+model.path: /root/Qwen3-4B, data.train: /root/dapo-math-17k.jsonl, data.label_key: label, reward.function: math,
+run.num_steps: 3000, rollout.num_prompts: 32, rollout.num_samples: 8, rollout.max_new_tokens: 8192,
+rollout.temperature: 0.8, algorithm.num_minibatches: 2, algorithm.clip_high: 0.28, algorithm.kl_coef: 0.0,
+algorithm.aggregation: sequence_mean, data.eval: /root/aime-2024.jsonl, eval.interval: 20, eval.num_samples: 16,
+parallel.tensor: 2, parallel.sequence: True, mcore.recompute: full, mcore.micro_batch_tokens: 9216,
+optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected", "listed"),
+    [
+        (
+            "run.sh",
+            VERL_SCRIPT,
+            VERL_OURS,
+            (
+                "trainer.logger: ['console', 'wandb']",
+                "trainer.default_local_dir: '$MY_UNSET_FOLDER/out'",
+            ),
+        ),
+        (
+            "ppo.yaml",
+            VERL_YAML,
+            YAML_OURS,
+            (
+                "algorithm.gamma: 1.0",
+                "loss_agg_mode: 'seq-mean-token-sum'",
+                "rollout.name: 'vllm'",
+                "rollout.prompt_length: '${data.max_prompt_length}'",
+            ),
+        ),
+        (
+            "slime.sh",
+            SLIME_SCRIPT,
+            SLIME_OURS,
+            ("balance_data: True", "load: '/root/Qwen3-4B_slime/'  (see checkpoint.resume)"),
+        ),
+    ],
+)
+def test_a_run_of_theirs_becomes_one_of_ours(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    name: str,
+    source: str,
+    expected: str,
+    listed: tuple[str, ...],
+) -> None:
+    (tmp_path / name).write_text(source)
+    out = tmp_path / "ours.yaml"
+    assert main([str(tmp_path / name), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    config = load_config(out)
+    for item in expected.replace("\n", " ").split(","):
+        key, _, value = item.strip().partition(": ")
+        section, field = key.split(".")
+        assert str(getattr(getattr(config, section), field)) == value, key
+    for line in listed:
+        assert line in printed
+        assert line in out.read_text()
+
+
+def test_what_does_not_pass_the_checks_is_written_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "a.yaml").write_text("actor_rollout_ref: {rollout: {n: 0}}\ntrainer: {x: 1}\n")
+    out = tmp_path / "ours.yaml"
+    assert main([str(tmp_path / "a.yaml"), "--out", str(out)]) == 2
+    assert "to be changed before a run: rollout.num_samples=0" in capsys.readouterr().err
+    assert "trainer.x: 1" in out.read_text()
+    with pytest.raises(ValueError, match="exists already"):
+        main([str(tmp_path / "a.yaml"), "--out", str(out)])
