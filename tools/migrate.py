@@ -313,9 +313,7 @@ def _expand(word: str, variables: Mapping[str, str]) -> str:
         known = variables.get(name, os.environ.get(name, default))
         return match[0] if known is None else known
 
-    before = ""
-    while before != word:  # a default may hold a name
-        before = word
+    for _ in range(4):  # a default may hold a name
         word = re.sub(r"\$(\w+)|\$\{(\w+)(?::-([^${}]*))?\}", value, word)
     return word
 
