@@ -65,7 +65,7 @@ def _verl_reward(path: Any, given: Values) -> dict[str, Any] | None:
 def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
     if value == "grpo" and given.get("algorithm.norm_adv_by_std_in_grpo") is False:
         return {"algorithm.advantage": "dr_grpo"}
-    names = ("grpo", "rloo", "reinforce_plus_plus")
+    names = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     if value == "gspo":
         return {"algorithm.loss": "gspo", "algorithm.aggregation": "sequence_mean"}
     return {"algorithm.advantage": value} if value in names else None
@@ -87,6 +87,8 @@ VERL: dict[str, str | Convert] = {
     "algorithm.kl_ctrl.kl_coef": _if(
         "algorithm.use_kl_in_reward", "algorithm.kl_coef", **{"algorithm.kl_placement": "reward"}
     ),
+    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
+    "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_num_gen_batches",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.rollout.n": "rollout.num_samples",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
@@ -152,6 +154,7 @@ SLIME: dict[str, str | Convert] = {
     "rm_type": _word("reward.function", math="math", deepscaler="math", dapo="math"),
     "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
     "advantage_estimator": _advantage,
+    "dynamic_sampling_filter_path": lambda value, _: {"algorithm.dynamic_sampling": bool(value)},
     "global_batch_size": _slime_minibatches,
     "num_steps_per_rollout": "algorithm.num_minibatches",
     "eps_clip": "algorithm.clip_low",
