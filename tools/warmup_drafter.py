@@ -4,14 +4,19 @@
         --eval build/tiny_policy/eval.jsonl --out build/tiny_drafter
 
 Prints the accept length on hold-out prompts before and after, measured by decoding with the drafter. The folder holds an EAGLE
-checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's state.
+checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's state. It is written every minute and at the end.
+`--resume` continues from it, up to `--steps` in all. `--config` takes policy, prompts, sampling and drafter from a run's file:
+
+    python tools/warmup_drafter.py --config examples/smollm2.yaml --minutes 10 --out build/smollm2_drafter
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
-from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.checkpoint import save_drafter
-from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.schema import DrafterSection, RunConfig
+from tlt_megatron.drafter.checkpoint import load_drafter, load_trainer_state, save_drafter
+from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -35,6 +41,10 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.load_engine import LoadedPolicy, accept_length
+
+_PROMPTS_AT_ONCE = 32  # after which the time is checked
+_GENERATION_SHARE = 0.5  # of --minutes, at most
+_SAVE_SECONDS, _PRINT_SECONDS = 60.0, 10.0  # between two saves, two lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,9 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=options.seed,
     )
     prompts = policy.prompts(options.prompts, options.num_prompts)
-    sequences = policy.draft_sequences(prompts, params)
-    num_tokens = sum(sequence.token_ids.numel() for sequence in sequences)
-    console.print(f"{len(sequences)} responses, {num_tokens:,} tokens from {len(prompts)} prompts")
+    deadline = time.monotonic() + 60 * options.minutes
+    sequences = _generate(policy, prompts, params, options.minutes, console)
     section = DrafterSection(
         algorithm=options.algorithm,
         lr=options.lr,
@@ -71,15 +80,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "eagle3" if is_eagle3 else "eagle", aux_layer_ids, dtype=torch.float32, seed=options.seed
     )
     trainer = DrafterTrainer(model, section)
+    out = Path(options.out)
+    if options.resume:
+        _resume(trainer, out)
     strategy = SpeculationStrategy.parse(options.strategy)
     held_out = policy.prompts(options.eval, options.num_eval_prompts)
     before = _measure(policy, model, strategy, held_out, params)
-    console.print(f"accept length, random: {before:.2f}")
-    _train(trainer, sequences, options, console)
+    console.print(f"accept length, after {trainer.num_updates} steps: {before:.2f}")
+    _train(trainer, sequences, options, deadline, console)
     after = _measure(policy, model, strategy, held_out, params)
-    console.print(f"accept length, trained: {after:.2f}")
-    save_drafter(Path(options.out), model, trainer.state_dict())
-    console.print(f"drafter: {options.out}")
+    console.print(f"accept length, after {trainer.num_updates} steps: {after:.2f}")
+    console.print(f"drafter: {out}")
+
+
+def _generate(
+    policy: LoadedPolicy,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    minutes: float,
+    console: Console,
+) -> list[DraftSequence]:
+    """Return the responses to `prompts`, or to the first of them if half of `minutes` is over."""
+    started = time.monotonic()
+    sequences: list[DraftSequence] = []
+    for first in range(0, len(prompts), _PROMPTS_AT_ONCE):
+        sequences += policy.draft_sequences(prompts[first : first + _PROMPTS_AT_ONCE], params)
+        num_tokens = sum(sequence.token_ids.numel() for sequence in sequences)
+        num_done, seconds = min(first + _PROMPTS_AT_ONCE, len(prompts)), time.monotonic() - started
+        console.print(
+            f"prompts {num_done}/{len(prompts)} responses {len(sequences)} "
+            f"tokens {num_tokens:,} {seconds:.0f} s"
+        )
+        if seconds > 60 * minutes * _GENERATION_SHARE:
+            break
+    return sequences
 
 
 def _measure(
@@ -103,36 +137,68 @@ def _train(
     trainer: DrafterTrainer,
     sequences: Sequence[DraftSequence],
     options: argparse.Namespace,
+    deadline: float,
     console: Console,
 ) -> None:
-    """Run `options.steps` optimizer steps over the sequences in random order, repeatedly."""
-    order, shuffle = list(sequences), random.Random(options.seed)
-    started, num_done = time.perf_counter(), 0
-    while num_done < options.steps:
-        shuffle.shuffle(order)
-        batches = pack_sequences(order, options.batch_tokens)
-        shuffle.shuffle(batches)
-        for batch in batches[: options.steps - num_done]:
-            stats = trainer.step(batch)
-            num_done += 1
-            if num_done % 50 == 0 or num_done == options.steps:
-                seconds = time.perf_counter() - started
-                console.print(
-                    f"step {num_done}/{options.steps} loss {stats.loss:.3f} "
-                    f"agreement {stats.agreement[0]:.3f} {seconds:.0f} s"
-                )
+    """Train on the sequences in random order, repeatedly, to step `options.steps` or the deadline. Save."""
+    order, shuffle = list(sequences), random.Random(options.seed + trainer.num_updates)
+    started = printed = saved = time.monotonic()
+    batches: list[DraftBatch] = []
+    while trainer.num_updates < options.steps and time.monotonic() < deadline:
+        if not batches:
+            shuffle.shuffle(order)
+            batches = pack_sequences(order, options.batch_tokens)
+            shuffle.shuffle(batches)
+        stats = trainer.step(batches.pop())
+        now = time.monotonic()
+        if now - printed > _PRINT_SECONDS or trainer.num_updates == options.steps:
+            printed = now
+            console.print(
+                f"step {trainer.num_updates}/{options.steps} loss {stats.loss:.3f} "
+                f"agreement {stats.agreement[0]:.3f} {now - started:.0f} s"
+            )
+        if now - saved > _SAVE_SECONDS:
+            saved = now
+            _save(trainer, Path(options.out))
+    _save(trainer, Path(options.out))
+
+
+def _save(trainer: DrafterTrainer, out: Path) -> None:
+    """Write `out` file by file, each whole or not at all, so that it can be resumed at any time."""
+    partial = out.with_name(f"{out.name}.partial")
+    save_drafter(partial, trainer.model, trainer.state_dict())
+    for file in sorted(path for path in partial.rglob("*") if path.is_file()):
+        target = out / file.relative_to(partial)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+    shutil.rmtree(partial)
+
+
+def _resume(trainer: DrafterTrainer, out: Path) -> None:
+    """Continue from `out`, if it is there. ValueError if it belongs to another policy."""
+    if not (out / "config.json").is_file():
+        return
+    model = trainer.model
+    load_drafter(out, embedding_VD=model.embedding_VD, lm_head_VD=model.lm_head_VD)
+    state = load_trainer_state(out)
+    if state is None:
+        raise ValueError(f"--resume: {out} holds no state of an optimizer")
+    trainer.load_state_dict(state)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--config", help="of a run; options below that are given here have precedence")
     add("--model", default="build/tiny_policy")
     add("--prompts", default="build/tiny_policy/train.jsonl")
     add("--eval", default="build/tiny_policy/eval.jsonl")
     add("--out", default="build/tiny_drafter")
     add("--algorithm", default="hass", choices=("eagle", "hass", "eagle3"))
     add("--strategy", default="6_1_6", help="with which the accept length is measured")
-    add("--steps", type=int, default=600)
+    add("--steps", type=int, default=600, help="of the optimizer, at most")
+    add("--minutes", type=float, default=math.inf, help="of generation and training, at most")
+    add("--resume", action="store_true", help="continue from --out, if it is there")
     add("--lr", type=float, default=3e-3)
     add("--feature-weight", type=float, default=1.0, help="of smooth L1 on features (eagle, hass)")
     add("--batch-tokens", type=int, default=2048)
@@ -144,7 +210,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0)
+    config = parser.parse_known_args(arguments)[0].config
+    if config:
+        parser.set_defaults(**_of_run(load_config(config)))
     return parser.parse_args(arguments)
+
+
+def _of_run(config: RunConfig) -> dict[str, object]:
+    """Return the options that a run's settings stand for."""
+    drafter, rollout = config.drafter, config.rollout
+    options = {
+        "model": config.model.path,
+        "prompts": config.data.train,
+        "eval": config.data.eval,
+        "dtype": rollout.dtype,
+        "temperature": rollout.temperature,
+        "max_new_tokens": rollout.max_new_tokens,
+        "algorithm": drafter.algorithm,
+        "lr": drafter.lr,
+        "batch_tokens": drafter.batch_tokens,
+    }
+    if drafter.feature_weight is not None:
+        options["feature_weight"] = drafter.feature_weight
+    return options
 
 
 if __name__ == "__main__":
