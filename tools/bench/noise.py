@@ -50,7 +50,7 @@ class NoContext:
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """Return a target with random weights on the CPU."""
+    """Return a model of these shapes with random weights, ready for passes without context."""
     model = Transformer(config, dtype, torch.device("cpu"))
     for _, tensor in model.named_hf_tensors():
         tensor.normal_(std=0.02)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_task import make_tiny_task
 from tools.bench.__main__ import _BENCHES, main
 
 
@@ -34,3 +35,19 @@ def test_bytes_of_graphs_are_written_with_their_ratios(tmp_path: Path) -> None:
     figures = result["paper"]
     assert figures["naive_over_pool"] == figures["naive"] / figures["pool"]
     assert figures["pool"] < figures["single"] < figures["naive"]
+
+
+def test_the_benchmark_of_a_language_model_measures_any_policy_folder(tmp_path: Path) -> None:
+    config, out = make_tiny_task(tmp_path), tmp_path / "llm.json"
+    folders = ("--config", str(config), "--drafter", str(tmp_path / "drafter"), "--out", str(out))
+    strategy = "speculation.strategies=['2_1_2']"
+    main(["llm", "--quick", "--parts", "cost", "decode", *folders, strategy])
+    result = json.loads(out.read_text())
+    for dtype in ("bfloat16", "float32"):
+        assert result["draft_step_fraction"][dtype]["8"]["median"] > 0
+        assert result["noise_fraction"][dtype]["1"]["median"] > 0
+        assert 0 <= result["mismatch_per_token"][dtype] <= 1
+        assert result["decode_speedup"][dtype]["2_1_2"]["median"] > 0
+        invariant = result["batch_invariant_price"][dtype]
+        assert "refused" in invariant or set(invariant["mismatch_per_token"]) == {"1", "8", "64"}
+    assert (tmp_path / "drafter" / "config.json").is_file()
