@@ -17,7 +17,7 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
-from tools.bench.measure import make_table
+from tools.bench.measure import print_table
 from tools.bench.policies import Policy
 from tools.load_engine import LoadedPolicy, accept_length
 
@@ -40,11 +40,7 @@ def bench_accept_lengths(
     """Return kind -> temperature -> entropy (nats per token at temperature 1, two digits) -> tokens out per verify pass."""
     lengths: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in KINDS}
     gains: dict[str, dict[str, float]] = {}
-    table = make_table(
-        "(c) tokens out per verify pass of 16 drafted tokens",
-        *("entropy", "temperature", *KINDS, "noise/probability"),
-        num_names=0,
-    )
+    rows = []
     for policy in policies:
         entropy, by_temperature = _measure(policy, options)
         for temperature, row in by_temperature.items():
@@ -52,9 +48,10 @@ def bench_accept_lengths(
                 lengths[kind].setdefault(temperature, {})[entropy] = value
             gain = row[NOISE] / row[PROBABILITY]
             gains.setdefault(temperature, {})[entropy] = gain
-            cells = [f"{value:.2f}" for value in (*row.values(), gain)]
-            table.add_row(entropy, temperature, *cells)
-    console.print(table)
+            rows.append([entropy, temperature, *row.values(), gain])
+    title = "(c) tokens out per verify pass of 16 drafted tokens"
+    columns = ("entropy", "temperature", *KINDS, "noise/probability")
+    print_table(console, title, columns, rows, num_names=0)
     return {"accept_length": lengths, "accept_length_noise_over_probability": gains}
 
 

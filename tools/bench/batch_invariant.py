@@ -10,20 +10,16 @@ from rich.console import Console
 
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
-from tools.bench.measure import cpu_seconds, first_differences, interleave, make_table, ratios
-from tools.bench.setting import GOOD, Setting, make_drafts, make_setting
+from tools.bench.measure import cpu_seconds, first_differences, interleave, print_table, ratios
+from tools.bench.setting import GOOD, Setting, make_drafts, make_setting, parse_strategies
 
 _BATCH_SIZES = (1, 8, 64)
 _NUM_ROUNDS = 2
 
 
 def bench_batch_invariant(
-    setting: Setting,
-    options: argparse.Namespace,
-    strategies: Sequence[SpeculationStrategy],
-    console: Console,
+    setting: Setting, options: argparse.Namespace, console: Console
 ) -> dict[str, object]:
     """Return, by batch size, plain seconds with the mode on over off, and differing tokens per token with it on.
 
@@ -36,13 +32,8 @@ def bench_batch_invariant(
         return {"refused": str(error)}
     draft = make_drafts(invariant, options.drafter, None)[GOOD]
     setting.engine.set_speculation(None)
-    table = make_table(
-        f"rollout.batch_invariant, {setting.dtype}",
-        *("batch", "plain seconds on / off", "min", "max", "mismatch per token"),
-        num_names=0,
-    )
     params = SamplingParams(max_new_tokens=max(options.num_tokens // 2, 1), seed=7)
-    cost, mismatch = {}, {}
+    cost, mismatch, rows = {}, {}, []
     for size in _BATCH_SIZES:
         prompts = [
             dataclasses.replace(setting.prompts[i % len(setting.prompts)], draw_index=i)
@@ -56,16 +47,17 @@ def bench_batch_invariant(
         seconds = interleave(runs, _NUM_ROUNDS, cpu_seconds)
         plain = _tokens(invariant, prompts, params)
         pairs = []
-        for strategy in strategies:
+        for strategy in parse_strategies(options):
             selector = FixedSelector(strategy)
             invariant.engine.set_speculation(Speculation(draft, selector, [strategy]))
             pairs += zip(plain, _tokens(invariant, prompts, params), strict=True)
         num_differing, num_compared = first_differences(pairs)
         cost[str(size)] = ratios(seconds["on"], seconds["off"])
         mismatch[str(size)] = num_differing / num_compared
-        cells = [f"{value:.2f}" for value in cost[str(size)].values()]
-        table.add_row(str(size), *cells, f"{mismatch[str(size)]:.1e}")
-    console.print(table)
+        rows.append([str(size), *cost[str(size)].values(), f"{mismatch[str(size)]:.1e}"])
+    title = f"rollout.batch_invariant, {setting.dtype}"
+    columns = ("batch", "plain seconds on / off", "min", "max", "mismatch per token")
+    print_table(console, title, columns, rows, num_names=0)
     return {"plain_seconds_on_over_off": cost, "mismatch_per_token": mismatch}
 
 

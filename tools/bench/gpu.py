@@ -22,10 +22,9 @@ import torch
 from rich.console import Console
 
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.interleaved import Comparison, Variant
-from tools.bench.measure import make_table
+from tools.bench.measure import print_table
 from tools.bench.pool_bytes import Captures, bench_pool_bytes
 from tools.bench.setting import (
     GOOD,
@@ -34,6 +33,7 @@ from tools.bench.setting import (
     make_drafts,
     make_setting,
     make_variants,
+    parse_strategies,
 )
 from tools.bench.speed import bench_batch_sizes, speedup_by_batch
 
@@ -74,8 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         max_batch_size=options.bytes_max_batch_size,
         max_length=options.bytes_max_length,
     )
-    strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
-    pool = bench_pool_bytes(captures, strategies, device, console)
+    pool = bench_pool_bytes(captures, parse_strategies(options), device, console)
     del captures  # its weights and KV memory
     setting = make_setting(options, options.dtype, device="cuda")
     variants = _variants(setting, options)
@@ -100,8 +99,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 def _variants(setting: Setting, options: argparse.Namespace) -> dict[str, Variant]:
     """Return fixed strategies and both selectors, with the policy's own drafter."""
     drafts = make_drafts(setting, options.drafter, None)
-    strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
-    return make_variants({GOOD: drafts[GOOD]}, strategies)
+    return make_variants({GOOD: drafts[GOOD]}, options)
 
 
 def _graphs_over_eager(
@@ -111,9 +109,6 @@ def _graphs_over_eager(
     console: Console,
 ) -> dict[str, dict[str, float]]:
     """Return seconds per token of eager passes divided by those of captured passes."""
-    table = make_table(
-        "(c) captured graphs over eager passes, in speed", "batch", "plain", chain, num_names=0
-    )
     result: dict[str, dict[str, float]] = {}
     for size, captured in graphs.items():
         pairs = {
@@ -125,6 +120,7 @@ def _graphs_over_eager(
             / statistics.median(fast.seconds_per_token)
             for name, (fast, slow) in pairs.items()
         }
-        table.add_row(str(size), *(f"{ratio:.2f}" for ratio in result[str(size)].values()))
-    console.print(table)
+    title = "(c) captured graphs over eager passes, in speed"
+    rows = ([size, *by_kind.values()] for size, by_kind in result.items())
+    print_table(console, title, ("batch", "plain", chain), rows, num_names=0)
     return result

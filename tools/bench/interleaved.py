@@ -1,7 +1,7 @@
 """Compares speculation with plain decoding on the same requests, side by side in one process.
 
-Plain decoding runs before and after every variant with small differences. A ratio uses the mean of the two, so changes of the
-machine's speed affect both. The first round is reported separately, because selectors learn in it and a real run takes hours.
+Plain decoding runs before and after every variant. A ratio uses the mean of the two, so changes of the machine's speed affect
+both. The first round is reported separately, because selectors learn in it and a real run takes hours.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
-from tools.bench.measure import cpu_seconds, first_differences, spread, wall_seconds
+from tools.bench.measure import Spread, cpu_seconds, first_differences, spread, wall_seconds
 from tools.load_engine import LoadedPolicy, accept_length
 
 PLAIN = "off"
@@ -22,10 +21,10 @@ PLAIN = "off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to decode. With `is_close`, plain decoding runs right before and right after, to judge small differences."""
+    """A way to decode, and the rounds in which it runs after the first one."""
 
     speculation: Speculation
-    is_close: bool = False
+    num_rounds: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,12 +34,11 @@ class Record:
     ratios: list[float] = field(default_factory=list)  # plain seconds over its own, per token
     seconds_per_token: list[float] = field(default_factory=list)
     accept_lengths: list[float] = field(default_factory=list)
-    passes: list[list[PassRecord]] = field(default_factory=list)
     num_compared: int = 0  # tokens compared with those of plain decoding
     num_differing: int = 0
 
     @property
-    def ratio(self) -> dict[str, float]:
+    def ratio(self) -> Spread:
         """Return the spread over all rounds except the first, which is added as `first_round`."""
         return {**spread(self.ratios[1:] or self.ratios), "first_round": self.ratios[0]}
 
@@ -63,46 +61,41 @@ class Comparison:
         self.plain = Record()
 
     def run_round(
-        self, batches: Sequence[Sequence[Prompt]], params: SamplingParams, names: Sequence[str]
+        self, batches: Sequence[Sequence[Prompt]], params: SamplingParams, round_index: int
     ) -> None:
-        """Run one round over the variants `names`. Each answers every batch, one after the other."""
-        order = with_plain(names, {name for name in names if self._variants[name].is_close})
+        """Run the variants of this round. Each answers every batch, one after the other."""
+        names = [n for n, variant in self._variants.items() if round_index <= variant.num_rounds]
+        order = with_plain(names)
         ran = [self._run(name, batches, params) for name in order]
         seconds = [spent / sum(map(len, tokens)) for spent, tokens in ran]
-        plain_at = [index for index, name in enumerate(order) if name == PLAIN]
+        self.plain.seconds_per_token += seconds[::2]
         for index, name in enumerate(order):
             if name == PLAIN:
-                self.plain.seconds_per_token.append(seconds[index])
                 continue
             record = self.records[name]
             record.seconds_per_token.append(seconds[index])
-            before = max(at for at in plain_at if at < index)
-            after = min(at for at in plain_at if at > index)
-            record.ratios.append((seconds[before] + seconds[after]) / 2 / seconds[index])
-            num_differing, num_compared = first_differences(
-                zip(ran[0][1], ran[index][1], strict=True)
-            )
+            plain = (seconds[index - 1] + seconds[index + 1]) / 2
+            record.ratios.append(plain / seconds[index])
+            pairs = zip(ran[0][1], ran[index][1], strict=True)
+            num_differing, num_compared = first_differences(pairs)
             record.num_differing += num_differing
             record.num_compared += num_compared
 
     def _run(
         self, name: str, batches: Sequence[Sequence[Prompt]], params: SamplingParams
     ) -> tuple[float, list[list[int]]]:
-        """Return the seconds and the tokens of all responses. Records passes and accept lengths."""
-        policy, engine = self._policy, self._policy.engine
+        """Return the seconds and the tokens of all responses. Records accept lengths."""
+        policy = self._policy
         record = self.plain if name == PLAIN else self.records[name]
-        engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
+        policy.engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
         policy.generate(batches[0][:1], warm_up)  # allocates the KV
         for prompts in [*batches] * self._num_warm_ups:
             policy.generate(prompts, params)
         groups: list[RolloutGroup] = []
-        passes: list[PassRecord] = []
         seconds = 0.0
         for prompts in batches:
             seconds += self._clock(lambda p=prompts: groups.extend(policy.generate(p, params)))
-            passes += engine.take_passes()
-        record.passes.append(passes)
         record.accept_lengths.append(accept_length(groups))
         return seconds, [r.token_ids.tolist() for group in groups for r in group.rollouts]
 
@@ -117,14 +110,6 @@ def mismatch_per_token(records: Collection[Record]) -> float:
     return sum(r.num_differing for r in records) / max(sum(r.num_compared for r in records), 1)
 
 
-def with_plain(names: Sequence[str], close: Collection[str]) -> list[str]:
-    """Insert plain decoding into `names`: first, last, around each one in `close`, and after every second other one."""
-    order = [PLAIN]
-    for name in names:
-        has_two = order[-1] != PLAIN and order[-2] != PLAIN
-        if has_two or (name in close and order[-1] != PLAIN):
-            order.append(PLAIN)
-        order.append(name)
-        if name in close:
-            order.append(PLAIN)
-    return order if order[-1] == PLAIN else [*order, PLAIN]
+def with_plain(names: Sequence[str]) -> list[str]:
+    """Return the order of a round: plain decoding before and after each of `names`."""
+    return [PLAIN, *(each for name in names for each in (name, PLAIN))]

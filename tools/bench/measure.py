@@ -12,9 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 Clock = Callable[[Callable[[], object]], float]
+Spread = dict[str, float]  # median, min, max
+
+
+def add_policy_options(add: Callable[..., object], split: str) -> None:
+    """Add the options that name a policy, its drafter, and prompts of the split "train" or "eval"."""
+    add("--model", default="build/tiny_policy", help="folder of a Hugging Face model")
+    add("--drafter", default="build/tiny_drafter")
+    add("--prompts", default=f"build/tiny_policy/{split}.jsonl")
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
@@ -42,12 +51,12 @@ def interleave(
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> Spread:
     """Return median, min and max over rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def ratios(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
+def ratios(slow: Sequence[float], fast: Sequence[float]) -> Spread:
     """Return the spread of slow / fast, taken within each round."""
     return spread([s / f for s, f in zip(slow, fast, strict=True)])
 
@@ -78,14 +87,31 @@ def make_table(title: str, *columns: str, num_names: int = 1) -> Table:
     return table
 
 
-def command_line() -> str:
-    """Return the command of this process."""
-    return " ".join(["python -m tools.bench", *sys.argv[1:]])
+def print_table(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | float | None]],
+    *,
+    num_names: int = 1,
+) -> None:
+    """Print rows of texts, whole numbers, and numbers with two decimals; "-" for None."""
+    table = make_table(title, *columns, num_names=num_names)
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    console.print(table)
+
+
+def _cell(value: str | float | None) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "-" if value is None else value if isinstance(value, str) else f"{value:,}"
 
 
 def write_json(path: str | Path, result: Mapping[str, object]) -> None:
     """Write `result` with the machine and the command that produced it."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    whole = {**result, "machine": machine, "command": command_line()}
+    command = " ".join(["python -m tools.bench", *sys.argv[1:]])
+    whole = {**result, "machine": machine, "command": command}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import FinishReason, Prompt
 from tools.bench.interleaved import Variant
+from tools.bench.measure import add_policy_options
 from tools.load_engine import LoadedPolicy
 
 GOOD, RANDOM, OTHER = "good", "random", "other_policy"
@@ -44,9 +45,7 @@ class Setting:
 
 def add_setting_options(add: Callable[..., object]) -> None:
     """Add the options of a setting and of the table of batch sizes."""
-    add("--model", default="build/tiny_policy")
-    add("--drafter", default="build/tiny_drafter")
-    add("--prompts", default="build/tiny_policy/eval.jsonl")
+    add_policy_options(add, "eval")
     add("--deepen", type=int, default=20, help="identity layers behind the policy's own")
     add("--strategies", nargs="+", default=["3_1_3", "6_1_6", "10_1_10", "14_1_14", "4_2_8"])
     add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
@@ -89,19 +88,32 @@ def make_drafts(
 
 
 def make_variants(
-    drafts: dict[str, DraftInference], strategies: Sequence[SpeculationStrategy]
+    drafts: dict[str, DraftInference], options: argparse.Namespace, bad_rounds: int = 0
 ) -> dict[str, Variant]:
-    """Return every strategy and both selectors with the good drafter, and the cost model with every other drafter."""
+    """Return every strategy and both selectors with the good drafter, and the cost model with every other drafter.
+
+    With a bad drafter it runs `bad_rounds`, because its differences are small.
+    """
+    strategies = parse_strategies(options)
     good = drafts[GOOD]
     variants = {
-        str(s): Variant(speculation=Speculation(good, FixedSelector(s), [s])) for s in strategies
+        str(s): Variant(
+            speculation=Speculation(good, FixedSelector(s), [s]), num_rounds=options.fixed_rounds
+        )
+        for s in strategies
     }
-    selector = BegMabSelector([*strategies, OFF])
-    variants[BEG_MAB] = Variant(speculation=Speculation(good, selector, strategies), is_close=True)
+    speculation = Speculation(good, BegMabSelector([*strategies, OFF]), strategies)
+    variants[BEG_MAB] = Variant(speculation=speculation, num_rounds=options.rounds)
     for name, draft in drafts.items():
         speculation = Speculation(draft, CostModelSelector(strategies), strategies)
-        variants[adaptive_name(name)] = Variant(speculation=speculation, is_close=True)
+        num_rounds = options.rounds if name == GOOD else bad_rounds
+        variants[adaptive_name(name)] = Variant(speculation=speculation, num_rounds=num_rounds)
     return variants
+
+
+def parse_strategies(options: argparse.Namespace) -> list[SpeculationStrategy]:
+    """Return the strategies of the options."""
+    return [SpeculationStrategy.parse(text) for text in options.strategies]
 
 
 def adaptive_name(drafter: str) -> str:

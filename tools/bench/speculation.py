@@ -18,16 +18,15 @@ JSON of `--dtype both`, bfloat16 is at the top level and float32 under its name.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.accept_length import bench_accept_lengths
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.graph_bytes import bench_graph_bytes
-from tools.bench.interleaved import PLAIN, Comparison, Variant, mismatch_per_token
+from tools.bench.interleaved import PLAIN, mismatch_per_token
 from tools.bench.policies import Policy, make_policies
 from tools.bench.setting import (
     BEG_MAB,
@@ -93,14 +92,15 @@ def _bench_one_dtype(
 ) -> dict[str, object]:
     """Run all tables except (c) in one dtype."""
     setting = make_setting(options, dtype)
-    strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
-    fixed = [str(strategy) for strategy in strategies]
     drafts = make_drafts(setting, options.drafter, other_drafter)
-    variants = make_variants(drafts, strategies)
-    by_batch = bench_batch_sizes(setting, variants, options, console, options.unhelped_rounds)
+    variants = make_variants(drafts, options, options.unhelped_rounds)
+    by_batch = bench_batch_sizes(setting, variants, options, console)
     minima = adaptive_minima(by_batch, list(drafts), console)
-    oracle = print_oracle(by_batch, fixed, console)
-    tail = bench_long_tail(setting, _for_long_tail(variants, by_batch, fixed), options, console)
+    oracle = print_oracle(by_batch, options.strategies, console)
+    near = min(by_batch, key=lambda size: abs(size - 8))
+    best, _ = best_fixed(by_batch[near], options.strategies)
+    in_tail = {n: variants[n] for n in (best, BEG_MAB, COST_MODEL) if n != PLAIN}
+    tail = bench_long_tail(setting, in_tail, options, console)
     comparisons = [*by_batch.values(), tail]
     return {
         "dtype": dtype,
@@ -114,15 +114,5 @@ def _bench_one_dtype(
             name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])
             for name in variants
         },
-        "batch_invariant": bench_batch_invariant(setting, options, strategies, console),
+        "batch_invariant": bench_batch_invariant(setting, options, console),
     }
-
-
-def _for_long_tail(
-    variants: Mapping[str, Variant], by_batch: Mapping[int, Comparison], fixed: Sequence[str]
-) -> dict[str, Variant]:
-    """Return both selectors, and the best strategy at the batch size nearest to 8."""
-    near = min(by_batch, key=lambda size: abs(size - 8))
-    best, _ = best_fixed(by_batch[near], fixed)
-    names = [BEG_MAB, COST_MODEL] if best == PLAIN else [best, BEG_MAB, COST_MODEL]
-    return {name: variants[name] for name in names}

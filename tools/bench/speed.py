@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.bench.interleaved import PLAIN, Comparison, Variant, mismatch_per_token
-from tools.bench.measure import make_table, spread
+from tools.bench.measure import Spread, print_table, spread
 from tools.bench.setting import BEG_MAB, COST_MODEL, Setting, adaptive_name, long_prompts
 
 _LEAST_REQUESTS = 4  # of a run
@@ -23,45 +23,32 @@ _LONG_TAIL_ROUNDS = 3  # at most, after one warm-up round
 
 
 def bench_batch_sizes(
-    setting: Setting,
-    variants: Mapping[str, Variant],
-    options: argparse.Namespace,
-    console: Console,
-    unhelped_rounds: int = 0,
+    setting: Setting, variants: Mapping[str, Variant], options: argparse.Namespace, console: Console
 ) -> dict[int, Comparison]:
-    """Run every variant at every batch size, with responses of equal length.
-
-    Selectors with bad drafters run `unhelped_rounds`, because their differences are small.
-    """
+    """Run every variant at every batch size, with responses of equal length."""
     prompts = long_prompts(setting, options.num_tokens)
     if not prompts:
         raise ValueError(f"--num-tokens {options.num_tokens}: no response is that long")
-    close = [name for name, variant in variants.items() if variant.is_close]
-    unhelped = [name for name in close if name.startswith(f"{COST_MODEL}/")]
+    num_rounds = max(variant.num_rounds for variant in variants.values()) + 1
     measured: dict[int, Comparison] = {}
-    table = make_table(
-        f"(a) speed-up over plain decoding, {setting}",
-        *("batch", f"{PLAIN} tok/s", *variants),
-        num_names=0,
-    )
+    rows = []
     for size in options.batch_sizes:
         comparison = Comparison(setting.policy, variants, is_cuda=setting.is_cuda)
         # Large batches generate many tokens with few passes.
         num_tokens = options.num_tokens if size <= 16 else max(options.num_tokens // 2, 1)
-        for index in range(max(options.rounds, unhelped_rounds) + 1):
+        for index in range(num_rounds):
             params = SamplingParams(
                 max_new_tokens=num_tokens, temperature=options.temperature, seed=100 + index
             )
-            names = list(variants) if index <= options.fixed_rounds else close
-            names = names if index <= options.rounds else unhelped
-            comparison.run_round(_batches(prompts, size, index), params, names)
+            comparison.run_round(_batches(prompts, size, index), params, index)
         measured[size] = comparison
         cells = [
             f"{record.ratio['median']:.2f} ({statistics.fmean(record.accept_lengths):.1f})"
             for record in comparison.records.values()
         ]
-        table.add_row(str(size), f"{comparison.plain_tokens_per_s:,.0f}", *cells)
-    console.print(table)
+        rows.append([str(size), f"{comparison.plain_tokens_per_s:,.0f}", *cells])
+    title = f"(a) speed-up over plain decoding, {setting}"
+    print_table(console, title, ["batch", f"{PLAIN} tok/s", *variants], rows, num_names=0)
     console.print("in brackets: tokens out per verify pass")
     return measured
 
@@ -70,43 +57,38 @@ def _batches(prompts: Sequence[Prompt], batch_size: int, round_index: int) -> li
     """Return other prompts in every round. A small size gets several batches in sequence, as one prompt says little."""
     num_batches = max(_LEAST_REQUESTS // batch_size, 1)
     first = round_index * num_batches * batch_size
-    starts = range(first, first + num_batches * batch_size, batch_size)
-    return [
-        [
-            dataclasses.replace(prompts[n % len(prompts)], draw_index=n)
-            for n in range(start, start + batch_size)
-        ]
-        for start in starts
-    ]
+    numbers = range(first, first + num_batches * batch_size)
+    chosen = [dataclasses.replace(prompts[n % len(prompts)], draw_index=n) for n in numbers]
+    return [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
 
 
 def bench_long_tail(
-    setting: Setting,
-    variants: Mapping[str, Variant],
-    options: argparse.Namespace,
-    console: Console,
+    setting: Setting, variants: Mapping[str, Variant], options: argparse.Namespace, console: Console
 ) -> Comparison:
     """Run a rollout as in training: each response is as long as the policy makes it."""
     prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
+    num_rounds = min(options.rounds, _LONG_TAIL_ROUNDS)
+    variants = {n: dataclasses.replace(v, num_rounds=num_rounds) for n, v in variants.items()}
     comparison = Comparison(setting.policy, variants, is_cuda=setting.is_cuda)
-    for index in range(min(options.rounds, _LONG_TAIL_ROUNDS) + 1):
+    for index in range(num_rounds + 1):
         params = setting.policy.params(
             options.max_new_tokens,
             num_samples=options.num_samples,
             temperature=options.temperature,
             seed=200 + index,
         )
-        comparison.run_round([prompts], params, list(variants))
+        comparison.run_round([prompts], params, index)
     rate = f"plain {comparison.plain_tokens_per_s:,.0f} tok/s"
-    table = make_table(
+    print_table(
+        console,
         f"(b) {options.num_requests} long-tailed requests, {rate}, {setting}",
-        *("variant", "speed-up", "min", "max", "first round", "accept length", "mismatch"),
-    )
-    for name, record in comparison.records.items():
-        cells = [f"{value:.2f}" for value in record.ratio.values()]
-        length = f"{statistics.fmean(record.accept_lengths):.2f}"
-        table.add_row(name, *cells, length, f"{mismatch_per_token([record]):.1e}")
-    console.print(table)
+        ("variant", "speed-up", "min", "max", "first round", "accept length", "mismatch"),
+        (
+            [name, *record.ratio.values(), statistics.fmean(record.accept_lengths),
+             f"{mismatch_per_token([record]):.1e}"]
+            for name, record in comparison.records.items()
+        ),
+    )  # fmt: skip
     return comparison
 
 
@@ -114,23 +96,20 @@ def adaptive_minima(
     measured: Mapping[int, Comparison], drafters: Sequence[str], console: Console
 ) -> dict[str, dict[str, float]]:
     """Return the cost model's smallest median over batch sizes for each drafter, and the smallest of the first rounds."""
-    table = make_table(
-        "(a) cost_model over plain decoding, smallest over batch sizes",
-        *("drafter", "median", "at batch", "first round"),
-    )
-    minima, first = {}, {}
+    minima, first, rows = {}, {}, []
     for drafter in drafters:
         name = adaptive_name(drafter)
         ratios = {size: each.records[name].ratio for size, each in measured.items()}
         size = min(ratios, key=lambda s, r=ratios: r[s]["median"])
         minima[drafter] = ratios[size]["median"]
         first[drafter] = min(ratio["first_round"] for ratio in ratios.values())
-        table.add_row(drafter, f"{minima[drafter]:.3f}", str(size), f"{first[drafter]:.3f}")
-    console.print(table)
+        rows.append([drafter, f"{minima[drafter]:.3f}", str(size), f"{first[drafter]:.3f}"])
+    title = "(a) cost_model over plain decoding, smallest over batch sizes"
+    print_table(console, title, ("drafter", "median", "at batch", "first round"), rows)
     return {"adaptive_min_ratio": minima, "adaptive_first_round_min_ratio": first}
 
 
-def speedup_by_batch(by_batch: Mapping[int, Comparison]) -> dict[str, dict[str, dict[str, float]]]:
+def speedup_by_batch(by_batch: Mapping[int, Comparison]) -> dict[str, dict[str, Spread]]:
     """Return batch size -> variant -> spread of its speed over plain decoding, for JSON."""
     return {
         str(size): {name: record.ratio for name, record in each.records.items()}
@@ -151,24 +130,21 @@ def print_oracle(
 
     Noise counts against the selectors: the best of several strategies is partly the luckiest.
     """
-    table = make_table(
-        "(d) selectors over the best fixed strategy of each batch size",
-        *("batch", "best", "speed-up", COST_MODEL, BEG_MAB),
-        num_names=0,
-    )
-    live: dict[str, dict[str, dict[str, float]]] = {COST_MODEL: {}, BEG_MAB: {}}
+    live: dict[str, dict[str, Spread]] = {COST_MODEL: {}, BEG_MAB: {}}
+    rows = []
     for size, comparison in measured.items():
         best, ratio = best_fixed(comparison, fixed)
         for name, by_size in live.items():
             rounds = comparison.records[name].ratios
             by_size[str(size)] = spread([value / ratio for value in rounds[1:] or rounds])
-        cells = [f"{by_size[str(size)]['median']:.3f}" for by_size in live.values()]
-        table.add_row(str(size), best, f"{ratio:.2f}", *cells)
+        medians = [f"{by_size[str(size)]['median']:.3f}" for by_size in live.values()]
+        rows.append([str(size), best, ratio, *medians])
     # Equal weight for each batch size: the harmonic mean of rates over equal work.
     overall = {
         name: statistics.harmonic_mean([each["median"] for each in by_size.values()])
         for name, by_size in live.items()
     }
-    table.add_row("all", "", "", *(f"{overall[name]:.3f}" for name in live))
-    console.print(table)
+    rows.append(["all", "", "", *(f"{value:.3f}" for value in overall.values())])
+    title = "(d) selectors over the best fixed strategy of each batch size"
+    print_table(console, title, ("batch", "best", "speed-up", *live), rows, num_names=0)
     return {"by_batch": live, "overall": overall}
