@@ -15,10 +15,15 @@ from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
 
@@ -71,6 +76,14 @@ class LoadedPolicy:
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[RolloutGroup]:
         """Return the responses to `prompts`."""
         return self.engine.generate(prompts, params, policy_version=VERSION)
+
+    def speculate(
+        self, draft: DraftModel, strategy: SpeculationStrategy, ranking: Ranking = Ranking.NOISE
+    ) -> None:
+        """Decode with this drafter and strategy from now on."""
+        inference = DraftInference(draft, draft.lm_head_VD.dtype)
+        selector = FixedSelector(strategy)
+        self.engine.set_speculation(Speculation(inference, selector, [strategy], ranking=ranking))
 
     def load_drafter(self, folder: str | Path) -> DraftModel:
         """Return the drafter in `folder`. ValueError if it belongs to another policy."""

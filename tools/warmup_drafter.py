@@ -33,11 +33,8 @@ from tlt_megatron.config.schema import DrafterSection, RunConfig
 from tlt_megatron.drafter.checkpoint import load_drafter, load_trainer_state, save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
-from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.load_engine import LoadedPolicy, accept_length
@@ -123,14 +120,10 @@ def _measure(
     prompts: Sequence[Prompt],
     params: SamplingParams,
 ) -> float:
-    embedding_VD, lm_head_VD = policy.engine.target_tensors()
-    twin = DraftModel(model.config, embedding_VD=embedding_VD, lm_head_VD=lm_head_VD)
+    twin = policy.new_drafter(model.config.architecture, model.config.aux_layer_ids)
     twin.load_state_dict(model.state_dict())
-    draft = DraftInference(twin, embedding_VD.dtype)
-    policy.engine.set_speculation(Speculation(draft, FixedSelector(strategy), [strategy]))
-    groups = policy.generate(prompts, params)
-    policy.engine.set_speculation(None)
-    return accept_length(groups)
+    policy.speculate(twin, strategy)
+    return accept_length(policy.generate(prompts, params))
 
 
 def _train(

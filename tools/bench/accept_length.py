@@ -12,9 +12,6 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tools.bench.measure import print_table
@@ -66,7 +63,6 @@ def _measure(
     limit = options.accept_max_new_tokens
     policy = LoadedPolicy(folders.model, max_new_tokens=limit)
     model = policy.load_drafter(folders.drafter)
-    draft = DraftInference(model, model.lm_head_VD.dtype)
     prompts = policy.prompts(folders.data / "eval.jsonl", options.accept_prompts)
     warm_up = policy.prompts(folders.data / "train.jsonl")[-_NUM_WARM_UP:]
     params = policy.params(limit, num_samples=2, seed=3)
@@ -77,9 +73,7 @@ def _measure(
         params = dataclasses.replace(params, temperature=temperature)
         row = result[str(temperature)] = {}
         for kind, (text, ranking) in KINDS.items():
-            strategy = SpeculationStrategy.parse(text)
-            selector = FixedSelector(strategy)
-            policy.engine.set_speculation(Speculation(draft, selector, [strategy], ranking=ranking))
+            policy.speculate(model, SpeculationStrategy.parse(text), ranking)
             policy.generate(warm_up, params)
             row[kind] = accept_length(policy.generate(prompts, params))
     return f"{-float(logprobs.mean()):.2f}", result

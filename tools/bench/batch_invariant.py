@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.bench.measure import cpu_seconds, first_differences, interleave, print_table, ratios
-from tools.bench.setting import GOOD, Setting, make_drafts, make_setting, parse_strategies
+from tools.bench.setting import Setting, make_setting, parse_strategies
 
 _BATCH_SIZES = (1, 8, 64)
 _NUM_ROUNDS = 2
@@ -30,7 +28,7 @@ def bench_batch_invariant(
     except RuntimeError as error:
         console.print(str(error))
         return {"refused": str(error)}
-    draft = make_drafts(invariant, options.drafter, None)[GOOD]
+    drafter = invariant.policy.load_drafter(options.drafter)
     setting.engine.set_speculation(None)
     params = SamplingParams(max_new_tokens=max(options.num_tokens // 2, 1), seed=7)
     cost, mismatch, rows = {}, {}, []
@@ -48,8 +46,7 @@ def bench_batch_invariant(
         plain = _tokens(invariant, prompts, params)
         pairs = []
         for strategy in parse_strategies(options):
-            selector = FixedSelector(strategy)
-            invariant.engine.set_speculation(Speculation(draft, selector, [strategy]))
+            invariant.policy.speculate(drafter, strategy)
             pairs += zip(plain, _tokens(invariant, prompts, params), strict=True)
         num_differing, num_compared = first_differences(pairs)
         cost[str(size)] = ratios(seconds["on"], seconds["off"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.loss import make_objective, unroll_draft
 from tlt_megatron.drafter.packing import pack_batch
-from tools.bench.measure import make_table
+from tools.bench.measure import add_policy_options, print_table
 from tools.load_engine import LoadedPolicy
 
 _Scheme = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
@@ -92,9 +92,7 @@ def _normalized(weights_NV: Tensor) -> Tensor:
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
-    add("--model", default="build/tiny_policy")
-    add("--drafter", default="build/tiny_drafter")
-    add("--prompts", default="build/tiny_policy/eval.jsonl")
+    add_policy_options(add, "eval")
     add("--num-prompts", type=int, default=32)
     add("--num-tokens", type=int, default=200)
 
@@ -115,10 +113,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     draft_MV = (head_inputs[0][rows_M] @ head_VD.t()).softmax(1)
     measured = acceptances(target_MV, draft_MV, torch.Generator().manual_seed(0))
     entropy = float(-(target_MV * target_MV.clamp(min=1e-30).log()).sum(1).mean())
-    table = make_table(
-        f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy", "drafts: scheme", "accepted"
-    )
-    for name, value in measured.items():
-        table.add_row(name, f"{value:.3f}")
-    console.print(table)
+    title = f"{len(rows_M)} tokens, {entropy:.2f} nats of entropy"
+    rows = ([name, f"{value:.3f}"] for name, value in measured.items())
+    print_table(console, title, ("drafts: scheme", "accepted"), rows)
     return {"num_tokens": len(rows_M), "entropy": entropy, "accepted": measured}

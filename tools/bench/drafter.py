@@ -36,9 +36,10 @@ from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
 from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.measure import (
+    add_policy_options,
     cpu_seconds,
     interleave,
-    make_table,
+    print_table,
     ratios,
     spread,
     wall_seconds,
@@ -63,9 +64,7 @@ REAL_TARGET = dataclasses.replace(
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
-    add("--model", default="build/tiny_policy")
-    add("--drafter", default="build/tiny_drafter")
-    add("--prompts", default="build/tiny_policy/train.jsonl")
+    add_policy_options(add, "train")
     add("--algorithm", default="hass", choices=("eagle", "hass"))
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--batch-tokens", type=int, default=4096, help="rows of a packed batch")
@@ -126,16 +125,16 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
     lengths = [sequence.num_rows for sequence in by_length]
     num_rows = sum(lengths)
     described = f"median {statistics.median(lengths):.0f}, p95 {lengths[int(0.95 * (len(lengths) - 1))]}, max {lengths[-1]}"
-    table = make_table(
+    print_table(
+        console,
         f"{len(lengths)} sequences, rows {described}; {size} per padded batch",
-        *("batches", "rows computed", "tokens/s", "packed over it", "min", "max"),
-    )
-    for name, values in seconds.items():
-        computed = sum(batch.num_rows for batch in batches[name])
-        rate = num_rows / statistics.median(values)
-        cells = [f"{value:.2f}" for value in against[name].values()]
-        table.add_row(name, f"{computed:,}", f"{rate:,.0f}", *cells)
-    console.print(table)
+        ("batches", "rows computed", "tokens/s", "packed over it", "min", "max"),
+        (
+            [name, sum(batch.num_rows for batch in batches[name]),
+             round(num_rows / statistics.median(values)), *against[name].values()]
+            for name, values in seconds.items()
+        ),
+    )  # fmt: skip
     return {
         "packing_ratio": against[PADDED],
         "packing_ratio_sorted": against[SORTED],
@@ -218,15 +217,11 @@ def _bench_checkpoints(options: argparse.Namespace, console: Console) -> dict[st
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as folder:
         seconds, written = measure_blocking(trainer, Path(folder), options.checkpoint_rounds)
     ratio = ratios(seconds[FULL], seconds[ASYNCHRONOUS])
-    table = make_table(
-        f"milliseconds that the trainer waits for a checkpoint ({full:.0f} MB, {own:.0f} MB of its own)",
-        *(FULL, ASYNCHRONOUS, "thread", "less by", "min", "max"),
-        num_names=0,
-    )
-    waits = [statistics.median(values) for values in seconds.values()]
-    cells = [f"{1e3 * value:.2f}" for value in (*waits, written)]
-    table.add_row(*cells, *(f"{value:.1f}" for value in ratio.values()))
-    console.print(table)
+    title = f"milliseconds that the trainer waits for a checkpoint ({full:.0f} MB, {own:.0f} MB of its own)"
+    waits = [1e3 * statistics.median(values) for values in (*seconds.values(), [written])]
+    row = [*waits, *(f"{value:.1f}" for value in ratio.values())]
+    columns = (FULL, ASYNCHRONOUS, "thread", "less by", "min", "max")
+    print_table(console, title, columns, [row], num_names=0)
     return {
         "checkpoint_blocking_ratio": ratio,
         "checkpoint_seconds": {name: spread(values) for name, values in seconds.items()},

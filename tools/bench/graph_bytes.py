@@ -17,7 +17,7 @@ from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
-from tools.bench.measure import make_table
+from tools.bench.measure import print_table
 
 # Values from its config.json.
 QWEN_2_5_7B = ModelConfig(
@@ -79,10 +79,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 
 def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:
     """Return, by set of strategies, bytes by way to capture and their ratio."""
-    table = make_table(
-        f"graphs of Qwen2.5-7B in bfloat16, batches of 1-{_MAX_BATCH_SIZE}, counted from the plan",
-        *("strategies", "captures", "naive MB", "single MB", "pool MB", "naive / pool"),
-    )
+    rows = []
     result: dict[str, dict[str, object]] = {}
     for name, strategies in _SETS.items():
         plan = GraphPlan(
@@ -93,9 +90,8 @@ def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:
             item_bytes=2,
         )
         naive, single, pool = bytes_naive(plan), bytes_single(plan), plan.bytes_pool()
-        cells = [f"{value / 1e6:,.0f}" for value in (naive, single, pool)]
-        title = f"{name}: {' '.join(strategies)}"
-        table.add_row(title, str(len(plan.keys)), *cells, f"{naive / pool:.2f}")
+        megabytes = [round(value / 1e6) for value in (naive, single, pool)]
+        rows.append([f"{name}: {' '.join(strategies)}", len(plan.keys), *megabytes, naive / pool])
         result[name] = {
             "naive": naive,
             "single": single,
@@ -103,5 +99,9 @@ def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:
             "naive_over_pool": naive / pool,
             "num_captures": len(plan.keys),
         }
-    console.print(table)
+    title = (
+        f"graphs of Qwen2.5-7B in bfloat16, batches of 1-{_MAX_BATCH_SIZE}, counted from the plan"
+    )
+    columns = ("strategies", "captures", "naive MB", "single MB", "pool MB", "naive / pool")
+    print_table(console, title, columns, rows)
     return result

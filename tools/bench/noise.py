@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt_megatron.models.config import ModelConfig, RopeConfig, load_model_config
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import gumbel_noise, noisy_argmax
-from tools.bench.measure import cpu_seconds, interleave, make_table, ratios, spread
+from tools.bench.measure import cpu_seconds, interleave, print_table, ratios, spread
 
 _ENTROPY = 2.8  # nats: SmolLM2-135M at temperature 1
 SMOLLM2 = ModelConfig(
@@ -104,11 +104,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Measure every vocabulary and batch size and print the table. Return the values of the JSON."""
     config = load_model_config(options.model) if options.model else SMOLLM2
     dtype = getattr(torch, options.dtype)
-    title = f"noise of a decode pass, {options.dtype}, {options.rounds} rounds"
-    table = make_table(
-        title, "vocabulary", "batch", "pass ms", "plain ms", "search ms", "plain / search",
-        "plain share", "search share",
-    )  # fmt: skip
+    rows = []
     found: dict[str, object] = {}
     for vocab_size in options.vocab_sizes:
         model = random_model(dataclasses.replace(config, vocab_size=vocab_size), dtype)
@@ -116,11 +112,16 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
             result = measure(model, batch_size, options.rounds)
             found[f"{vocab_size}/{batch_size}"] = result
             ratio = result["ratio"]
-            table.add_row(
-                f"{vocab_size}", f"{batch_size}",
-                *(f"{result[name]['median']:.2f}" for name in ("pass_ms", "plain_ms", "search_ms")),
-                f"{ratio['median']:.1f} ({ratio['min']:.1f}-{ratio['max']:.1f})",
-                *(f"{result[f'{name}_share']['median']:.1%}" for name in ("plain", "search")),
-            )  # fmt: skip
-    console.print(table)
+            shares = [f"{result[f'{name}_share']['median']:.1%}" for name in ("plain", "search")]
+            rows.append(
+                [
+                    *(f"{vocab_size}", batch_size),
+                    *(result[f"{name}_ms"]["median"] for name in ("pass", "plain", "search")),
+                    f"{ratio['median']:.1f} ({ratio['min']:.1f}-{ratio['max']:.1f})",
+                    *shares,
+                ]
+            )
+    title = f"noise of a decode pass, {options.dtype}, {options.rounds} rounds"
+    columns = ("vocabulary", "batch", "pass ms", "plain ms", "search ms", "plain / search")
+    print_table(console, title, (*columns, "plain share", "search share"), rows)
     return {"dtype": options.dtype, "by_vocabulary_and_batch": found}

@@ -30,7 +30,7 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.graph_bytes import bytes_naive
-from tools.bench.measure import make_table
+from tools.bench.measure import print_table
 
 _WEIGHT_SCALE = 0.02
 
@@ -180,16 +180,14 @@ def bench_pool_bytes(
     }
     result["pool"]["planned_bytes"] = plan.bytes_pool()
     result["naive"]["planned_bytes"] = bytes_naive(plan)
-    table = make_table(
-        f"(b) bytes of captured graphs, {captures}",
-        *("captured", "graphs", "MB", "tensors MB", "driver MB", "planned MB"),
-    )
-    columns = ("bytes", "tensor_bytes", "driver_bytes", "planned_bytes")
+    rows = []
     for name, taken in result.items():
-        cells = [f"{taken[column] / 1e6:,.0f}" for column in columns]
-        cells[0] = cells[0] if taken["is_all"] else f"> {cells[0]} (ran out)"
-        table.add_row(name, str(taken["num_captures"]), *cells)
-    console.print(table)
+        keys = ("bytes", "tensor_bytes", "driver_bytes", "planned_bytes")
+        total, *parts = (f"{taken[key] / 1e6:,.0f}" for key in keys)
+        total = total if taken["is_all"] else f"> {total} (ran out)"
+        rows.append([name, taken["num_captures"], total, *parts])
+    columns = ("captured", "graphs", "MB", "tensors MB", "driver MB", "planned MB")
+    print_table(console, f"(b) bytes of captured graphs, {captures}", columns, rows)
     ratio = result["naive"]["bytes"] / max(result["pool"]["bytes"], 1)
     num_kernels = sum(plan.cost(key).num_kernels for key in plan.keys)
     per_kernel = result["pool"]["driver_bytes"] / num_kernels

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from tlt_megatron.types import Prompt, SamplingParams
-from tools.bench.measure import interleave, make_table, ratios, spread, wall_seconds
+from tools.bench.measure import interleave, print_table, ratios, spread, wall_seconds
 from tools.load_engine import VERSION, LoadedPolicy
 
 
@@ -174,16 +174,15 @@ def _report(
         "dtype": options.dtype,
         "rounds": options.rounds,
     }
-    table = make_table(
+    print_table(
+        console,
         f"{len(lengths)} requests, {num_tokens} tokens, lengths median {median:.0f} p95 {p95}"
         f" max {lengths[-1]}, {options.dtype}",
-        *("tokens/s", "median", "min", "max"),
+        ("tokens/s", "median", "min", "max"),
+        [
+            ["embedded", *map(round, result["embedded_tokens_per_s"].values())],
+            ["transformers generate", *map(round, result["transformers_tokens_per_s"].values())],
+            ["ratio", *result["ratio"].values()],
+        ],
     )
-    for label, key, digits in (
-        ("embedded", "embedded_tokens_per_s", 0),
-        ("transformers generate", "transformers_tokens_per_s", 0),
-        ("ratio", "ratio", 2),
-    ):
-        table.add_row(label, *(f"{value:.{digits}f}" for value in result[key].values()))
-    console.print(table)
     return result

@@ -20,7 +20,7 @@ from tlt_megatron.drafter.memory import drafter_parameters
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.graph_bytes import QWEN_2_5_7B
-from tools.bench.measure import make_table
+from tools.bench.measure import print_table
 
 QWEN_2_5_32B = replace(
     QWEN_2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_size=27648
@@ -103,7 +103,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 def _speeds(console: Console) -> Mapping[str, object]:
     lengths = [f"chain, accepts {length:g}" for length in _ACCEPT_LENGTHS]
     columns = ("model", "context", "batch", "plain", *lengths)
-    table = make_table(f"tokens/s, {' / '.join(GPUS)}: computed, not yet run on hardware", *columns)
+    title = f"tokens/s, {' / '.join(GPUS)}: computed, not yet run on hardware"
+    rows = []
     result: dict[str, object] = {}
     for name, model, num_gpus, has_kernel in (
         ("7B", QWEN_2_5_7B, 1, True),
@@ -124,23 +125,20 @@ def _speeds(console: Console) -> Mapping[str, object]:
                 " / ".join(f"{each[column]:,.0f}" if each else "-" for each in speeds)
                 for column in range(1 + len(_ACCEPT_LENGTHS))
             ]
-            table.add_row(name, f"{context:,}", str(batch), *cells)
+            rows.append([name, context, batch, *cells])
             result[f"{name}, {context}, {batch}"] = dict(zip(GPUS, speeds, strict=True))
-    console.print(table)
+    print_table(console, title, columns, rows)
     return result
 
 
 def _speedups(console: Console) -> list[list[float]]:
     """Compare with what the paper measured. Its context is not known; it hardly matters at batch 1."""
-    table = make_table(
-        "speedup of speculation, 32B on 4 H100, batch 1, 16 tokens to verify",
-        *("draft depth", "accept length", "TLT, measured", "computed"),
-    )
     decoding = Decoding(model=QWEN_2_5_32B, num_gpus=4, batch=1, context=2048)
     gpu, rows = GPUS["H100"], []
     for depth, accept_length, measured in _PAPER_SPEEDUPS:
         speed = decoding.chain(gpu, accept_length, depth=depth, rows=16)
         rows.append([depth, accept_length, measured, speed / decoding.plain(gpu)])
-        table.add_row(str(depth), *(f"{value:.2f}" for value in rows[-1][1:]))
-    console.print(table)
+    title = "speedup of speculation, 32B on 4 H100, batch 1, 16 tokens to verify"
+    columns = ("draft depth", "accept length", "TLT, measured", "computed")
+    print_table(console, title, columns, rows)
     return rows
