@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "report": Command(
         "write a report of a run: one HTML page",
-        "tlt report runs/mine --png report.png",
+        "tlt report runs/mine --steps 40-41",
         "tools.report",
     ),
     "compare": Command(
