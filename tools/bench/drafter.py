@@ -28,7 +28,6 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
@@ -44,7 +43,6 @@ from tools.bench.measure import (
     spread,
     wall_seconds,
 )
-from tools.export_drafter import load_target
 from tools.load_engine import LoadedPolicy
 
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"
@@ -106,7 +104,8 @@ def _fill_up(sequence: DraftSequence, num_tokens: int) -> DraftSequence:
 
 
 def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    sequences = _collect(options)
+    policy = LoadedPolicy(options.model, max_new_tokens=options.max_new_tokens)
+    sequences = _collect(policy, options)
     packed = pack_sequences(sequences, options.batch_tokens)
     size = max(1, round(len(sequences) / len(packed)))
     by_length = sorted(sequences, key=lambda sequence: sequence.num_rows)
@@ -116,10 +115,15 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
         SORTED: [pad_batch(by_length[i : i + size]) for i in range(0, len(sequences), size)],
     }
 
-    def run(name: str, trainer: DrafterTrainer) -> Callable[[], object]:
-        return lambda: [trainer.step(batch) for batch in batches[name]]
+    section = DrafterSection(
+        algorithm=options.algorithm, dtype=options.dtype, batch_tokens=options.batch_tokens
+    )
 
-    runs = {name: run(name, _make_trainer(options)) for name in batches}
+    def run(of_variant: Sequence[DraftBatch]) -> Callable[[], object]:
+        trainer = DrafterTrainer(policy.load_drafter(options.drafter), section)
+        return lambda: [trainer.step(batch) for batch in of_variant]
+
+    runs = {name: run(of_variant) for name, of_variant in batches.items()}
     seconds = interleave(runs, options.rounds, cpu_seconds)
     against = {name: ratios(values, seconds[PACKED]) for name, values in seconds.items()}
     lengths = [sequence.num_rows for sequence in by_length]
@@ -146,9 +150,8 @@ def _bench_packing(options: argparse.Namespace, console: Console) -> dict[str, o
     }
 
 
-def _collect(options: argparse.Namespace) -> list[DraftSequence]:
+def _collect(policy: LoadedPolicy, options: argparse.Namespace) -> list[DraftSequence]:
     """Return answers of the policy in random order."""
-    policy = LoadedPolicy(options.model, max_new_tokens=options.max_new_tokens)
     prompts = policy.prompts(options.prompts, options.num_requests // options.num_samples)
     params = policy.params(
         options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
@@ -157,17 +160,6 @@ def _collect(options: argparse.Namespace) -> list[DraftSequence]:
     # Responses that finish together have equal lengths, so shuffle them, as a buffer returns them in random order.
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(options.seed))
     return [sequences[index] for index in order.tolist()]
-
-
-def _make_trainer(options: argparse.Namespace) -> DrafterTrainer:
-    target = load_target(Path(options.model))
-    model = load_drafter(
-        options.drafter, embedding_VD=target.embedding_VD, lm_head_VD=target.lm_head_VD
-    )
-    section = DrafterSection(
-        algorithm=options.algorithm, dtype=options.dtype, batch_tokens=options.batch_tokens
-    )
-    return DrafterTrainer(model, section)
 
 
 def _make_real_trainer() -> DrafterTrainer:

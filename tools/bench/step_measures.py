@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench.measure import spread
+from tools.run_report.data import read_metrics
 
 STEP_SECONDS = "timing_s/step"
 ROLLOUT_SECONDS = "timing_s/gen"
@@ -51,16 +52,13 @@ Run = dict[int, StepRecord]  # by step, from 1
 
 def read_run(folder: Path) -> Run:
     """Return the steps of the run in `folder`, which needs logging.rollouts=true."""
-    metrics: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        known = {name: value for name, value in row.items() if value is not None}
-        metrics.setdefault(row["step"], {}).update(known)
-    return {
-        step: StepRecord(metrics=row, responses=_read_responses(folder, step))
-        for step, row in sorted(metrics.items())
-        if STEP_SECONDS in row
-    }
+    run: Run = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        if STEP_SECONDS in row:
+            known = {name: value for name, value in row.items() if value is not None}
+            step = int(known["step"])
+            run[step] = StepRecord(metrics=known, responses=_read_responses(folder, step))
+    return run
 
 
 def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:

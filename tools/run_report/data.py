@@ -84,7 +84,7 @@ def read_run(run_dir: Path) -> RunData:
         config=config,
         config_text=config_text,
         summary=_parse_object(f"{summary}", _read_text(summary)),
-        rows=_read_metrics(run_dir / "metrics.jsonl"),
+        rows=read_metrics(run_dir / "metrics.jsonl"),
         spans=_read_trace(run_dir / "trace.json") if has_trace else None,
         passes=_read_passes(passes) if passes.exists() else None,
     )
@@ -126,7 +126,8 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(place, _parse_object(place, line)) for place, line in zip(places, lines, strict=True)]
 
 
-def _read_metrics(path: Path) -> list[dict[str, float | None]]:
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """Return the metrics of metrics.jsonl by step, ascending. ValueError names a broken line."""
     rows: dict[int, dict[str, float | None]] = {}
     for place, row in _read_lines(path):
         step = row.get("step")
