@@ -14,7 +14,8 @@ import jinja2
 import plotly.offline
 
 from tools.run_report.data import RunData
-from tools.run_report.figure import ON_DARK, Absent, Panel
+from tools.run_report.figure import Absent, Panel
+from tools.run_report.palette import ON_DARK
 
 _NAMES = {
     "eval_accuracy_first": "held-out accuracy, first",

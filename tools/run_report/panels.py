@@ -12,30 +12,9 @@ from typing import Any
 
 from plotly.colors import sample_colorscale
 
+from tools.run_report import palette
 from tools.run_report.data import RunData, Span
-from tools.run_report.figure import (
-    BLACK,
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    ORANGE,
-    OTHER,
-    PALE,
-    PURPLE,
-    RANKS,
-    SHARES,
-    SKY,
-    VERMILLION,
-    VIOLET,
-    YELLOW,
-    Absent,
-    Json,
-    Panel,
-    make_bars,
-    make_curve,
-    make_layout,
-)
+from tools.run_report.figure import Absent, Json, Panel, make_bars, make_curve, make_layout
 from tools.run_report.timeline import (
     bars_of,
     choose_window,
@@ -45,29 +24,29 @@ from tools.run_report.timeline import (
 
 DOTS = "lines+markers"
 _PHASES = {  # of the timeline, in the order of its legend
-    "DECODE": SKY,
-    "VERIFY": BLUE,
-    "ROLLOUT": PALE,
-    "IDLE / WAIT": GREY,
-    "DRAFT-TRAIN": ORANGE,
-    "PREEMPT": VERMILLION,
-    "REWARD": PURPLE,
-    "LOGPROB": YELLOW,
-    "UPDATE": GREEN,
-    "SYNC": BLACK,
-    "EVAL": VIOLET,
-    "CHECKPOINT": BROWN,
+    "DECODE": palette.SKY,
+    "VERIFY": palette.BLUE,
+    "ROLLOUT": palette.PALE,
+    "IDLE / WAIT": palette.GREY,
+    "DRAFT-TRAIN": palette.ORANGE,
+    "PREEMPT": palette.VERMILLION,
+    "REWARD": palette.PURPLE,
+    "LOGPROB": palette.YELLOW,
+    "UPDATE": palette.GREEN,
+    "SYNC": palette.BLACK,
+    "EVAL": palette.VIOLET,
+    "CHECKPOINT": palette.BROWN,
 }
 _TIMINGS = {  # timing_s/*: name, colour
-    "gen": ("rollout", SKY),
-    "reward": ("rewards", PURPLE),
-    "old_log_prob": ("log-probs", YELLOW),
+    "gen": ("rollout", palette.SKY),
+    "reward": ("rewards", palette.PURPLE),
+    "old_log_prob": ("log-probs", palette.YELLOW),
     "ref": ("reference log-probs", "#B8AE2F"),
-    "update_actor": ("update", GREEN),
-    "update_weights": ("weight sync", BLACK),
-    "publish_drafter": ("publish drafter", OTHER),
-    "save_checkpoint": ("checkpoint", BROWN),
-    "testing": ("evaluation", VIOLET),
+    "update_actor": ("update", palette.GREEN),
+    "update_weights": ("weight sync", palette.BLACK),
+    "publish_drafter": ("publish drafter", palette.OTHER),
+    "save_checkpoint": ("checkpoint", palette.BROWN),
+    "testing": ("evaluation", palette.VIOLET),
 }
 _NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
 _DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
@@ -89,7 +68,7 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
             run,
             "drafter_loss",
             ("Drafter loss", "loss (nats)"),
-            [("loss", "drafter/loss", ORANGE, DOTS)],
+            [("loss", "drafter/loss", palette.ORANGE, DOTS)],
             note="Mean over the drafter's updates in that step's idle time.",
             absent=_reason(run, "spot", "drafter/loss"),
         ),
@@ -99,8 +78,8 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
             "rewards",
             ("Rewards", "reward"),
             [
-                ("mean reward in training", "critic/rewards/mean", BLUE, "lines"),
-                ("held-out accuracy", "eval/accuracy", VERMILLION, DOTS),
+                ("mean reward in training", "critic/rewards/mean", palette.BLUE, "lines"),
+                ("held-out accuracy", "eval/accuracy", palette.VERMILLION, DOTS),
             ],
         ),
         _over_steps(
@@ -108,9 +87,9 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
             "lengths",
             ("Response length", "tokens (log scale)"),
             [
-                ("longest", "response_length/max", PURPLE, "lines"),
-                ("mean", "response_length/mean", BLUE, "lines"),
-                ("median", "response_length/median", GREEN, "lines"),
+                ("longest", "response_length/max", palette.PURPLE, "lines"),
+                ("mean", "response_length/mean", palette.BLUE, "lines"),
+                ("median", "response_length/median", palette.GREEN, "lines"),
             ],
             y={"type": "log", "dtick": "D2", "tickformat": ","},
         ),
@@ -157,7 +136,7 @@ def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absen
     bars = bars_of(spans, window)
     rows = list(dict.fromkeys(bar.row for bar in bars))
     line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
-    line["line"] = {"color": BLACK, "width": 1, "dash": "dot"}
+    line["line"] = {"color": palette.BLACK, "width": 1, "dash": "dot"}
     starts = [start for start in window.step_starts.values() if start > 0]
     timeline = Panel(
         key="timeline",
@@ -181,7 +160,7 @@ def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absen
         is_wide=True,
     )
     curves = [
-        make_curve(f"rank {rank}", RANKS[rank % len(RANKS)], points, shape="hv")
+        make_curve(f"rank {rank}", palette.RANKS[rank % len(palette.RANKS)], points, shape="hv")
         for rank, points in running_requests(spans, window).items()
     ]
     running = Panel(
@@ -212,7 +191,7 @@ def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
             "text": [bar.label for bar in of_label],
             "customdata": [_detail(bar) for bar in of_label],
             "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
-            "marker": {"color": _PHASES.get(label, OTHER), "line": {"width": 0}},
+            "marker": {"color": _PHASES.get(label, palette.OTHER), "line": {"width": 0}},
             "textposition": "inside",
             "insidetextanchor": "middle",
             "textangle": 0,
@@ -272,7 +251,9 @@ def _strategies(run: RunData) -> Panel | Absent:
         "text": [[_percent(share) for share in of] for of in shares],
         "texttemplate": "%{text}",
         "hovertemplate": "%{y} at %{x} requests: %{z:.1%}<br>%{customdata}<extra></extra>",
-        "colorscale": [[i / (len(SHARES) - 1), color] for i, color in enumerate(SHARES)],
+        "colorscale": [
+            [i / (len(palette.SHARES) - 1), color] for i, color in enumerate(palette.SHARES)
+        ],
         "zmin": 0,
         "zmax": 1,
         "xgap": 2,
@@ -327,14 +308,14 @@ def _bubble(run: RunData) -> Panel | Absent:
         None if whole is None else whole - (used.get(step) or 0.0)
         for step, whole in zip(steps, idle, strict=True)
     ]
-    data = [make_bars("idle, unused", GREY, (steps, unused))]
+    data = [make_bars("idle, unused", palette.GREY, (steps, unused))]
     note = "Rank-seconds between a rank's last response and the last of all ranks"
     if used:
         training, held_up = ((steps, [values.get(s) for s in steps]) for values in (used, stall))
         data = [
-            make_bars("used: drafter training", ORANGE, training),
+            make_bars("used: drafter training", palette.ORANGE, training),
             *data,
-            make_bars("stall: held up", VERMILLION, held_up),
+            make_bars("stall: held up", palette.VERMILLION, held_up),
         ]
     note += "; stall: held up by drafter work, on top." if used else ". Spot training was off."
     layout = make_layout("RL step", "rank-seconds per step", **_STACKED)
@@ -348,14 +329,17 @@ def _step_time(run: RunData) -> Panel | Absent:
         return Absent(title=title, sentence="The run wrote no timing_s/*.")
     known = [phase for phase in _TIMINGS if phase in written]
     data = [
-        make_bars(*_TIMINGS.get(phase, (phase, OTHER)), run.series(f"timing_s/{phase}"))
+        make_bars(*_TIMINGS.get(phase, (phase, palette.OTHER)), run.series(f"timing_s/{phase}"))
         for phase in [*known, *sorted(written - set(known))]
     ]
     return Panel(
         key="step_time",
         title=title,
         note="Each phase on its slowest rank; waiting for the slowest rollout is a part of that rollout.",
-        data=[*data, make_curve("whole step", BLACK, run.series("timing_s/step"), "markers")],
+        data=[
+            *data,
+            make_curve("whole step", palette.BLACK, run.series("timing_s/step"), "markers"),
+        ],
         layout=make_layout("RL step", "seconds", **_STACKED),
     )
 
@@ -366,15 +350,15 @@ def _accept_length(run: RunData) -> Panel | Absent:
         run,
         "accept_length",
         ("Accept length", "tokens per verify pass"),
-        [("in rollouts", metric, BLUE, DOTS)],
+        [("in rollouts", metric, palette.BLUE, DOTS)],
         note="Tokens out for each request and verify pass, the bonus token included.",
         absent=f"Nothing was drafted: no {metric}.",
     )
     if isinstance(panel, Absent):
         return panel
     for name, color, of in (
-        ("drafter in training", ORANGE, "drafter/accept_length"),
-        ("drafter on held-out data", GREEN, "drafter/holdout_accept_length/published"),
+        ("drafter in training", palette.ORANGE, "drafter/accept_length"),
+        ("drafter on held-out data", palette.GREEN, "drafter/holdout_accept_length/published"),
     ):
         if run.series(of)[0]:
             panel.data.append(make_curve(name, color, run.series(of), dash="dash"))
@@ -382,5 +366,5 @@ def _accept_length(run: RunData) -> Panel | Absent:
     points = [point for point in zip(*run.series(metric), strict=True) if point[0] in alarms]
     if points:
         x, y = zip(*points, strict=True)
-        panel.data.append(make_curve("drafter alarm", VERMILLION, (x, y), "markers"))
+        panel.data.append(make_curve("drafter alarm", palette.VERMILLION, (x, y), "markers"))
     return panel

@@ -18,7 +18,7 @@ from tlt_megatron.runtime.timeline import Timeline, merge_timelines
 from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans, sum_passes
 from tools.report import main
 from tools.run_report.data import read_run
-from tools.run_report.figure import BLACK, GRID
+from tools.run_report.palette import BLACK, GRID
 
 SUMMARY = {
     "eval_accuracy_first": 0.4375,

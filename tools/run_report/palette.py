@@ -1,0 +1,17 @@
+"""The colours of the report, and what replaces them on a dark page.
+
+They come from the palette of Okabe and Ito (2008, "Color Universal Design"), which works for all kinds of colour vision.
+"""
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+PALE, GREY, OTHER, VIOLET, BROWN = "#CFE8F8", "#C8CCD0", "#8A8F98", "#6A51A3", "#7B4B2A"
+RANKS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
+AXIS, GRID, INK = "#8A8F98", "#E6E8EB", "#1B1F24"
+SHARES = ("#FFFFFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")  # from none to all
+# What replaces a colour of the light page on a dark one.
+ON_DARK = {
+    **{BLACK: "#E6E9ED", INK: "#E6E9ED", GRID: "#2B323A", PALE: "#3F5566", GREY: "#5B636D"},
+    BLUE: "#2E8FD0",
+    **dict(zip(SHARES, ("#14181D", "#16324D", "#1F5688", "#4292C6", "#9ECAE1"), strict=True)),
+}
