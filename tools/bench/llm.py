@@ -32,7 +32,6 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools import warmup_drafter
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.interleaved import mismatch_per_token
@@ -106,15 +105,14 @@ def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, obj
     """Return speed over plain decoding, mismatch per token and the price of batch invariance, by dtype."""
     config = load_config(options.config, options.overrides)
     settings = _decode_settings(options, config)
-    strategies = [SpeculationStrategy.parse(text) for text in config.speculation.strategies]
     speedup, mismatch, invariant = {}, {}, {}
     for dtype in _DTYPES:
         setting = make_setting(settings, dtype)
-        variants = make_variants(make_drafts(setting, options.drafter, None), strategies)
+        variants = make_variants(make_drafts(setting, options.drafter, None), settings)
         comparison = bench_long_tail(setting, variants, settings, console)
         speedup[dtype] = {name: record.ratio for name, record in comparison.records.items()}
         mismatch[dtype] = mismatch_per_token(comparison.records.values())
-        invariant[dtype] = bench_batch_invariant(setting, settings, strategies, console)
+        invariant[dtype] = bench_batch_invariant(setting, settings, console)
     return {
         "decode_speedup": speedup,
         "mismatch_per_token": mismatch,
@@ -135,6 +133,8 @@ def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse
         num_requests=options.num_requests,
         num_samples=2,
         rounds=options.rounds,
+        fixed_rounds=options.rounds,
+        strategies=config.speculation.strategies,
     )
 
 
