@@ -41,7 +41,10 @@ def check_files(config: RunConfig) -> None:
         _check_drafter(Path(config.speculation.drafter), policy)
     for key in REGISTRY:
         section, _, name = key.partition(".")
-        check_extension_file(key, getattr(getattr(config, section), name))
+        is_reward = key == "reward.function"
+        specs = config.reward.weights if is_reward else [getattr(getattr(config, section), name)]
+        for spec in specs:
+            check_extension_file(key, spec)
     _check_prompts("data.train", config.data.train)
     if config.data.eval:
         _check_prompts("data.eval", config.data.eval)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeGuard
 
 from tlt_megatron.config.extensions import load_extension
@@ -80,7 +79,7 @@ class WeightedRewards:
     """All functions of a run as one. `weights` has the weight of each function by its setting.
 
     The reward is the weighted sum of their scores. If there are several, the score of each is one of the further numbers, under
-    the function's name, which also goes before the names of its own further numbers. Errors name the function that failed.
+    the function's name, which also goes before the names of its own further numbers. An error names the function whose result cannot be read.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -95,18 +94,26 @@ class WeightedRewards:
         """Return the reward of a response and the further numbers, if no function is async."""
         results = []
         for spec, _, function in self._parts:
-            with _naming(spec):
-                results.append(read_result(function(**row)))
+            results.append(self._read(spec, function(**row)))
         return self._sum(results)
 
     async def score_async(self, **row: object) -> tuple[float, dict[str, float]]:
         """Return the same as `score`. Several functions run one after another."""
         results = []
         for spec, _, function in self._parts:
-            with _naming(spec):
-                result = function(**row)
-                results.append(read_result(await result if inspect.isawaitable(result) else result))
+            result = function(**row)
+            results.append(
+                self._read(spec, await result if inspect.isawaitable(result) else result)
+            )
         return self._sum(results)
+
+    def _read(self, spec: str, result: object) -> tuple[float, dict[str, float]]:
+        try:
+            return read_result(result)
+        except ValueError as error:
+            if len(self._parts) == 1:
+                raise
+            raise ValueError(f"the result of {spec!r}: {error}") from error
 
     def _sum(
         self, results: Sequence[tuple[float, dict[str, float]]]
@@ -119,12 +126,3 @@ class WeightedRewards:
             total += weight * score
             details |= {name: score} | {f"{name}/{key}": value for key, value in further.items()}
         return _read_number("score", total), details
-
-
-@contextmanager
-def _naming(spec: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in the reward function {spec!r}")
-        raise

@@ -144,7 +144,7 @@ def short{SIGNATURE}:
     return len(solution_str) < 4
 async def polite{SIGNATURE}:
     if solution_str == "boom":
-        raise KeyError("no manners")
+        return {{"score": 0.5, "pleases": [1]}}
     return {{"score": 0.5, "pleases": 2}}
 """
 
@@ -180,8 +180,8 @@ def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
     for text in (
         "reward.functions={",
         "prompt_id='row 7'",
-        "no manners",
-        f"in the reward function '{path}:polite'",
+        "pleases=[1]: must be a finite number",
+        f"the result of '{path}:polite'",
     ):
         assert text in str(caught.value)
 
