@@ -22,6 +22,17 @@ SECTIONS = {
     ),
     "cispo": AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.01, num_epochs=3),
 }
+CORRECTED = AlgorithmSection(
+    clip_low=0.01,
+    clip_high=0.01,
+    num_epochs=3,
+    tis_cap=2.0,
+    rollout_is="geometric",
+    rollout_rs="geometric",
+    # the log-ratios of a response have means -8.8, -6.9 and more, and minima -11.7, -10.2, -9.8 and more
+    rollout_rs_threshold_lower=5.5e-4,  # exp(-7.5)
+    rollout_token_veto_threshold=4.8e-5,  # exp(-9.95)
+)
 
 
 def _run(path: Path, layout: Layout, loss: str, micro_batch_tokens: int) -> tuple[list, dict]:
@@ -29,7 +40,7 @@ def _run(path: Path, layout: Layout, loss: str, micro_batch_tokens: int) -> tupl
     policy, groups = build_policy(path, layout)
     trainer = PolicyTrainer(
         policy,
-        SECTIONS[loss],
+        (SECTIONS | {"corrected": CORRECTED})[loss],
         groups=groups,
         micro_batch_tokens=micro_batch_tokens,
         temperature=0.8,
@@ -41,7 +52,7 @@ def _run(path: Path, layout: Layout, loss: str, micro_batch_tokens: int) -> tupl
     return steps, export(policy)
 
 
-@pytest.fixture(scope="module", params=SECTIONS)
+@pytest.fixture(scope="module", params=[*SECTIONS, "corrected"])
 def one_rank(request: pytest.FixtureRequest, model_path: Path) -> tuple[str, list, dict]:
     """The loss, and what one rank does with it in micro-batches of up to 20 tokens."""
     (result,) = run_ranks(1, _run, model_path, Layout(world=1), request.param, 20)
@@ -70,7 +81,11 @@ def test_updates_equal_those_of_one_rank(
             assert step == pytest.approx(expected, rel=1e-4, abs=1e-5)
         for name, weight in weights.items():
             assert (exported[name] - weight).norm() <= 1e-5 * weight.norm(), name
-    assert steps[0]["actor/pg_clipfrac"] > 0, "the test must reach the clipped part"
+    if loss == "corrected":
+        for name in ("rollout_rs_masked_fraction", "rollout_veto_masked_fraction"):
+            assert 0 < max(step[f"rollout_corr/{name}"] for step in steps) < 1
+    else:
+        assert steps[0]["actor/pg_clipfrac"] > 0, "the test must reach the clipped part"
 
 
 @pytest.mark.parametrize("loss", SECTIONS)

@@ -54,6 +54,11 @@ OURS = {
     "kl_loss_type": "algorithm.kl_estimator",
     "entropy_coeff": "algorithm.entropy_coef",
     "rollout_is_threshold": "algorithm.tis_cap",
+    "rollout_is": "algorithm.rollout_is (with algorithm.tis_cap)",
+    "rollout_rs": "algorithm.rollout_rs",
+    "rollout_rs_threshold": "algorithm.rollout_rs_threshold",
+    "rollout_rs_threshold_lower": "algorithm.rollout_rs_threshold_lower",
+    "rollout_token_veto_threshold": "algorithm.rollout_token_veto_threshold",
     "tis_clip": "algorithm.tis_cap",
     "vllm_importance_sampling_clip_max": "algorithm.tis_cap",
     # the run

@@ -62,6 +62,14 @@ class AlgorithmSection(Section):
     kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"
     kl_estimator: Annotated[str, one_of("k1", "k2", "k3")] = "k3"
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
+    # of one token, of the whole response, or the geometric mean over its tokens
+    rollout_is: Annotated[str, one_of("token", "sequence", "geometric")] = "token"
+    # masked importance sampling: no gradient where the ratio is outside the thresholds
+    rollout_rs: Annotated[str, one_of("none", "token", "sequence", "geometric")] = "none"
+    rollout_rs_threshold: float = 2.0  # upper, > 1
+    rollout_rs_threshold_lower: NonNegative = 0.0  # < 1; 0: 1 / upper
+    # a response with a token whose ratio is below gets no gradient; 0: off
+    rollout_token_veto_threshold: Share = 0.0
     # DAPO: draw further prompts instead of groups whose responses do not differ in the metric: the
     # reward, or a further number of the reward function
     dynamic_sampling: bool = False
@@ -97,8 +105,21 @@ class AlgorithmSection(Section):
             "sequence_mean where algorithm.loss='gspo' (its ratio is that of a whole response)",
         )
         self.require(self.tis_cap == 0 or self.tis_cap >= 1, "tis_cap", "0 (off) or >= 1")
+        self.require(self.rollout_rs_threshold > 1, "rollout_rs_threshold", "> 1")
+        self.require(self.rollout_rs_threshold_lower < 1, "rollout_rs_threshold_lower", "< 1")
         limit = self.max_logprob_diff
         self.require(limit is None or limit > 0, "max_logprob_diff", "> 0 (null: by dtype)")
+
+    @property
+    def has_correction(self) -> bool:
+        """Return whether the loss is corrected for the rollout engine's distribution."""
+        return bool(self.tis_cap or self.rollout_token_veto_threshold) or self.rollout_rs != "none"
+
+    @property
+    def rollout_rs_bounds(self) -> tuple[float, float]:
+        """Return the least and the largest ratio that is not masked."""
+        upper = self.rollout_rs_threshold
+        return self.rollout_rs_threshold_lower or 1 / upper, upper
 
     @property
     def has_logprob_pass(self) -> bool:

@@ -1,8 +1,8 @@
 """The policy loss of one micro-batch. The schedule calls it on the last stage.
 
 `ppo`, `gspo` and `cispo` are the choices of `algorithm.loss`. Each returns the policy-gradient term
-of every token, and where a clip decided it. `policy_loss` adds what all have in common: importance
-sampling, KL, entropy, aggregation and metrics.
+of every token, and where a clip decided it. `policy_loss` adds what all have in common: the
+correction for the rollout engine, KL, entropy, aggregation and metrics.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.correction import MAX_LOG_RATIO, correction_weights, response_mean
 from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
-
-MAX_LOG_RATIO = 20.0  # keeps exp finite; such a ratio is clipped anyway
 
 
 def policy_loss(
@@ -26,9 +25,7 @@ def policy_loss(
 
     Per token: the policy-gradient term of `section.loss`
 
-    - times min(exp(old_logprob - rollout_logprob), tis_cap), a constant: truncated importance
-      sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-      training");
+    - times a constant weight that corrects for the rollout engine (correction.py);
     - plus kl_coef * KL(policy, reference), minus entropy_coef * entropy.
 
     ValueError if the function of `section.loss` does not return two tensors [P].
@@ -51,9 +48,9 @@ def policy_loss(
         "ppo_kl": ((old_P - predicted.logprobs.detach()) * mask_P).sum(),
         "entropy": (predicted.entropy.detach() * mask_P).sum(),
     }
-    if section.tis_cap:
-        weight_P = truncated_importance(old_P, batch.rollout_logprobs, section.tis_cap)
-        metrics["tis_weight"] = (weight_P * mask_P).sum()
+    if section.has_correction:
+        weight_P, found = correction_weights(old_P, batch, section)
+        metrics |= found
         term_P = term_P * weight_P
     loss_P = term_P - section.entropy_coef * predicted.entropy
     if section.kl_coef and section.kl_placement == "loss":
@@ -87,14 +84,10 @@ def gspo(
     The gradient goes through the token's own log-prob (eq. 14, GSPO-token), which gives eq. 5's
     gradient where all tokens have one advantage.
     """
-    lengths_B = batch.cu_seqlens.diff().long()
-    mask_P = batch.loss_mask
-    log_ratio_P = (logprobs - old_logprobs).detach() * mask_P
-    counts_B = torch.segment_reduce(mask_P, "sum", lengths=lengths_B).clamp(min=1)
-    means_B = torch.segment_reduce(log_ratio_P, "sum", lengths=lengths_B) / counts_B
-    own_P = (logprobs - logprobs.detach()) * mask_P  # zero; carries the gradient
+    mean_P = response_mean((logprobs - old_logprobs).detach(), batch)
+    own_P = (logprobs - logprobs.detach()) * batch.loss_mask  # zero; carries the gradient
     return clipped_surrogate(
-        means_B.repeat_interleave(lengths_B) + own_P,
+        mean_P + own_P,
         batch.advantages,
         section.clip_low,
         section.clip_high,
@@ -138,12 +131,6 @@ def clipped_surrogate(
         loss_P = torch.where(is_bounded_P, bound_P, loss_P)
         is_clipped_P = torch.maximum(is_clipped_P, is_bounded_P.float())
     return loss_P, is_clipped_P.detach()
-
-
-def truncated_importance(old_logprobs_P: Tensor, rollout_logprobs_P: Tensor, cap: float) -> Tensor:
-    """Return min(pi_train / pi_rollout, cap) per token [P]."""
-    log_ratio_P = (old_logprobs_P - rollout_logprobs_P).clamp(max=MAX_LOG_RATIO)
-    return log_ratio_P.exp().clamp(max=cap)
 
 
 def kl_estimate(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

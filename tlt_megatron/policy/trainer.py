@@ -315,7 +315,8 @@ class PolicyTrainer:
         sums = sum_metrics(totals, [self.groups.dp])
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         return {
-            f"actor/{name}": value / (loss_count if name == "pg_loss" else num_tokens)
+            name if "/" in name else f"actor/{name}": value
+            / (loss_count if name == "pg_loss" else num_tokens)
             for name, value in sums.items()
         }
 

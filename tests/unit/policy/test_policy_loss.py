@@ -13,7 +13,6 @@ from tlt_megatron.policy.loss import (
     clipped_surrogate,
     kl_estimate,
     policy_loss,
-    truncated_importance,
 )
 from tlt_megatron.types import MicroBatch, TokenLogprobs
 
@@ -95,13 +94,6 @@ def test_kl_loss_adds_its_coefficient_times_the_estimate() -> None:
     result = policy_loss(predicted([-1.0]), batch, section)
     assert float(result.loss_sum) == pytest.approx(0.1 * 0.5)
     assert float(result.metrics["kl_loss"]) == pytest.approx(0.5)
-
-
-def test_truncated_importance_caps_from_above_only() -> None:
-    old = torch.tensor([-1.0, -1.0, -1.0])
-    rollout = torch.tensor([-1.0, -3.0, -0.5])
-    expected = [1.0, 2.0, math.exp(-0.5)]
-    assert truncated_importance(old, rollout, 2.0).tolist() == pytest.approx(expected)
 
 
 def test_importance_weight_scales_the_surrogate() -> None:
