@@ -210,7 +210,8 @@ class SpotSection(Section):
     keep_steps: PositiveInt = 1  # earlier RL steps whose sequences are kept, within data_bytes
     long_tail_share: Share = 0.5  # of a batch, from the longest responses of earlier steps
     holdout_share: Share = 0.05  # of the samples: never trained on, used to compare candidates
-    max_updates: NonNegativeInt = 0  # drafter updates per RL step; 0: as many as idle time allows
+    # drafter updates per RL step, with dynamic sampling per round; 0: as many as idle time allows
+    max_updates: NonNegativeInt = 0
     member_timeout_s: Positive = 20.0  # a member silent for this long is lost; > one drafter step
     seed: int = 0  # of the order of the data
 
