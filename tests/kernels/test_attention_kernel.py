@@ -179,10 +179,15 @@ def test_a_query_that_sees_nothing_adds_nothing_and_keys_after_the_last_seen_are
 def test_an_engine_on_a_pretended_gpu_does_what_it_does_on_a_cpu(
     strategy: str,
 ) -> None:
-    """In float64: over pages while a request waits, then over lanes, and trees by mask."""
+    """In float64: a prompt in two chunks, pages while a request waits, then lanes, and trees by mask."""
     config = tiny_config(vocab_size=48, num_layers=2)
     section = RolloutSection(
-        dtype="float64", max_batch_size=2, num_samples=3, max_new_tokens=32, cuda_graphs=False
+        dtype="float64",
+        max_batch_size=2,
+        num_samples=3,
+        max_new_tokens=32,
+        cuda_graphs=False,
+        prefill_chunk_tokens=20,
     )
     params = SamplingParams(num_samples=3, max_new_tokens=6, seed=5)
     prompts = [Prompt(prompt_id="0", draw_index=0, token_ids=tuple(range(8, 38)))]

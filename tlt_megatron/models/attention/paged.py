@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_with_lse, merge_attention
+from tlt_megatron.models.attention.kernels import (
+    attend_fused,
+    attend_with_lse,
+    is_fused,
+    merge_attention,
+)
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 
 
@@ -26,39 +31,62 @@ class PrefillSegment:
     context_slots_S: Tensor  # slots of all positions up to and including them, in order
 
 
+_FUSED_QUERIES = 512  # positions of one call of the kernel, which bounds the results of its parts
+
+
 class PrefillAttention:
-    """Causal attention of packed segments, each over its sequence. Its start may be cached."""
+    """Causal attention of packed segments, each over its sequence. Its start may be cached.
+
+    torch's attention writes the scores of grouped heads on CUDA if it is given a bias. So a segment
+    with a cached start uses our kernel there.
+    """
 
     def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
         self._cache = cache
         self._slots_P = torch.cat([segment.new_slots_C for segment in segments])
         self._sizes = [segment.new_slots_C.numel() for segment in segments]
-        self._contexts: list[tuple[Tensor, Tensor | None]] = []  # slots and mask of each segment
+        self._contexts: list[tuple[Tensor, Tensor | None]] = []  # slots and bias of each segment
         for segment, num_new in zip(segments, self._sizes, strict=True):
             num_all = segment.context_slots_S.numel()
-            mask = None
+            bias_CS = None
             if num_new < num_all:  # otherwise is_causal is enough
-                visible = torch.ones(num_new, num_all, dtype=torch.bool, device=cache.device)
-                mask = visible.tril(num_all - num_new)
-            self._contexts.append((segment.context_slots_S, mask))
+                hidden = cache.bias_T.new_full((num_new, num_all), -torch.inf)
+                bias_CS = hidden.triu_(num_all - num_new + 1)
+            self._contexts.append((segment.context_slots_S, bias_CS))
         cache.mark_written(self._slots_P)
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
         cache = self._cache
         cache.write(layer, self._slots_P, kv_PKH)
         outputs = []
-        queries = query_PNH.transpose(0, 1)[None].split(self._sizes, dim=2)
-        for query_1NTH, (slots_S, mask) in zip(queries, self._contexts, strict=True):
+        queries = query_PNH.split(self._sizes)
+        for query_CNH, (slots_S, bias_CS) in zip(queries, self._contexts, strict=True):
             kv_1KSH = cache.layers[layer].index_select(1, slots_S)[None]
-            out_1NTH = F.scaled_dot_product_attention(
-                query_1NTH,
+            if bias_CS is not None and is_fused(query_CNH):
+                outputs += self._attend_fused(query_CNH, kv_1KSH, bias_CS)
+                continue
+            out_1NCH = F.scaled_dot_product_attention(
+                query_CNH.transpose(0, 1)[None],
                 *kv_1KSH.chunk(2, dim=1),
-                attn_mask=mask,
-                is_causal=mask is None,
+                attn_mask=bias_CS,
+                is_causal=bias_CS is None,
                 enable_gqa=cache.num_heads_per_kv > 1,
             )
-            outputs.append(out_1NTH[0].transpose(0, 1).flatten(1))
+            outputs.append(out_1NCH[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
+
+    def _attend_fused(self, query_CNH: Tensor, kv_1KSH: Tensor, bias_CS: Tensor) -> list[Tensor]:
+        """Return the outputs [.., N * H] of the queries in order, a part at a time."""
+        outputs = []
+        keys, values = kv_1KSH.chunk(2, dim=1)
+        num_kv_heads, repeat = self._cache.num_kv_heads, self._cache.num_heads_per_kv
+        parts = zip(query_CNH.split(_FUSED_QUERIES), bias_CS.split(_FUSED_QUERIES), strict=True)
+        for query, bias in parts:
+            query_KCRH = query.unflatten(1, (num_kv_heads, repeat)).transpose(0, 1)
+            grouped = query_KCRH.flatten(1, 2)[None]
+            out, _ = attend_fused(grouped, keys, values, bias[None, None])
+            outputs.append(out.view_as(query_KCRH).transpose(0, 1).flatten(1))
+        return outputs
 
 
 class PagedAttention:
