@@ -87,7 +87,7 @@ class MemoryLedger:
         sums = tuple(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase)
         return [*rows, ("sum", sums)]
 
-    def check(self, free_bytes: int, of: str = "memory") -> None:
+    def check(self, free_bytes: int, where: str = "") -> None:
         """Raise ValueError if the fullest phase takes more than is free. It names the settings of the largest claims."""
         usable = int(free_bytes * _USABLE_SHARE)
         if self.peak_bytes <= usable:
@@ -96,6 +96,6 @@ class MemoryLedger:
         largest = sorted((c for c in held if not c.in_host), key=lambda c: -c.num_bytes)[:2]
         advice = " or ".join(claim.lower for claim in largest)
         raise ValueError(
-            f"{of}: the {self.peak_phase} phase takes {self.peak_bytes / _MIB:,.0f} MiB of a rank,"
+            f"{where}memory: the {self.peak_phase} phase takes {self.peak_bytes / _MIB:,.0f} MiB of a rank,"
             f" {usable / _MIB:,.0f} MiB are usable: change {advice}"
         )

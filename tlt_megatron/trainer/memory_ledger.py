@@ -94,7 +94,7 @@ def check_memory(ledger: MemoryLedger, free_bytes: int, host_free_bytes: int, wo
     problem = None
     try:
         ledger.check(free_bytes)
-        ledger.of_host().check(host_free_bytes, "host memory")
+        ledger.of_host().check(host_free_bytes, "host ")
     except ValueError as error:
         problem = f"{error} (on host {socket.gethostname()})"
     for found in gather_objects(problem, world):

@@ -55,7 +55,7 @@ def test_host_memory_is_added_up_and_refused_apart() -> None:
     assert not LEDGER.of_host().claims
     ledger.of_host().check(220 * MIB)
     with pytest.raises(ValueError, match=r"^host memory: .* 200 MiB .*change mcore\.offload=True"):
-        ledger.of_host().check(200 * MIB, "host memory")
+        ledger.of_host().check(200 * MIB, "host ")
 
 
 def test_a_phase_that_does_not_fit_is_refused_with_the_settings_of_its_largest_claims() -> None:
