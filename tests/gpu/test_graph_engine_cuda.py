@@ -133,8 +133,11 @@ def test_a_sleeping_engine_gives_all_back_and_wakes_with_the_same_tensors(
     assert stats.num_graph_replays > 0
 
 
-def test_a_woken_engine_replays_with_the_weights_of_an_update(path: Path) -> None:
-    engine = make_engine(path, "3_2_6")
+@pytest.mark.parametrize("keep_graphs", [False, True])
+def test_a_woken_engine_replays_with_the_weights_of_an_update(
+    path: Path, keep_graphs: bool
+) -> None:
+    engine = make_engine(path, "3_2_6", keep_graphs=keep_graphs)
     before, _ = run(engine)
     engine.sleep()
     torch.full((64 << 20,), torch.nan, device="cuda")  # an update uses the memory meanwhile
