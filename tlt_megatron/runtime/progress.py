@@ -30,6 +30,7 @@ _FACTS = {  # metric -> its text in the display
     "eval/accuracy": "accuracy {}",
     "response_length/mean": "length {}",
     "perf/rollout_tokens_per_s": "{} tokens/s",
+    "rollout/spec_accept_length": "accept length {}",
     "timing_s/step": "{} s/step",
 }
 _HEADERS = {
@@ -122,12 +123,12 @@ class Progress:
         shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
         for column in shown:
             header = _header(column)
-            cells = [_format(row.get(column)) for row in picked]
+            cells = [format_number(row.get(column)) for row in picked]
             # A narrow terminal wraps headers between words. Rows may exceed the width, so that no number is cut.
             width = max(map(len, [*cells, *header.split()]))
             table.add_column(header, justify="right", min_width=width)
         for row in picked:
-            table.add_row(*(_format(row.get(column)) for column in shown))
+            table.add_row(*(format_number(row.get(column)) for column in shown))
         self.message(f"steps{cut}")
         self._draw(lambda: self._console.print(table, crop=False))
 
@@ -174,7 +175,7 @@ class Progress:
 
     def _facts(self) -> list[str]:
         return [
-            text.format(_format(self._metrics[name]))
+            text.format(format_number(self._metrics[name]))
             for name, text in _FACTS.items()
             if name in self._metrics
         ]
@@ -219,7 +220,8 @@ def _header(column: str) -> str:
     return column.rpartition("/")[2].replace("_", " ")
 
 
-def _format(value: float | None) -> str:
+def format_number(value: float | None) -> str:
+    """Return about three digits, with commas between thousands; "-" for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
-from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.build import Run
 
@@ -29,6 +30,20 @@ TABLE_COLUMNS = (
     "timing_s/update_actor",
     "timing_s/step",
 )
+# What the end of a run says of its summary. A line needs all of its values.
+_RESULTS = {
+    ("eval_accuracy_first", "eval_accuracy_last"): "held-out accuracy: {} -> {}",
+    ("num_steps", "step_time_s_median", "seconds_total"): "RL steps: {}, median {} s; run {} s",
+    ("rollout_tokens_per_s",): "rollouts: {} generated tokens/s",
+    ("accept_length_first", "accept_length_last"): "accept length: {} -> {} tokens per verify pass",
+    ("idle_s", "idle_used_s"): "idle: {} rank-seconds, {} of them used for the drafter",
+    (
+        "rollout_speedup",
+        "step_speedup",
+    ): "speculation: rollouts {} times as fast, RL steps {} times",
+    ("responses_differing",): "responses that speculation changed: {}",
+    ("memory_peak_gb", "memory_planned_gb"): "memory of a rank: {} GB at its peak, {} GB planned",
+}
 
 
 def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
@@ -67,9 +82,23 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
         _write_evaluation(config, rows[0], run_dir / "evaluation.json", progress)
         return
     progress.print_table(rows, TABLE_COLUMNS)
-    for name, value in summary.items():
-        progress.message(f"{name}: {value:.4g}" if value is not None else f"{name}: -")
-    progress.message(f"run folder: {run_dir.resolve()}")
+    for line in (*result_lines(summary), f"run folder: {run_dir.resolve()}"):
+        progress.message(line)
+    progress.message(f"next: tlt report {run_dir}")
+    if config.checkpoint.export_hf:
+        progress.message(f"      tlt evaluate {run_dir} --data FILE")
+    if trainer.drafter is not None:
+        progress.message(f"      tlt export-drafter --from {run_dir} --to FOLDER --format sglang")
+
+
+def result_lines(summary: Mapping[str, float | None]) -> list[str]:
+    """Return the values of summary.json in words, with their units."""
+    lines = []
+    for names, text in _RESULTS.items():
+        values = [summary.get(name) for name in names]
+        if None not in values:
+            lines.append(text.format(*map(format_number, values)))
+    return lines
 
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:

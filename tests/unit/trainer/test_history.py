@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tlt_megatron.runtime.memory import Phase
+from tlt_megatron.trainer.finish import result_lines
 from tlt_megatron.trainer.history import RunHistory
 
 
@@ -15,3 +16,18 @@ def test_the_memory_peak_is_that_of_the_whole_run() -> None:
     after.add_memory({Phase.UPDATE: 1_000_000_000, Phase.ROLLOUT: 3_000_000_000})
     assert after.peak_bytes == {Phase.UPDATE: 9_000_000_000, Phase.ROLLOUT: 3_000_000_000}
     assert after.summary()["memory_peak_gb"] == 9.0
+
+
+def test_the_end_of_a_run_has_units_and_leaves_out_what_is_unknown() -> None:
+    summary = {
+        "eval_accuracy_first": 0.41666,
+        "eval_accuracy_last": 0.5833,
+        "rollout_tokens_per_s": 15312.3,
+        "step_time_s_median": None,
+        "num_steps": 3,
+        "seconds_total": 1.439,
+    }
+    assert result_lines(summary) == [
+        "held-out accuracy: 0.417 -> 0.583",
+        "rollouts: 15,312 generated tokens/s",
+    ]
