@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tlt_megatron.cli import COMMANDS
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 
@@ -58,12 +59,37 @@ def test_what_a_page_names_exists(page: Path) -> None:
             place = REPO / module.replace(".", "/")
             if not (place.is_dir() or place.with_suffix(".py").is_file()):
                 problems.append(f"module {module}")
+        for command in re.findall(r"(?:^|\n)tlt ([^#\n]*)", part):
+            problems += unknown_words(command)
         for path in re.findall(
             r"(?<![\w./<-])((?:tools|launch|examples|tests|docker)/[\w./-]+\w)", part
         ):
             if not (REPO / path).exists():
                 problems.append(f"file {path}")
     assert problems == []
+
+
+def unknown_words(line: str) -> list[str]:
+    """What a command line of `tlt`, without this word, has that its program does not know."""
+    name, *words = line.replace("\\", "").split()
+    if name.startswith("-"):
+        return []
+    if name not in COMMANDS:
+        return [f"tlt {name}"]
+    module = COMMANDS[name].module.replace(".", "/") or "tlt_megatron/cli"
+    known = text(REPO / f"{module}.py")
+    return [f"tlt {name} {w}" for w in words if w.startswith("--") and not has_option(known, w)]
+
+
+def has_option(source: str, word: str) -> bool:
+    return bool(re.search(rf"[\"' ]{word.partition('=')[0]}[\"' ,]", source))
+
+
+def test_the_examples_of_the_command_line_have_known_options() -> None:
+    lines = [command.example.removeprefix("tlt ") for command in COMMANDS.values()]
+    assert [word for line in lines for word in unknown_words(line)] == []
+    assert unknown_words("report runs/mine --no-such") == ["tlt report --no-such"]
+    assert unknown_words("repotr runs/mine") == ["tlt repotr"]
 
 
 def anchors(page: Path) -> set[str]:
