@@ -9,6 +9,7 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train(rest, is_help=is_help)
     if is_help and name == "doctor":  # has no options
         return 0
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # deprecations inside of torch and Megatron
     sys.path.insert(0, str(ROOT))  # `tools` is no package of site-packages
     sys.argv[:] = [f"tlt {name}", *rest]  # argparse names the program after it
     try:

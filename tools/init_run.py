@@ -35,12 +35,13 @@ REWARD = '''"""The reward of a response. It runs in worker processes; what it pr
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Return a number, or a dict with "score". Replace this: 1 if the last line holds the row's label, else 0.
+    """Return a number, or a dict with "score". Replace this: 1 if the response ends with the words of the label.
 
     `solution_str` is the response without special tokens; the other arguments are the row's.
     """
-    lines = solution_str.strip().splitlines() or [""]
-    return float(ground_truth.strip() in lines[-1])
+    expected = ground_truth.split()
+    words = solution_str.replace("####", " ").strip().rstrip(".").split()
+    return float(words[-len(expected) :] == expected)
 '''
 STRATEGIES = ["2_1_2", "4_1_4", "6_1_6"]
 ABOUT = """# Written by tlt init. All settings with their values: tlt train config.yaml --print-config

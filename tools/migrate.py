@@ -209,6 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
     if out.exists():
         raise ValueError(f"--out {out}: exists already")
     given = read(options.source)
+    if not given:
+        raise ValueError(f"{options.source}: holds no settings of verl or slime")
     ours, left = convert(given)
     nested: dict[str, dict[str, Any]] = {}
     for key, value in ours.items():
@@ -241,7 +243,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):
-            return _flatten(yaml.safe_load(text), "")
+            return _flatten(yaml.safe_load(text) or {}, "")
         text = text.replace("\\\n", " ").replace("=(", "=( ")
         text = re.sub(r"\)[ \t]*$", " )", text, flags=re.MULTILINE)  # ends an array
         words = shlex.split(text, comments=True)

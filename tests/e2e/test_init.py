@@ -12,7 +12,7 @@ import pytest
 from launch import pretrain_rl
 from tests.tiny_task import metric_rows, run
 from tlt_megatron.config.load import load_config
-from tools.init_run import main
+from tools.init_run import REWARD, main
 
 pytestmark = pytest.mark.e2e
 
@@ -40,6 +40,23 @@ QWEN_32B = QWEN_7B | {
 def init(task: Path, out: Path, *options: object, model: Path | None = None) -> None:
     given = ["--model", model or task / "model", "--data", task / "train.jsonl", "--out", out]
     main([str(word) for word in (*given, *options)])
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("7 + 4 = 11\n#### 11.", "11", 1),
+        ("so 11", "1", 0),
+        ("in New York", "New York", 1),
+        ("", "1", 0),
+    ],
+)
+def test_the_reward_template_compares_the_last_words(
+    response: str, label: str, reward: float
+) -> None:
+    place: dict = {}
+    exec(REWARD, place)
+    assert place["compute_score"]("", response, label) == reward
 
 
 def test_a_cpu_run_starts_with_what_is_written(

@@ -82,8 +82,7 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
         (("trian",), "tlt: 'trian' is no command; did you mean train?"),
         (("train", "run.num_steps=3"), "tlt train: CONFIG is missing: name a .yaml file"),
         (("train", EXAMPLE, "steps"), "tlt train: 'steps' is no section.key=value and no option"),
-        (("train", "no.yaml"), "pretrain_rl: config='no.yaml': no such file"),
-        (("plan", "no.yaml", "--ranks", "2"), "tlt plan: config='no.yaml': no such file"),
+        (("train", "no.yaml", "--print-config"), "pretrain_rl: config='no.yaml': no such file"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(arguments: tuple[str, ...], said: str) -> None:
@@ -91,6 +90,15 @@ def test_bad_input_is_answered_in_one_line(arguments: tuple[str, ...], said: str
     assert done.returncode == 2
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_tools_error_is_answered_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["plan", "no.yaml", "--ranks", "2"]) == 2
+    assert capsys.readouterr().err == "tlt plan: config='no.yaml': no such file\n"
 
 
 def test_train_prints_the_settings() -> None:

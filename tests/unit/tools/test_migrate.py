@@ -166,3 +166,6 @@ def test_what_does_not_pass_the_checks_is_written_and_named(
     assert "trainer.x: 1" in out.read_text()
     with pytest.raises(ValueError, match="exists already"):
         main([str(tmp_path / "a.yaml"), "--out", str(out)])
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ValueError, match=r"empty.yaml: holds no settings of verl or slime"):
+        main([str(tmp_path / "empty.yaml"), "--out", str(tmp_path / "other.yaml")])
