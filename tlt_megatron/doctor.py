@@ -56,7 +56,7 @@ def main() -> int:
     policy = "Megatron on GPUs" if "GPUs" in present else "Megatron on CPU (gloo)"
     engines = "embedded and sglang" if "SGLang" in present else "embedded"
     print(
-        f"This machine runs: policy: {policy}; rollout.engine: {engines}. Try it: make quickstart"
+        f"This machine runs: policy: {policy}; rollout.engine: {engines}. Try it: make quickstart, or tlt init"
     )
     return 0
 
