@@ -23,8 +23,11 @@ SIZES = {  # ours -> Hugging Face's
 }
 
 
-def read_draft_settings(path: str | Path) -> dict[str, Any]:
-    """Return the checked settings with head_dim. ValueError says what is missing or unsupported."""
+def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> dict[str, Any]:
+    """Return the checked settings with head_dim. ValueError says what is missing or unsupported.
+
+    `needs_whole_head`: False where SGLang runs the drafter and nothing trains it.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"speculation.drafter={str(path)!r}: must be a folder with config.json")
@@ -38,8 +41,9 @@ def read_draft_settings(path: str | Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{file}: lacks {', '.join(missing)}")
     hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+    num_drafted = hf.get("draft_vocab_size") if needs_whole_head else None
     for name, value, allowed in (
-        ("draft_vocab_size", hf.get("draft_vocab_size"), (None, hf["vocab_size"])),
+        ("draft_vocab_size", num_drafted, (None, hf["vocab_size"])),
         ("num_hidden_layers", hf.get("num_hidden_layers", 1), (1,)),
         ("norm_output", hf.get("norm_output", False), (False,)),
         ("fc_norm", hf.get("fc_norm"), (None, False)),

@@ -38,7 +38,8 @@ def check_files(config: RunConfig) -> None:
     """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
     policy = _check_policy(config.model.path)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
-        _check_drafter(Path(config.speculation.drafter), policy)
+        needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled
+        _check_drafter(Path(config.speculation.drafter), policy, needs_whole_head=needs_whole_head)
     for key in REGISTRY:
         section, _, name = key.partition(".")
         is_reward = key == "reward.function"
@@ -153,8 +154,8 @@ def _highest_token_id(tokenizer: Mapping[str, Any]) -> int:
     return max(max(token_ids, default=-1), max(added, default=-1))
 
 
-def _check_drafter(folder: Path, policy: ModelConfig) -> None:
-    settings = read_draft_settings(folder)
+def _check_drafter(folder: Path, policy: ModelConfig, *, needs_whole_head: bool) -> None:
+    settings = read_draft_settings(folder, needs_whole_head=needs_whole_head)
     try:
         check_not_quantized(settings, find_tensors(folder))
         for name, size in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):

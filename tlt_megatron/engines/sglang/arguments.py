@@ -71,7 +71,8 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
             "speculative_num_draft_tokens": drafting[0].num_retrieved + 1,
         }
     else:
-        algorithm = _ALGORITHMS[read_draft_settings(section.drafter)["architectures"][0]]
+        settings = read_draft_settings(section.drafter, needs_whole_head=False)
+        algorithm = _ALGORITHMS[settings["architectures"][0]]
         widest = max(drafting, key=lambda strategy: strategy.num_steps)
         options = {
             "speculative_draft_model_path": section.drafter,
