@@ -55,9 +55,8 @@ class SamplingParams:
 class Prompt:
     """One drawn prompt: its tokens and the inputs of its reward function.
 
-    `prompt_id` names the row of the data set in reports. `draw_index` counts the draws of a run and is unique in it.
-    It keys the sampling noise: the same prompt gets new responses in a later epoch, and a rerun or a resume
-    repeats every token.
+    `prompt_id` names the row of the data set in reports. `draw_index` counts the draws of a run and keys the sampling noise.
+    So a prompt gets new responses in a later epoch, and a rerun or a resume repeats every token.
     """
 
     prompt_id: str

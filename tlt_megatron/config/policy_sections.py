@@ -125,8 +125,7 @@ class AlgorithmSection(Section):
     def has_logprob_pass(self) -> bool:
         """Return whether log-probs are computed in a separate pass before the update.
 
-        If a batch gets only one update, the update's own forward pass computes the same numbers.
-        Only a KL penalty in the reward needs them earlier.
+        A batch's only update computes the same numbers; a KL penalty in the reward needs them earlier.
         """
         num_updates = self.num_epochs * self.num_minibatches
         return self.recompute_log_probs == "always" or num_updates > 1 or self.has_kl_reward

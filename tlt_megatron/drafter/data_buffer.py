@@ -129,8 +129,8 @@ class DataBuffer:
     def next_batch(self, max_tokens: int) -> DraftBatch | None:
         """Return a batch of at most `max_tokens` rows, or None if there is nothing to train on.
 
-        A longer sequence gives its next window. The long tail and the rest are separate pools:
-        within a pool, a sequence repeats only after all others were used.
+        A longer sequence gives its next window. Within a pool (long tail, rest), a sequence repeats
+        only after all others were used.
         """
         tail, rest = self._pools()
         if not tail and not rest:

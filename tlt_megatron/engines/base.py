@@ -73,12 +73,10 @@ class RolloutEngine(Protocol):
     ) -> list[RolloutGroup]:
         """Answer all prompts and return one group per prompt, in the order of the prompts.
 
-        `on_finish` receives each response when it ends.
-        `on_features` receives each response with the states that a drafter trains on, [prompt + response - 1, F]. An engine
-        without access to these states never calls it.
-        `between_passes` is called about once per pass and may load drafter weights. An engine in another process may never
-        call it.
-        `should_stop` is called about once per pass. If it returns True, GenerationStopped is raised.
+        `on_finish` receives each response when it ends, `on_features` with the states that a drafter trains on,
+        [prompt + response - 1, F]. `between_passes` is called about once per pass and may load drafter weights. An engine in
+        another process may never call these two. If `should_stop`, called about once per pass, returns True,
+        GenerationStopped is raised.
         RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt cannot fit into KV memory.
         """
         ...

@@ -36,10 +36,9 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
-    """Return whether the layers will be Transformer Engine's.
+    """Return whether the layers will be Transformer Engine's. ValueError if it is there and broken.
 
-    This needs the package, a GPU and bfloat16: Transformer Engine has no float32 attention for
-    packed sequences. ValueError if the package is there and cannot be used.
+    It has no float32 attention for packed sequences.
     """
     if not (torch.cuda.is_available() and dtype == torch.bfloat16):
         return False
@@ -173,9 +172,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm for the local layers. Megatron's own wrapper refuses sequence parallelism.
 
     Under sequence parallelism a rank sees only its part of the sequence. The weight then carries
-    Megatron's mark for "sum my gradient over the tensor-parallel ranks". Query and key norms see
-    whole sequences but only their rank's heads. Megatron recognizes those by name and sums their
-    gradients too.
+    Megatron's mark for "sum my gradient over the tensor-parallel ranks". Megatron recognizes query
+    and key norms by name.
     """
 
     def __init__(

@@ -65,9 +65,8 @@ def run_forward_backward(
     """Accumulate and reduce the gradients of all ranks, divided by the sum of all counts.
 
     `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric
-    sums of this data-parallel rank, on every pipeline stage, under the keys of all data-parallel
-    ranks. A rank without micro-batches returns zeros. Every rank of the model must call this, also
-    with an empty list.
+    sums of this data-parallel rank (zeros without micro-batches), on every pipeline stage, under
+    the keys of all data-parallel ranks. Every rank of the model must call this.
     """
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}

@@ -171,9 +171,7 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's shard of the unwrapped `model` from `source`, reading only its own stage.
 
-    Every rank must call it. ValueError, the same on every rank, lists all problems: missing
-    tensors, wrong shapes, parameters that the table does not know, and a separate output layer when
-    embeddings are tied.
+    Every rank must call it. ValueError, the same on every rank, lists all problems.
     """
     parameters = dict(model.named_parameters())
     rows = stage_rows(model, config)

@@ -147,9 +147,8 @@ def _mix_bits(tensor: Tensor) -> Tensor:
 class Checksum:
     """The 63-bit checksum of named tensors, added in any order. It depends on no device.
 
-    Bits are mixed with their position and summed modulo 2^64, so the sum detects a swap, a shift or
-    a changed bit. The name multiplies the sum, so swapped tensors are detected too. The sums are
-    computed where the tensors are; `value` reads them back in one transfer per device.
+    Bits are mixed with their position and summed modulo 2^64 where the tensors are. The name
+    multiplies the sum. So it detects a changed bit, a shift, and swapped elements or tensors.
     """
 
     def __init__(self) -> None:

@@ -59,9 +59,8 @@ class KvCache:
         """Allocate the pool.
 
         `num_draft_layers` adds layers after the target's, for a drafter with the same heads. Unless
-        `tap_layers` is None, a slot also holds the drafter's inputs: its token, the target's last
-        state, and the states after these layers. `has_scratch` adds a page after all others. It is
-        never given out; padded passes write to it.
+        `tap_layers` is None, a slot also holds its token, the target's last state, and the states
+        after these layers. `has_scratch` adds a page after all others, which padded passes write to.
         """
         self.num_pages = num_pages
         self.page_size = page_size

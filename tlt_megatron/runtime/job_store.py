@@ -29,8 +29,7 @@ _LOOPBACK = "127.0.0.1"
 class JobStore:
     """A rank's access to the job's store.
 
-    An exchange fails with a DistError after `answer_timeout_s`, or at once if rank 0 is gone. A call is one exchange. A read is
-    two: it waits until the key exists, then fetches its value.
+    A call fails with a DistError after `answer_timeout_s` (a read after twice that), or at once if rank 0 is gone.
     """
 
     def __init__(self, store: dist.Store, answer_timeout_s: float, host: str = "") -> None:

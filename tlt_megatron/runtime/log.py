@@ -34,8 +34,7 @@ def configure_logging(rank: int, run_dir: Path | None, level: int | str = loggin
     """Send the log of this rank to the console and, with `run_dir`, to <run_dir>/logs/rank_00000.log.
 
     The file gets everything from `level` up. The console of rank 0 gets the same from our packages, and warnings from
-    libraries. Other ranks show only warnings. Messages of Python's `warnings` module (deprecations inside torch and Megatron)
-    go only to the file. ValueError for an unknown level name.
+    libraries. Other ranks show only warnings. Messages of Python's `warnings` module go only to the file.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):

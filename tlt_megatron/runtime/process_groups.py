@@ -181,9 +181,8 @@ def _form_nccl(
     The constructor reads the variable. Without it, a watchdog thread would end the process instead.
     ncclCommInitRank has no timeout, so the members meet in the store first. TODO: if one dies
     between that and the end of ncclCommInitRank, the others stay in it until heartbeat.py ends
-    them. NCCL's non-blocking mode (`options.config.blocking = 0`) has a bound, but Python cannot
-    wait for its end, and a collective before it fails (meta-pytorch/torchft#320). torch also keeps
-    the mode off by default because of random hangs (pytorch/pytorch#153960).
+    them. NCCL's non-blocking mode has a bound, but hangs (meta-pytorch/torchft#320,
+    pytorch/pytorch#153960).
     """
     store.set(f"here/{rank}", "")
     store.wait([f"here/{member}" for member in range(size)], timeout)

@@ -70,8 +70,7 @@ class Timeline:
     def align_clocks(self, world: Group) -> None:
         """Shift this rank's times to the clock of rank 0's machine. A collective of `world`, before the first event.
 
-        Ranks leave a barrier together, within a fraction of a millisecond, so a difference of their wall clocks then is a
-        difference of the clocks. Ranks of one machine share a clock and get the same shift.
+        Ranks leave a barrier within a fraction of a millisecond, so their times then show the difference of the clocks.
         """
         marks: list[list[int]] = []
         for _ in range(_NUM_CLOCK_MARKS if world.size > 1 else 0):
@@ -174,8 +173,7 @@ def merge_timelines(run_dir: Path) -> Path:
 def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list[dict[str, Any]]:
     """Return the Chrome trace events of one rank, parents before their children.
 
-    Start and end are each rounded down to whole microseconds, which keeps a child inside its parent. Rounding start and length
-    would not.
+    Start and end, not the length, are rounded down to whole microseconds: this keeps a child inside its parent.
     """
     lanes: dict[str, int] = {}
     rows: list[dict[str, Any]] = []

@@ -17,8 +17,7 @@ def _file_name(step: int) -> str:
 class RolloutLog:
     """Writes <run.dir>/rollouts/step_0000001.jsonl, one line per response, in the order of the draws.
 
-    `resume_step` is the first step to write again, None for a fresh run. Files of a killed run from that step on are deleted.
-    A fresh run renames the folder of an earlier run.
+    Files from `resume_step` on are deleted. None is for a fresh run, which renames the folder of an earlier run.
     """
 
     def __init__(

@@ -262,8 +262,7 @@ class EmbeddedEngine:
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `max_new_tokens[prompt][sample]` sets lower limits for single requests.
 
-        `on_features` receives the features that decoding already computed, [prompt + response - 1, F]: the hidden state after
-        the final norm, then the states after `tap_layers`.
+        `on_features` receives the hidden state after the final norm, then the states after `tap_layers`.
         """
         self._require_awake()
         model = self._model_of(policy_version)

@@ -84,11 +84,9 @@ def plan_memory(
     """Return what `EmbeddedEngine` will allocate.
 
     With strategies that draft, each sequence has slots for drafted tokens after it, and there is
-    one more KV layer, with the tokens and features that a drafter reads: the last hidden state and
-    `num_taps` more. With `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the
-    prompts of their groups, plus one prompt of a partly admitted group. Each prompt counts
-    `max_prompt_tokens`. Graphs need a scratch page, and a lane for each row: the contiguous slots
-    of its prompt and response.
+    one more KV layer, with tokens and features: the last hidden state and `num_taps` more. With
+    `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their
+    groups, plus one of a partly admitted group. Graphs need a scratch page and a lane for each row.
     """
     drafting = [strategy for strategy in strategies if not strategy.is_off]
     draft_slots = draft_slots_of(drafting)
