@@ -62,9 +62,9 @@ def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, objec
         f"beside a decode pass of {model.num_layers} layers and {model.vocab_size:,} tokens, no context",
         *("dtype", "batch", "draft step", "min", "max", "noise", "min", "max"),
     )
-    draft: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in _DTYPES}
-    noise: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in _DTYPES}
-    for dtype in _DTYPES:
+    draft: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in options.dtypes}
+    noise: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in options.dtypes}
+    for dtype in options.dtypes:
         target = random_model(model, getattr(torch, dtype))
         for size in _BATCH_SIZES:
             shares = noise[dtype][str(size)] = measure(target, size, options.cost_rounds)[
@@ -106,7 +106,7 @@ def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, obj
     config = load_config(options.config, options.overrides)
     settings = _decode_settings(options, config)
     speedup, mismatch, invariant = {}, {}, {}
-    for dtype in _DTYPES:
+    for dtype in options.dtypes:
         setting = make_setting(settings, dtype)
         variants = make_variants(make_drafts(setting, options.drafter, None), settings)
         comparison = bench_long_tail(setting, variants, settings, console)
@@ -188,11 +188,12 @@ def add_options(add: Callable[..., object]) -> None:
     add("--drafter", default="build/smollm2_drafter", help="warmed up here if absent")
     add("--warm-up-minutes", type=float, default=10.0)
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--dtypes", nargs="+", choices=_DTYPES, default=list(_DTYPES))
     add("--ranks", type=int, default=2)
     add("--cost-rounds", type=int, default=15)
     add("--rounds", type=int, default=2, help="of decode and step")
     add("--steps", type=int, default=4, help="of a round; the first is not timed")
-    add("--learn-steps", type=int, default=30)
+    add("--learn-steps", type=int, default=24)
     add("--num-requests", type=int, default=16, help="of decode")
     add("--num-tokens", type=int, default=40, help="of a response of batch-invariant decoding")
     add("overrides", nargs="*", metavar="section.key=value")
