@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.config.schema import RunConfig, SpeculationSection
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
@@ -86,7 +86,8 @@ def _draft_step_share(target: Transformer, batch_size: int, rounds: int) -> dict
         embedding_VD=target.embedding,
         lm_head_VD=target.lm_head,
     )
-    draft = DraftInference(drafter, target.dtype)
+    num_ids = SpeculationSection().num_draft_ids(config.vocab_size)
+    draft = DraftInference(drafter, target.dtype, num_ids=num_ids)
     draft.rotary.reserve(1)
     token_ids_B = torch.arange(batch_size)
     first_B = torch.zeros(batch_size, dtype=torch.int64)

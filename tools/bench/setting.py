@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.drafter.checkpoint import load_draft_weights
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -84,7 +85,11 @@ def make_drafts(
     if other is not None:
         models[OTHER] = policy.new_drafter()
         load_draft_weights(models[OTHER], dict(HfReader(other).items()), source=str(other))
-    return {name: DraftInference(model, model.lm_head_VD.dtype) for name, model in models.items()}
+    num_ids = SpeculationSection().num_draft_ids(models[GOOD].config.vocab_size)
+    return {
+        name: DraftInference(model, model.lm_head_VD.dtype, num_ids=num_ids)
+        for name, model in models.items()
+    }
 
 
 def make_variants(
