@@ -186,7 +186,7 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         c = config
-        self._num_heads, self._head_dim = c.num_heads, c.head_dim
+        self._head_dim = c.head_dim
         input_size = c.hidden_size * (2 if c.is_eagle3 else 1)
         self.q_proj = nn.Linear(input_size, c.num_heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, c.num_kv_heads * c.head_dim, bias=False)

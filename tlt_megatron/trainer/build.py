@@ -137,14 +137,14 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     seed_everything(config.run.seed)
     groups = initialize_model_parallel(config.parallel, world, config.run.seed)
     stack.callback(destroy_model_parallel)
-    worker = _build_worker(site, rewards, tokenizer)
+    step = saved.step if saved else 0
+    worker = _build_worker(site, rewards, tokenizer, first_step=step)
     model = _build_policy(config, groups, site.device)
     checkpoints = CheckpointManager(
         run_dir / CHECKPOINTS, model, keep=config.checkpoint.keep, world=world, about=about
     )
     folder = checkpoints.restore(saved) if saved else None
     model.leave_device()  # the engine is awake: its memory is taken
-    step = saved.step if saved else 0
     settings = _loop_settings(config, tokenizer)
     with worker.phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
@@ -178,7 +178,9 @@ def _check_extensions(config: RunConfig) -> None:
     load_extension("speculation.selector", config.speculation.selector)
 
 
-def _build_worker(site: _Site, rewards: RewardPool, tokenizer: Tokenizer) -> RolloutWorker:
+def _build_worker(
+    site: _Site, rewards: RewardPool, tokenizer: Tokenizer, *, first_step: int
+) -> RolloutWorker:
     config, world, stack = site.config, site.world, site.stack
     build_engine = load_extension("rollout.engine", config.rollout.engine)
     engine: RolloutEngine = build_engine(config, site.device, site.run_dir, world)
@@ -188,7 +190,12 @@ def _build_worker(site: _Site, rewards: RewardPool, tokenizer: Tokenizer) -> Rol
         closing(Timeline(path if config.logging.trace else None, world.rank))
     )
     timeline.align_clocks(world)
-    progress = Progress(config.logging.progress, config.run.num_steps, enabled=world.is_first)
+    progress = Progress(
+        config.logging.progress,
+        config.run.num_steps,
+        first_step=first_step,
+        enabled=world.is_first,
+    )
     stack.callback(progress.close)
     return RolloutWorker(
         engine,
