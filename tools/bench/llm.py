@@ -35,7 +35,7 @@ from tlt_megatron.models.transformer import Transformer
 from tools import warmup_drafter
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.interleaved import mismatch_per_token
-from tools.bench.measure import cpu_seconds, interleave, make_table, ratios
+from tools.bench.measure import cpu_seconds, interleave, print_table, ratios
 from tools.bench.noise import NoContext, measure, random_model
 from tools.bench.setting import make_drafts, make_setting, make_variants
 from tools.bench.speed import bench_long_tail
@@ -58,12 +58,9 @@ _DTYPES = ("bfloat16", "float32")
 def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Return the share of a decode pass that a draft step and that noise take, by dtype and batch size."""
     model = load_model_config(load_config(options.config, options.overrides).model.path)
-    table = make_table(
-        f"beside a decode pass of {model.num_layers} layers and {model.vocab_size:,} tokens, no context",
-        *("dtype", "batch", "draft step", "min", "max", "noise", "min", "max"),
-    )
     draft: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in options.dtypes}
     noise: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in options.dtypes}
+    rows = []
     for dtype in options.dtypes:
         target = random_model(model, getattr(torch, dtype))
         for size in _BATCH_SIZES:
@@ -72,8 +69,12 @@ def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, objec
             ]
             steps = draft[dtype][str(size)] = _draft_step_share(target, size, options.cost_rounds)
             cells = [f"{value:.3f}" for each in (steps, shares) for value in each.values()]
-            table.add_row(dtype, str(size), *cells)
-    console.print(table)
+            rows.append([dtype, str(size), *cells])
+    title = (
+        f"beside a pass of {model.num_layers} layers and {model.vocab_size:,} tokens, no context"
+    )
+    columns = ("dtype", "batch", "draft step", "min", "max", "noise", "min", "max")
+    print_table(console, title, columns, rows)
     return {"draft_step_fraction": draft, "noise_fraction": noise}
 
 
@@ -133,9 +134,9 @@ def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse
         num_tokens=options.num_tokens,
         num_requests=options.num_requests,
         num_samples=2,
+        strategies=config.speculation.strategies,
         rounds=options.rounds,
         fixed_rounds=options.rounds,
-        strategies=config.speculation.strategies,
     )
 
 
