@@ -6,7 +6,7 @@
 
 Parts, each with a table and its keys in the JSON:
 
-- `cost`: a draft step and sampling noise beside a decode pass of the same shapes, without context.
+- `cost`: what tools/bench/draft_step.py and noise.py measure, for the shapes of the policy.
 - `decode`: speed over plain decoding and differing tokens per token by dtype, and what batch-invariant decoding costs.
 - `step`: RL steps by phase with speculation off, with a frozen drafter, with TLT, and from a random drafter. See
   tools/bench/step.py for how the variants alternate.
@@ -23,20 +23,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.schema import RunConfig, SpeculationSection
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.draft_model import DraftModel, make_draft_config
-from tlt_megatron.models.transformer import Transformer
 from tools import warmup_drafter
+from tools.bench import draft_step as bench_draft_step
+from tools.bench import noise as bench_noise
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.interleaved import mismatch_per_token
-from tools.bench.measure import cpu_seconds, interleave, print_table, ratios
-from tools.bench.noise import NoContext, measure, random_model
 from tools.bench.setting import make_drafts, make_setting, make_variants
 from tools.bench.speed import bench_long_tail
 from tools.bench.step import Launcher, bench_speed
@@ -56,51 +52,19 @@ _DTYPES = ("bfloat16", "float32")
 
 
 def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Return the share of a decode pass that a draft step and that noise take, by dtype and batch size."""
-    model = load_model_config(load_config(options.config, options.overrides).model.path)
-    draft: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in options.dtypes}
-    noise: dict[str, dict[str, dict[str, float]]] = {dtype: {} for dtype in options.dtypes}
-    rows = []
+    """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise, by batch size; by dtype."""
+    config = load_config(options.config, options.overrides)
+    vocab_size = load_model_config(config.model.path).vocab_size
+    num_ids = {0, config.speculation.num_draft_ids(vocab_size)}  # 0: all
+    draft, noise = {}, {}
     for dtype in options.dtypes:
-        target = random_model(model, getattr(torch, dtype))
-        for size in _BATCH_SIZES:
-            shares = noise[dtype][str(size)] = measure(target, size, options.cost_rounds)[
-                "search_share"
-            ]
-            steps = draft[dtype][str(size)] = _draft_step_share(target, size, options.cost_rounds)
-            cells = [f"{value:.3f}" for each in (steps, shares) for value in each.values()]
-            rows.append([dtype, str(size), *cells])
-    title = (
-        f"beside a pass of {model.num_layers} layers and {model.vocab_size:,} tokens, no context"
-    )
-    columns = ("dtype", "batch", "draft step", "min", "max", "noise", "min", "max")
-    print_table(console, title, columns, rows)
+        shapes = argparse.Namespace(
+            model=config.model.path, dtype=dtype, batch_sizes=_BATCH_SIZES, rounds=options.cost_rounds,
+            num_ids=sorted(num_ids), vocab_sizes=[vocab_size],
+        )  # fmt: skip
+        draft[dtype] = bench_draft_step.run(shapes, console)["draft_step_fraction"]
+        noise[dtype] = bench_noise.run(shapes, console)["by_vocabulary_and_batch"]
     return {"draft_step_fraction": draft, "noise_fraction": noise}
-
-
-@torch.no_grad()
-def _draft_step_share(target: Transformer, batch_size: int, rounds: int) -> dict[str, float]:
-    """Return draft step over decode pass, heads included; choosing tokens is in neither."""
-    config = target.config
-    drafter = DraftModel(
-        make_draft_config(config, "eagle", target.embedding),
-        embedding_VD=target.embedding,
-        lm_head_VD=target.lm_head,
-    )
-    num_ids = SpeculationSection().num_draft_ids(config.vocab_size)
-    draft = DraftInference(drafter, target.dtype, num_ids=num_ids)
-    draft.rotary.reserve(1)
-    token_ids_B = torch.arange(batch_size)
-    first_B = torch.zeros(batch_size, dtype=torch.int64)
-    hidden_BD = torch.randn(batch_size, config.hidden_size).to(target.dtype)
-    variants = {
-        "pass": lambda: target.logits(target.forward(token_ids_B, first_B, NoContext())),
-        "draft": lambda: draft.logits(
-            draft.forward(token_ids_B, hidden_BD, first_B, NoContext())[1]
-        ),
-    }
-    seconds = interleave(variants, rounds, cpu_seconds)
-    return ratios(seconds["draft"], seconds["pass"])
 
 
 def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, object]:

@@ -44,8 +44,8 @@ def test_the_benchmark_of_a_language_model_measures_any_policy_folder(tmp_path: 
     main(["llm", "--quick", "--parts", "cost", "decode", *folders, strategy])
     result = json.loads(out.read_text())
     for dtype in ("bfloat16", "float32"):
-        assert result["draft_step_fraction"][dtype]["8"]["median"] > 0
-        assert result["noise_fraction"][dtype]["1"]["median"] > 0
+        assert result["draft_step_fraction"][dtype]["8/0"]["median"] > 0
+        assert result["noise_fraction"][dtype]["48/1"]["search_share"]["median"] > 0
         assert 0 <= result["mismatch_per_token"][dtype] <= 1
         assert result["decode_speedup"][dtype]["2_1_2"]["median"] > 0
         invariant = result["batch_invariant_price"][dtype]
