@@ -40,13 +40,18 @@ class TokenCounts:
         return {"ids": ids_N.tolist(), "counts": self._counts_V[ids_N].tolist()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Restore `state_dict`."""
-        self._counts_V.zero_()
-        self.merge(state)
+        """Restore `state_dict`. ValueError as in `merge`; then the counts stay as they are."""
+        self._add_saved(torch.zeros_like(self._counts_V), state)
 
     def merge(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Add the counts of another engine's `state_dict`."""
+        """Add the counts of another engine's `state_dict`. ValueError if they are of a larger vocabulary."""
+        self._add_saved(self._counts_V, state)
+
+    def _add_saved(self, counts_V: Tensor, state: Mapping[str, Sequence[int]]) -> None:
+        vocab_size, largest = len(counts_V), max(state["ids"], default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"token_counts: token id {largest}: must be in [0, {vocab_size})")
         ids_N, counts_N = (
             torch.tensor(state[name], dtype=torch.int64) for name in ("ids", "counts")
         )
-        self._counts_V.index_add_(0, ids_N, counts_N)
+        self._counts_V = counts_V.index_add(0, ids_N, counts_N)

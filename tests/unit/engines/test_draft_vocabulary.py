@@ -122,6 +122,18 @@ def test_a_resumed_engine_drafts_the_same_ids(tiny_path: Path) -> None:
     resumed.load_state_dict({**saved, "token_counts": None})
 
 
+def test_counts_of_another_vocabulary_are_refused_before_anything_is_loaded(
+    tiny_path: Path,
+) -> None:
+    engine = engine_over(tiny_path)
+    speculation = speculate_with(engine, tiny_path, "3_2_6")
+    saved = speculation.state_dict()
+    foreign = {**saved, "selector": None, "token_counts": {"ids": [3, 48], "counts": [1, 1]}}
+    with pytest.raises(ValueError, match=r"token id 48: must be in \[0, 48\)"):
+        engine.load_state_dict(foreign)
+    assert speculation.state_dict() == saved
+
+
 def test_greedy_decoding_takes_few_draft_ids_too(tiny_path: Path) -> None:
     engine = engine_over(tiny_path, max_batch_size=16, max_new_tokens=64)
     params = dataclasses.replace(PARAMS, temperature=0.0)

@@ -118,12 +118,15 @@ class Speculation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. A selector's state that does not fit is ignored with a warning."""
-        self.selector.load_state_dict(state["selector"])
-        self.calibrator.load_state_dict(state["calibrator"])
+        """Restore `state_dict`. A selector's state that does not fit is ignored with a warning.
+
+        ValueError for token counts of a larger vocabulary; then nothing is loaded.
+        """
         saved = state.get("token_counts")  # older checkpoints have none
         if self._token_counts is not None and saved is not None:
             self._token_counts.load_state_dict(saved)
+        self.selector.load_state_dict(state["selector"])
+        self.calibrator.load_state_dict(state["calibrator"])
 
     def start(
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
