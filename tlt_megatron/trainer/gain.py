@@ -48,7 +48,7 @@ def measure_gain(
     replicas: Group,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationGain | None:
-    """Time the prompts of several steps with and without speculation. A collective.
+    """Time the prompts of several generation rounds with and without speculation. A collective.
 
     Returns None if the engine cannot decode without speculation, or if any rank was told to stop.
     """

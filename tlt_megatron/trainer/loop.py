@@ -71,7 +71,8 @@ class RLTrainer:
         self.drafter = drafter
         self.report = report
         self.step = 0  # RL steps done; also the version of the policy
-        self.last_prompts: deque[list[Prompt]] = deque(maxlen=_GAIN_STEPS)  # of the latest steps
+        # of the latest steps, by step and generation round
+        self.last_prompts: deque[list[list[Prompt]]] = deque(maxlen=_GAIN_STEPS)
         self.is_stopped = False  # stopped on request; a resumed run does the rest
 
     def train(self) -> None:
@@ -134,11 +135,11 @@ class RLTrainer:
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
         before = self.sampler.state_dict(), rng_state()
-        drawn: list[Prompt] = []
+        drawn: list[list[Prompt]] = []
 
         def draw(count: int) -> list[Prompt]:
             prompts = self.sampler.next_batch(count)
-            drawn.extend(prompts)
+            drawn.append(prompts)
             return prompts
 
         if self.drafter is not None:
@@ -213,7 +214,7 @@ class RLTrainer:
             return
         gain = measure_gain(
             self.engine,
-            tuple(self.last_prompts),
+            [prompts for rounds in self.last_prompts for prompts in rounds],
             self.settings.sampling,
             policy_version=self.step,
             replicas=self.world,
