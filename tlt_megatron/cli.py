@@ -132,6 +132,8 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         has_open_option = launcher[-1:] and launcher[-1].startswith("-") and "=" not in launcher[-1]
         if word.endswith((".yaml", ".yml")) and not is_setting:
             program += ["--config", word]
+        elif word == "--config":  # of launch/pretrain_rl.py: the file follows
+            continue
         elif word == "--resume" and rest:
             program += [word, rest.pop(0)]
         elif is_setting or word == "--print-config" or word.startswith("--resume="):

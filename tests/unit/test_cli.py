@@ -57,6 +57,7 @@ def test_each_command_explains_itself(
     ("given", "launcher", "program"),
     [
         ("my.yaml", "--standalone", "--config my.yaml"),
+        ("--config my.yaml", "--standalone", "--config my.yaml"),
         (
             "my.yaml run.num_steps=3 --nproc-per-node 8 model.path=a.yaml --resume auto",
             "--standalone --nproc-per-node 8",
