@@ -59,8 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     used = [name for name in names if (folder / name).exists()]
     if used:
         raise ValueError(f"--out {options.out}: holds {used[0]} already")
-    if options.gpus > NODE_GPUS and options.gpus % NODE_GPUS:
-        raise ValueError(f"--gpus {options.gpus}: must be at most {NODE_GPUS}, or a multiple of it")
+    if options.gpus < 0 or (options.gpus > NODE_GPUS and options.gpus % NODE_GPUS):
+        raise ValueError(
+            f"--gpus {options.gpus}: must be 0, at most {NODE_GPUS}, or a multiple of it"
+        )
     settings = choose_settings(options, folder)
     text = ABOUT + yaml.safe_dump(settings, sort_keys=False)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +73,11 @@ def main(arguments: list[str] | None = None) -> None:
         (folder / "train.sbatch").write_text(script, encoding="utf-8")
     print(text, end="")
     print(f"\nwritten to {options.out}: {', '.join(names)}. Edit reward.py, then:")
-    start = f"tlt train {options.out / 'config.yaml'} --nproc-per-node {options.gpus or 2}"
-    print(start if options.gpus <= NODE_GPUS else f"sbatch {options.out / 'train.sbatch'}")
+    config, script = (
+        shlex.quote(f"{options.out / name}") for name in ("config.yaml", "train.sbatch")
+    )
+    start = f"tlt train {config} --nproc-per-node {options.gpus or 2}"
+    print(start if options.gpus <= NODE_GPUS else f"sbatch {script}")
 
 
 def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -81,13 +86,15 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     limit = model.max_position_embeddings
     keys = {"input_key": options.input_key, "label_key": options.label_key}
     section = DataSection(max_prompt_tokens=limit, **keys)
-    prompts = load_prompts(options.data, load_tokenizer(options.model), section)
+    tokenizer = load_tokenizer(options.model)
+    prompts = load_prompts(options.data, tokenizer, section)
     longest = max(len(prompt.token_ids) for prompt in prompts.rows)
     max_prompt = min(limit // 2, math.ceil(longest / 64) * 64)
     max_new = min(8192 if options.gpus else 512, limit - max_prompt - draft_slack(STRATEGIES))
     dtype = "bfloat16" if options.gpus else "float32"
     files = {"train": str(options.data.resolve())}
     if options.eval:
+        load_prompts(options.eval, tokenizer, section)  # checks it
         files["eval"] = str(options.eval.resolve())
     settings: dict[str, Any] = {
         "model": {"path": str(options.model.resolve()), "dtype": dtype},

@@ -107,6 +107,21 @@ def test_gpus_get_the_smallest_layout_that_fits(
     assert " launch/" not in text
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpus", -1), r"--gpus -1: must be 0, at most 8, or a multiple of it"),
+        (("--gpus", 0, "--eval", "absent.jsonl"), r"absent\.jsonl: no such file"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(
+    config: Path, tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        init(config.parent, tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_fit_is_refused_and_nothing_is_written(config: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(config.parent / "model", model)
