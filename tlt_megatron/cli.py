@@ -60,6 +60,11 @@ COMMANDS = {
         "tlt report runs/mine --steps 40-41",
         "tools.report",
     ),
+    "watch": Command(
+        "serve a live page of one run or several on this machine",
+        "tlt watch runs/mine --port 8017",
+        "tools.watch",
+    ),
     "compare": Command(
         "check that two runs drew the same tokens and got the same rewards",
         "tlt compare runs/plain runs/speculative",

@@ -2,8 +2,8 @@
 
     python tools/report.py runs/quickstart-20260101-120000 --steps 40-41
 
-Reads metrics.jsonl, summary.json, config.yaml, trace.json and speculation.jsonl of the run folder. The page goes to <run
-folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Needs `pip install -e .[report]`.
+Reads metrics.jsonl, summary.json, config.yaml, trace.json, speculation.jsonl and rollouts/ of the run folder. The page goes
+to <run folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Needs `pip install -e .[report]`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or options.run_dir / "report.html"
     try:
         from tools.run_report.data import read_run
-        from tools.run_report.page import write_page
+        from tools.run_report.page import render_page
         from tools.run_report.panels import build_panels
+        from tools.run_report.responses import NUM_SHOWN, read_responses
 
         run = read_run(options.run_dir)
-        write_page(run, build_panels(run, options.steps), out)
+        responses = read_responses(options.run_dir, NUM_SHOWN)
+        page = render_page(run, build_panels(run, options.steps), responses)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
     except ValueError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

@@ -45,6 +45,7 @@ class RolloutLog:
                         "prompt_id": rollout.prompt_id,
                         "draw_index": rollout.draw_index,
                         "sample_index": rollout.sample_index,
+                        "data_source": scored.group.prompt.data_source,
                         "policy_version": rollout.policy_version,
                         "prompt": self.decode(rollout.prompt_ids),
                         "response": self.decode(tokens),

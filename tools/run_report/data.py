@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+_LIVE_BYTES = 4 << 20  # of a trace or of speculation.jsonl that still grows only the end is read
+LIVE_RANKS = 8  # of a run in progress the timeline has only the first ranks
 _PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "committed")
 
 
@@ -55,6 +57,7 @@ class RunData:
     rows: list[dict[str, float | None]]  # metrics by step, ascending; an evaluation is merged in
     spans: list[Span] | None  # None: the run kept no trace
     passes: list[dict[str, Any]] | None  # rows of speculation.jsonl; None: there is none
+    is_live: bool = False  # of a run in progress: files may still be absent
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return steps and values of a metric where it was written; None for a value that was not finite."""
@@ -71,22 +74,27 @@ class RunData:
         return bool(self.config.get(section, {}).get("enabled"))
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Read the folder. ValueError names a file that is absent or broken."""
+def read_run(run_dir: Path, *, is_live: bool = False) -> RunData:
+    """Read the folder. ValueError names a file that is broken, or absent unless the run `is_live`."""
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such run folder")
-    config_text = _read_text(run_dir / "config.yaml")
-    config = _parse_config(run_dir / "config.yaml", config_text)
-    summary, passes = run_dir / "summary.json", run_dir / "speculation.jsonl"
+    names = ("config.yaml", "summary.json", "metrics.jsonl", "speculation.jsonl")
+    config_file, summary, metrics, passes = (run_dir / name for name in names)
+    config_text = _read_text(config_file) if not is_live or config_file.exists() else "{}"
+    config = _parse_config(config_file, config_text)
     has_trace = config.get("logging", {}).get("trace", True)
+    read_trace = _read_live_trace if is_live else _read_trace
     return RunData(
         name=run_dir.resolve().name,
         config=config,
         config_text=config_text,
-        summary=_parse_object(f"{summary}", _read_text(summary)),
-        rows=read_metrics(run_dir / "metrics.jsonl"),
-        spans=_read_trace(run_dir / "trace.json") if has_trace else None,
-        passes=_read_passes(passes) if passes.exists() else None,
+        summary=_parse_object(f"{summary}", _read_text(summary))
+        if not is_live or summary.exists()
+        else {},
+        rows=[] if is_live and not _has_lines(metrics) else read_metrics(metrics),
+        spans=read_trace(run_dir) if has_trace else None,
+        passes=_read_passes(passes, _LIVE_BYTES if is_live else None) if passes.exists() else None,
+        is_live=is_live,
     )
 
 
@@ -119,17 +127,31 @@ def _parse_object(place: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return places and objects. A last line without its end is an interrupted write and is left out."""
-    lines = _read_text(path).split("\n")[:-1]
-    places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
+def _has_lines(path: Path) -> bool:
+    return path.exists() and "\n" in _read_text(path)
+
+
+def read_lines(path: Path, max_bytes: int | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """Return places and objects. A last line without its end is an interrupted write and is left out.
+
+    Of a file of more than `max_bytes` only whole lines of its end are read.
+    """
+    size = path.stat().st_size if max_bytes is not None else 0
+    if max_bytes is None or size <= max_bytes:
+        lines = _read_text(path).split("\n")[:-1]
+        places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
+    else:
+        with path.open("rb") as file:
+            file.seek(size - max_bytes)
+            lines = file.read().decode(errors="replace").split("\n")[1:-1]
+        places = [f"{path}" for _ in lines]
     return [(place, _parse_object(place, line)) for place, line in zip(places, lines, strict=True)]
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
     """Return the metrics of metrics.jsonl by step, ascending. ValueError names a broken line."""
     rows: dict[int, dict[str, float | None]] = {}
-    for place, row in _read_lines(path):
+    for place, row in read_lines(path):
         step = row.get("step")
         if not isinstance(step, int):
             raise ValueError(f"{place}: step={step!r} must be a whole number")
@@ -142,8 +164,8 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _read_passes(path: Path) -> list[dict[str, Any]]:
-    lines = _read_lines(path)
+def _read_passes(path: Path, max_bytes: int | None) -> list[dict[str, Any]]:
+    lines = read_lines(path, max_bytes)
     for place, row in lines:
         absent = [name for name in _PASS_FIELDS if name not in row]
         if absent:
@@ -151,8 +173,29 @@ def _read_passes(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in lines]
 
 
-def _read_trace(path: Path) -> list[Span]:
+def _read_live_trace(run_dir: Path) -> list[Span]:
+    """Return the newest spans of the first ranks, in the order of the trace: parents before children."""
+    spans: list[Span] = []
+    for path in sorted((run_dir / "timeline").glob("rank_*.jsonl"))[:LIVE_RANKS]:
+        events = [event for _, event in read_lines(path, _LIVE_BYTES)][::-1]  # parents end last
+        rank = int(path.stem.removeprefix("rank_"))
+        spans += [
+            Span(
+                rank=rank,
+                thread=f"rank {rank}" if event["lane"] == "MainThread" else event["lane"],
+                name=event["name"],
+                start_s=event["start_ns"] / 1e9,
+                end_s=(event["start_ns"] + event["dur_ns"]) / 1e9,
+                args=event["args"],
+            )
+            for event in sorted(events, key=lambda e: (e["start_ns"], -e["dur_ns"]))
+        ]
+    return spans
+
+
+def _read_trace(run_dir: Path) -> list[Span]:
     """Return the spans, in the order of the trace."""
+    path = run_dir / "trace.json"
     events = _parse_object(f"{path}", _read_text(path)).get("traceEvents")
     if not isinstance(events, list):
         raise ValueError(f"{path}: traceEvents must be a list of events")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 import plotly.offline
 
+from tools.run_report.alarms import find_alarms
 from tools.run_report.data import RunData
 from tools.run_report.figure import Absent, Panel
 from tools.run_report.palette import ON_DARK
+from tools.run_report.responses import Response
 
 _NAMES = {
     "eval_accuracy_first": "held-out accuracy, first",
@@ -29,8 +32,22 @@ _NAMES = {
 }
 
 
-def write_page(run: RunData, panels: Sequence[Panel | Absent], out: Path) -> None:
-    """Write the page of `run` to `out`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What a page that follows a run has in addition."""
+
+    version: str  # of the files that the page shows
+    state: str
+    runs: Sequence[tuple[str, str]] = ()  # address and name of every run of the server
+
+
+def render_page(
+    run: RunData,
+    panels: Sequence[Panel | Absent],
+    responses: Sequence[Response],
+    live: Live | None = None,
+) -> str:
+    """Return the page of `run`; it reloads itself if it is `live`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -38,7 +55,7 @@ def write_page(run: RunData, panels: Sequence[Panel | Absent], out: Path) -> Non
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template("page.html.j2").render(
+    return environment.get_template("page.html.j2").render(
         name=run.name,
         headline=_headline(run.summary),
         facts=_facts(run),
@@ -48,12 +65,13 @@ def write_page(run: RunData, panels: Sequence[Panel | Absent], out: Path) -> Non
             if isinstance(panel, Panel)
         ],
         absent=[panel for panel in panels if isinstance(panel, Absent)],
+        alarms=find_alarms(run.rows, run.config),
+        responses=responses,
+        live=live,
         config=run.config_text,
         plotly_js=plotly.offline.get_plotlyjs(),
         on_dark=ON_DARK,
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
 
 
 def _script_json(panel: Panel) -> str:
@@ -90,7 +108,9 @@ def _text(key: str, value: float) -> str:
 
 
 def _facts(run: RunData) -> str:
-    """Return model, ranks and settings in one line."""
+    """Return model, ranks and settings in one line; "" for a run that has written no settings."""
+    if not run.config:
+        return ""
     rollout = run.config.get("rollout", {})
     parts = [Path(str(run.config.get("model", {}).get("path"))).name]
     if run.spans:

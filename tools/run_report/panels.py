@@ -20,6 +20,7 @@ from tools.run_report.timeline import (
     choose_window,
     running_requests,
     spans_in,
+    step_times,
 )
 
 DOTS = "lines+markers"
@@ -129,6 +130,9 @@ def _over_steps(
 def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
     if run.spans is None:
         return [Absent(title="Timeline", sentence="The run kept no trace (logging.trace=false).")]
+    if run.is_live and not step_times(run.spans):
+        sentence = "The trace holds no complete step yet."
+        return [Absent(title="Timeline", sentence=sentence)]
     window = choose_window(run.spans, steps)
     spans = spans_in(run.spans, window)
     x_label = f"seconds since the start of step {min(window.step_starts)}"
