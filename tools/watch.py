@@ -9,6 +9,7 @@ changed. The run folder is only read. From another machine: `ssh -L 8017:127.0.0
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import socketserver
 import sys
@@ -143,7 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", f"{len(content)}")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the browser has left the page
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: a page asks every few seconds."""

@@ -1,0 +1,179 @@
+"""The live page: it follows the files of a run, shows responses as text, and refuses what is no run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.tools.test_report import make_run
+from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.trainer.rollout_log import RolloutLog
+from tlt_megatron.types import Prompt, Rollout, RolloutGroup, ScoredGroup
+from tools.report import main as report
+from tools.run_report.alarms import find_alarms
+from tools.run_report.responses import read_responses
+from tools.watch import LiveRun, WatchServer, main
+
+HOSTILE = "</td></script><script>alert(1)</script>&amp;"
+
+
+def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
+    """A step whose responses are `texts`, of 1, 2, 3, ... tokens and rewards 0.5, 1.5, 2.5, ..."""
+    prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1,), data_source="math")
+    rollouts = [
+        Rollout(
+            prompt_id="p",
+            draw_index=0,
+            sample_index=index,
+            prompt_ids=(len(texts),),
+            token_ids=torch.full((index + 1,), index),
+            logprobs=torch.zeros(index + 1),
+            policy_logprobs=torch.zeros(index + 1),
+            finish_reason="stop",
+            policy_version=step - 1,
+        )
+        for index in range(len(texts))
+    ]
+    decoded = [*texts, "the prompt"]
+    log = RolloutLog(run_dir / "rollouts", lambda ids: decoded[ids[0]], resume_step=step)
+    rewards = tuple(index + 0.5 for index in range(len(texts)))
+    group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+    log.write(step, [ScoredGroup(group=group, rewards=rewards)])
+
+
+@contextmanager
+def serving(*run_dirs: Path) -> Iterator[str]:
+    with WatchServer([LiveRun(run_dir) for run_dir in run_dirs], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(url: str, **headers: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, headers=headers)) as answer:
+        return answer.read().decode()
+
+
+def test_the_page_follows_the_run(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    for name in ("summary.json", "trace.json"):  # written at the end
+        (run_dir / name).unlink()
+    before = sorted(path for path in run_dir.rglob("*"))
+    with serving(run_dir, run_dir) as url:
+        page, version = get(url), json.loads(get(f"{url}/0/version"))["version"]
+        assert f"3 of {RunConfig().run.num_steps} RL steps are done" in page
+        assert 'id="figure-timeline"' in page
+        assert '<a href="/1/">run</a>' in page
+        assert f'"{version}"' in page
+        assert json.loads(get(f"{url}/1/version")) == {"version": version}
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "timing_s/step": 2.0, "critic/rewards/mean": null}\n{"st')
+        new = json.loads(get(f"{url}/0/version"))["version"]
+        page = get(f"{url}/0/")
+        assert new != version
+        assert f'"{new}"' in page
+        assert f"4 of {RunConfig().run.num_steps} RL steps are done" in page
+        assert "the last is step 4: critic/rewards/mean." in page
+        for path in ("/2/", "/0/x", "/../etc/passwd", "/0/metrics.jsonl"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                get(url + path)
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # a page of another site
+            get(f"{url}/0/", Host="example.com")
+    assert sorted(path for path in run_dir.rglob("*")) == before
+
+
+def test_a_run_that_starts_says_so_and_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    run = LiveRun(tmp_path)
+    assert "The run is starting" in run.page([])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1')  # the first row is being written
+    assert "The run is starting" in run.page([])
+    (tmp_path / "metrics.jsonl").write_text("broken\n")
+    assert "metrics.jsonl:1: is not JSON" in run.page([])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 2.0}\n')
+    assert "1 of ? RL steps are done" in run.page([])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--port", "0"]) == 2
+    expected = f"watch: {tmp_path}: is no run folder: must hold one of lock, config.yaml,"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_responses_are_shown_as_text(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    write_responses(run_dir, 3, ["short", HOSTILE, "x" * 5000])
+    assert report([str(run_dir)]) == 0
+    for page in (LiveRun(run_dir).page([]), (run_dir / "report.html").read_text(encoding="utf-8")):
+        assert "alert(1)</script>" not in page
+        assert "&lt;/td&gt;&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;&amp;amp;" in page
+        assert "<td>3</td><td>1.5</td><td>2</td><td>math</td><td><div>the prompt</div>" in page
+        assert "x" * 4000 + " … and 1,000 characters" in page
+
+
+def test_the_newest_responses_are_shown(tmp_path: Path) -> None:
+    for step in (9, 10, 11):
+        write_responses(tmp_path, step, [f"{step}a", f"{step}b", f"{step}c"])
+    assert [row.response for row in read_responses(tmp_path, 4)] == ["11a", "11b", "11c", "10c"]
+    (tmp_path / "rollouts" / "step_0000012.jsonl").write_text('{"reward": 1}\n')
+    with pytest.raises(ValueError, match=r"step_0000012.jsonl: a response lacks 'token_ids'"):
+        read_responses(tmp_path, 4)
+
+
+FLOAT32 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "float32"}}
+BFLOAT16 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "bfloat16"}}
+DIFF = "train/train_rollout_logprob_abs_diff"
+HEALTHY = {
+    "critic/rewards/min": 0.0,
+    "critic/rewards/max": 1.0,
+    "rollout/entropy": 0.3,
+    DIFF: 0.0001,
+    f"{DIFF}_max": 0.0002,
+    "bubble/stall_s": 0.01,
+    "timing_s/step": 2.0,
+    "drafter/alarm": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    "change, num_steps, config, expected",
+    [
+        ({}, 5, FLOAT32, []),
+        ({"actor/grad_norm": None}, 1, FLOAT32, ["not finite, the last is step 9: actor/grad_norm"]),
+        ({"critic/rewards/max": 0.0}, 4, FLOAT32, []),
+        ({"critic/rewards/max": 0.0}, 5, FLOAT32, ["same reward for 5 steps (now 0)"]),
+        ({"critic/rewards/min": 1.0}, 5, FLOAT32, ["same reward for 5 steps (now 1)"]),
+        ({"rollout/entropy": 0.0002}, 5, FLOAT32, ["now 0.0002"]),
+        ({"rollout/entropy": 0.0002}, 4, FLOAT32, []),
+        ({f"{DIFF}_max": 0.002}, 1, FLOAT32, [f"0.002 nats ({DIFF}_max); allowed is 0.001"]),
+        ({f"{DIFF}_max": 0.9, DIFF: 0.05}, 1, BFLOAT16, []),
+        ({DIFF: 0.2}, 1, BFLOAT16, [f"0.2 nats ({DIFF}); allowed is 0.1"]),
+        ({DIFF: 0.2}, 1, BFLOAT16 | {"algorithm": {"max_logprob_diff": 0.3}}, []),
+        ({"bubble/stall_s": 0.5}, 5, FLOAT32, ["for 25% of their time"]),
+        ({"drafter/alarm": 1.0}, 1, FLOAT32, ["drafter counts as collapsed"]),
+    ],
+)  # fmt: skip
+def test_alarms_say_what_goes_wrong(
+    change: dict[str, float | None],
+    num_steps: int,
+    config: dict[str, dict[str, object]],
+    expected: list[str],
+) -> None:
+    """`change` holds for the last `num_steps` of nine steps."""
+    rows = [{"step": step, **HEALTHY, **(change if step > 9 - num_steps else {})} for step in range(1, 10)]  # fmt: skip
+    alarms = find_alarms(rows, config)
+    assert len(alarms) == len(expected)
+    assert all(part in alarm for part, alarm in zip(expected, alarms, strict=True))
