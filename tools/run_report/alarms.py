@@ -42,10 +42,8 @@ def _not_finite(rows: Sequence[Row]) -> str:
         return ""
     step, names = bad[-1]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return (
-        f"{len(bad)} steps have values that are not finite, the last is step {step}: "
-        f"{', '.join(names[:4])}{more}."
-    )
+    before = f" Before it {len(bad) - 1} steps had such values." if len(bad) > 1 else ""
+    return f"Step {step:.0f} has values that are not finite: {', '.join(names[:4])}{more}.{before}"
 
 
 def _no_spread(rows: Sequence[Row]) -> str:

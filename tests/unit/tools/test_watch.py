@@ -86,7 +86,7 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
         assert new != version
         assert f'"{new}"' in page
         assert f"4 of {RunConfig().run.num_steps} RL steps are done" in page
-        assert "the last is step 4: critic/rewards/mean." in page
+        assert "Step 4 has values that are not finite: critic/rewards/mean." in page
         for path in ("/2/", "/0/x", "/../etc/passwd", "/0/metrics.jsonl"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 get(url + path)
@@ -152,7 +152,8 @@ HEALTHY = {
     "change, num_steps, config, expected",
     [
         ({}, 5, FLOAT32, []),
-        ({"actor/grad_norm": None}, 1, FLOAT32, ["not finite, the last is step 9: actor/grad_norm"]),
+        ({"actor/grad_norm": None}, 1, FLOAT32, ["Step 9 has values that are not finite: actor/grad_norm."]),
+        ({"b": None}, 3, FLOAT32, ["finite: b. Before it 2 steps had such values"]),
         ({"critic/rewards/max": 0.0}, 4, FLOAT32, []),
         ({"critic/rewards/max": 0.0}, 5, FLOAT32, ["same reward for 5 steps (now 0)"]),
         ({"critic/rewards/min": 1.0}, 5, FLOAT32, ["same reward for 5 steps (now 1)"]),
