@@ -158,7 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8017, help="0: any free one; default 8017")
     options = parser.parse_args(arguments)
     try:
-        import tools.run_report.panels  # noqa: F401  # needs the plotting packages
+        import tools.run_report.page
+        import tools.run_report.panels  # noqa: F401  # both need packages of [report]
 
         server = WatchServer([LiveRun(path) for path in options.run_dirs], options.port)
     except ModuleNotFoundError as error:

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXACT_DTYPES = ("float32", "float64")
-MAX_DIFF_EXACT = 1e-3  # nats, worst token; measured with float32 engines on a 135M model: 5e-5
-# nats, mean over tokens, if an engine uses bfloat16: its worst token may differ by 1
-MEAN_DIFF_ROUNDED = 0.1
+from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
 
 
 class UnhealthyTrainingError(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tlt_megatron.policy.health import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
+from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
 
 _NUM_STEPS = 5  # a state must last for so many steps
 _MIN_ENTROPY = 0.001  # nats per token
@@ -67,7 +67,7 @@ def _low_entropy(rows: Sequence[Row]) -> str:
 
 
 def _engines_differ(rows: Sequence[Row], config: Sections) -> str:
-    """Compare with the bound that policy/health.py has for the first batch."""
+    """Compare with the bound that a run checks at its first batch."""
     dtypes = [config.get(section, {}).get("dtype") for section in ("model", "rollout")]
     is_exact = all(dtype in EXACT_DTYPES for dtype in dtypes)
     bound = config.get("algorithm", {}).get("max_logprob_diff")
