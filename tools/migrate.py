@@ -8,6 +8,7 @@ What has no counterpart is printed and stands as a comment at the end of the con
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -47,14 +48,16 @@ def _if(switch: str, key: str, **more: Any) -> Convert:
     return lambda value, given: {key: value, **more} if given.get(switch) else {}
 
 
-def _verl_minibatches(size: Any, given: Values) -> dict[str, Any] | None:
-    prompts = given.get("data.train_batch_size")
-    return {"algorithm.num_minibatches": max(1, prompts // size)} if prompts and size else None
+def _minibatches(*factors: str) -> Convert:
+    """Their value is the size of a minibatch; a batch is the product of these settings of theirs."""
 
+    def convert(size: Any, given: Values) -> dict[str, Any] | None:
+        numbers = [given.get(name) for name in factors]
+        if not all(isinstance(number, int) and number > 0 for number in (size, *numbers)):
+            return None  # a script may leave one open
+        return {"algorithm.num_minibatches": max(1, math.prod(numbers) // size)}
 
-def _slime_minibatches(size: Any, given: Values) -> dict[str, Any] | None:
-    responses = given.get("rollout_batch_size", 0) * given.get("n_samples_per_prompt", 1)
-    return {"algorithm.num_minibatches": max(1, responses // size)} if responses and size else None
+    return convert
 
 
 def _verl_reward(path: Any, given: Values) -> dict[str, Any] | None:
@@ -106,7 +109,7 @@ VERL: dict[str, str | Convert] = {
     "actor_rollout_ref.actor.optim.lr_warmup_steps": _at_least_0("optimizer.warmup_steps"),
     "actor_rollout_ref.actor.grad_clip": "optimizer.clip_grad",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.num_epochs",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": _verl_minibatches,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": _minibatches("data.train_batch_size"),
     "actor_rollout_ref.actor.clip_ratio": lambda value, given: {
         "algorithm.clip_low": given.get("actor_rollout_ref.actor.clip_ratio_low", value),
         "algorithm.clip_high": given.get("actor_rollout_ref.actor.clip_ratio_high", value),
@@ -155,7 +158,7 @@ SLIME: dict[str, str | Convert] = {
     "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
     "advantage_estimator": _advantage,
     "dynamic_sampling_filter_path": lambda value, _: {"algorithm.dynamic_sampling": bool(value)},
-    "global_batch_size": _slime_minibatches,
+    "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
     "num_steps_per_rollout": "algorithm.num_minibatches",
     "eps_clip": "algorithm.clip_low",
     "eps_clip_high": "algorithm.clip_high",

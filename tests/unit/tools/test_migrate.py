@@ -20,7 +20,7 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     data.train_files="['$train']" \\
     data.val_files=/data/aime.parquet \\
     data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=4096 \\
-    actor_rollout_ref.model.path=${MODEL:-Qwen/Qwen3-8B} \\
+    actor_rollout_ref.model.path=${MY_UNSET_MODEL:-Qwen/Qwen3-8B} \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
     actor_rollout_ref.actor.clip_ratio_high=0.28 \\
@@ -50,7 +50,7 @@ trainer: {total_training_steps: 10, resume_mode: disable}
 SLIME_SCRIPT = """#!/bin/bash
 pkill -9 sglang
 source "${SCRIPT_DIR}/models/qwen3-4B.sh"
-BASE=/root
+BASE=/data
 CKPT_ARGS=(
    --hf-checkpoint ${BASE}/Qwen3-4B
    --load ${BASE}/Qwen3-4B_slime/
@@ -94,10 +94,10 @@ model.path: /models/policy, data.train: /data/train.parquet, rollout.num_prompts
 algorithm.advantage: dr_grpo, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
 """
 SLIME_OURS = """
-model.path: /root/Qwen3-4B, data.train: /root/dapo-math-17k.jsonl, data.label_key: label, reward.function: math,
+model.path: /data/Qwen3-4B, data.train: /data/dapo-math-17k.jsonl, data.label_key: label, reward.function: math,
 run.num_steps: 3000, rollout.num_prompts: 32, rollout.num_samples: 8, rollout.max_new_tokens: 8192,
 rollout.temperature: 0.8, algorithm.num_minibatches: 2, algorithm.clip_high: 0.28, algorithm.kl_coef: 0.0,
-algorithm.aggregation: sequence_mean, data.eval: /root/aime-2024.jsonl, eval.interval: 20, eval.num_samples: 16,
+algorithm.aggregation: sequence_mean, data.eval: /data/aime-2024.jsonl, eval.interval: 20, eval.num_samples: 16,
 parallel.tensor: 2, parallel.sequence: True, mcore.recompute: full, mcore.micro_batch_tokens: 9216,
 optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
 """
@@ -130,7 +130,7 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             "slime.sh",
             SLIME_SCRIPT,
             SLIME_OURS,
-            ("balance_data: True", "load: '/root/Qwen3-4B_slime/'  (see checkpoint.resume)"),
+            ("balance_data: True", "load: '/data/Qwen3-4B_slime/'  (see checkpoint.resume)"),
         ),
     ],
 )
@@ -154,6 +154,29 @@ def test_a_run_of_theirs_becomes_one_of_ours(
     for line in listed:
         assert line in printed
         assert line in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "listed"),
+    [
+        (
+            "data.train_batch_size=$MY_UNSET_SIZE actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            "actor_rollout_ref.actor.ppo_mini_batch_size: 64",
+        ),
+        (
+            "--rollout-batch-size $MY_UNSET_SIZE --n-samples-per-prompt $MY_UNSET_SIZE --global-batch-size 8",
+            "global_batch_size: 8",
+        ),
+    ],
+)
+def test_a_batch_size_that_the_script_leaves_open_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture, source: str, listed: str
+) -> None:
+    (tmp_path / "run.sh").write_text(source)
+    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert listed in printed
+    assert "'$MY_UNSET_SIZE'" in printed
 
 
 def test_what_does_not_pass_the_checks_is_written_and_named(
