@@ -23,7 +23,9 @@ _OFF = "off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTotals:
-    """Totals of all passes of one rank in one step with one strategy and batch size; a line of speculation.jsonl.
+    """Totals of all passes of one rank with one strategy and batch size; a line of speculation.jsonl.
+
+    Of one step, or of each generation round of it with dynamic sampling.
 
     Example: `committed / (passes * batch_size)` is the accept length. `accepted_by_depth[0] / (passes * batch_size)` is
     the share of requests, counted once per pass, that accepted at least one drafted token.
