@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from tlt_megatron.types import Prompt, ScoredGroup
 
+_OVERLONG = "overlong_reward"  # the punishment, among the further numbers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
@@ -37,9 +39,7 @@ class BatchRules:
             min(0.0, (free - r.token_ids.numel()) / self.overlong_tokens) * self.overlong_penalty
             for r in group.group.rollouts
         ]
-        details = [
-            {**own, "overlong_reward": a} for own, a in zip(group.details, added, strict=True)
-        ]
+        details = [{**own, _OVERLONG: a} for own, a in zip(group.details, added, strict=True)]
         rewards = [reward + a for reward, a in zip(group.rewards, added, strict=True)]
         return dataclasses.replace(group, rewards=tuple(rewards), details=tuple(details))
 
@@ -80,11 +80,11 @@ class BatchRules:
         }
 
     def _kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups whose responses differ in the metric. ValueError if no response has it."""
+        """Return the groups whose responses differ in the metric. ValueError if results of the function lack it."""
         if self.metric == "reward":
             return [group for group in groups if min(group.rewards) < max(group.rewards)]
         names = {name for group in groups for details in group.details for name in details}
-        if self.metric not in names:
+        if self.metric not in names and any(map(_has_result, groups)):
             raise ValueError(
                 f"algorithm.dynamic_sampling_metric={self.metric!r}: must be reward or a further number of the reward "
                 f"function, which returned {sorted(names)}"
@@ -92,6 +92,17 @@ class BatchRules:
         # a response whose scoring failed has no further numbers, and reward 0
         values = [[details.get(self.metric, 0.0) for details in g.details] for g in groups]
         return [group for group, row in zip(groups, values, strict=True) if min(row) < max(row)]
+
+
+def _has_result(group: ScoredGroup) -> bool:
+    """Return whether the reward function certainly returned something for a response of the group.
+
+    A response whose scoring failed has reward 0 and no further numbers, apart from the punishment.
+    """
+    return any(
+        details.keys() - {_OVERLONG} or reward != details.get(_OVERLONG, 0.0)
+        for details, reward in zip(group.details, group.rewards, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,16 @@ def test_another_metric_decides_and_a_wrong_name_is_refused() -> None:
         rules.select(groups)
 
 
+def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
+    """With reward.on_error=zero a failed response has reward 0 and no further numbers, whatever the metric."""
+    rules = BatchRules(
+        num_prompts=1, max_rounds=2, metric="acc", max_new_tokens=20, overlong_tokens=4
+    )
+    failed = [rules.punish_overlong(group(i, 0, 0, lengths=(5, 18))) for i in range(2)]
+    assert rules.num_missing(failed, 1) == 1
+    assert draws(rules.select(failed)) == [0]
+
+
 def test_soft_overlong_punishment_by_hand() -> None:
     """DAPO eq. 13 with L_max 20 and L_cache 4: 0 up to 16 tokens, then -1/4 for each token, times the penalty."""
     rules = BatchRules(num_prompts=1, max_new_tokens=20, overlong_tokens=4, overlong_penalty=2.0)
