@@ -140,8 +140,9 @@ class WorkerProcess:
     def _take_message(self, message: dict) -> None:
         if self._loaded.done():
             task = message.pop("task")
-            row = message.pop("details", {}) | {"score": message.pop("score", 0.0)}
-            score, details = read_result(row)
+            score, _ = read_result(message.pop("score", 0.0))
+            further = message.pop("details", {})  # one of several functions may be named "score"
+            details = {name: read_result(value)[0] for name, value in further.items()}
             outcome = Outcome(score=score, details=details, **message)
             answer = self._answers.pop(task)
             if not answer.done():  # cancelled by the pool's end

@@ -146,6 +146,7 @@ async def polite{SIGNATURE}:
     if solution_str == "boom":
         return {{"score": 0.5, "pleases": [1]}}
     return {{"score": 0.5, "pleases": 2}}
+score = right
 """
 
 
@@ -169,11 +170,16 @@ def test_several_rewards_are_summed_by_weight(tmp_path: Path, last: str) -> None
 
 def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
     path = write_module(tmp_path, SEVERAL)
-    weights = {f"{path}:right": 1.0, f"{path}:polite": 0.5}
+    weights = {f"{path}:score": 1.0, f"{path}:polite": 0.5}
     row = Prompt(prompt_id="row 7", draw_index=0, token_ids=(1,))
     with RewardPool(weights, num_workers=1, timeout_s=120.0, on_error="raise") as pool:
         pool.submit("kept", row, "fine")
-        assert pool.collect()["kept"].details["polite/pleases"] == 2.0
+        kept = pool.collect()["kept"]
+        assert kept.score == 1.25
+        assert kept.details == {
+            **{"score": 1.0, "score/digits": 3.0},
+            **{"polite": 0.5, "polite/pleases": 2.0},
+        }
         pool.submit("lost", row, "boom")
         with pytest.raises(RuntimeError) as caught:
             pool.collect()
