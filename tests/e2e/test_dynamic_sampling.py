@@ -76,7 +76,6 @@ def test_speculation_and_spot_training_change_nothing(
     rows = metric_rows(tmp_path / "run")
     assert rows[0]["spot/updates"] >= 2
     assert rows[-1]["drafter/num_updates"] == sum(row["spot/updates"] for row in rows)
-    assert all(row["bubble/idle_s"] >= row["bubble/used_s"] for row in rows)
 
 
 def test_one_rank_draws_and_answers_what_two_ranks_do(
