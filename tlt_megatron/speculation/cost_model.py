@@ -20,6 +20,7 @@ from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 # ---- acceptance; counts are in requests: a pass of 8 requests adds 8 at the first depth
 _HALF_LIFE = 300.0  # requests after which a count weighs half: some passes of a large batch
 _PRIOR = 2.0  # requests; weight of a rate that stands in for missing counts
+_MAX_RATE = 0.995  # of acceptance; 1 - _MAX_RATE is the lowest
 _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
 _DISCOUNTED = 20.0  # requests; weight left of old counts when a probe measures the drafter again
 _WIDTH_GAIN = 3.0  # about 1 / (change of a tree's acceptance per unit of log w)
@@ -114,7 +115,7 @@ class AcceptanceTable:
             by_first = first[depth] if depth < len(first) else 0.0
             by_retrieved = retrieved[depth] if depth < len(retrieved) else 0.0
             rate = 1.0 - (1.0 - by_first) ** width * (1.0 - by_retrieved)
-            chances.append((by_first, by_retrieved, min(max(rate, 0.005), 0.995)))
+            chances.append((by_first, by_retrieved, min(max(rate, 1.0 - _MAX_RATE), _MAX_RATE)))
         return chances
 
     def _width(self, strategy: SpeculationStrategy) -> list[float]:
@@ -160,7 +161,7 @@ def _rates(counts: Sequence[Sequence[float]], num_depths: int) -> list[float]:
     for depth in range(num_depths):
         if depth < len(counts):
             tried, accepted = counts[depth]
-            rate = (accepted + _PRIOR * rate) / (tried + _PRIOR)
+            rate = min((accepted + _PRIOR * rate) / (tried + _PRIOR), _MAX_RATE)
         rates.append(rate)
     return rates
 

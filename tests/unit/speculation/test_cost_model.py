@@ -304,7 +304,8 @@ def test_thousands_of_equal_passes_keep_every_number_finite(accepted: int) -> No
         strategy = selector.choose(1).strategy if step % 3 else arms[step // 3 % len(arms)]
         counts = [accepted] * strategy.depth
         seconds = 0.010 if strategy.is_off else 0.015
-        selector.observe(strategy, 1, counts, seconds, counts[: strategy.num_steps])
+        first = counts[: strategy.num_steps] if strategy.topk > 1 else None  # as the engine does
+        selector.observe(strategy, 1, counts, seconds, first)
     numbers = json.dumps(selector.state_dict())
     assert "NaN" not in numbers
     assert "Infinity" not in numbers
