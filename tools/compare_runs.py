@@ -14,22 +14,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_megatron.cli import main as run_command
 from tools.bench.step_measures import Run, StepRecord, read_run
 
 LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 
 def main() -> int:
-    """Print what is the same. Return 0 if all tokens and rewards are."""
+    """Print what is the same. Return 0 if all tokens and rewards are. ValueError if the runs cannot be compared."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
     folders = parser.parse_args().runs
-    missing = [str(folder) for folder in folders if not (folder / "rollouts").is_dir()]
-    if missing:
-        parser.error(f"no rollouts/ in {', '.join(missing)}: the run needs logging.rollouts=true")
+    for wanted, problem in (
+        ("", "no such run folder"),
+        ("rollouts", "no rollouts/: the run needs logging.rollouts=true"),
+    ):
+        missing = [str(folder) for folder in folders if not (folder / wanted).is_dir()]
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: {problem}")
     one, other = (read_run(folder) for folder in folders)
     if not one.keys() & other.keys():
-        parser.error(f"{folders[0]} and {folders[1]} have no step in common")
+        raise ValueError(f"{folders[0]} and {folders[1]} have no step in common")
     lines, is_same = compare(one, other)
     print("\n".join(lines))
     return 0 if is_same else 1
@@ -67,4 +72,4 @@ def _num_same(one: StepRecord, other: StepRecord) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run_command(["compare", *sys.argv[1:]]))

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 import yaml
-from rich.console import Console
 
+from tlt_megatron.cli import main as run_command
 from tlt_megatron.config.schema import (
     McoreSection,
     ModelSection,
@@ -43,9 +43,11 @@ _TIMEOUT_S = 600.0
 
 
 def main() -> None:
-    """Convert and print what was done."""
+    """Convert and print what was done. ValueError if that is impossible."""
     options = _parse()
     source, target = Path(options.source), Path(options.to)
+    if not source.is_dir():
+        raise ValueError(f"--from {source}: no such folder")
     world = init_world("gloo", _TIMEOUT_S)
     try:
         if is_hf_folder(source):
@@ -53,11 +55,9 @@ def main() -> None:
         else:
             model = Path(options.model) if options.model else find_model(source)
             megatron_to_hf(find_policy(source, world), target, model, world, dtype=options.dtype)
-    except ValueError as error:
-        sys.exit(f"convert_checkpoint: {error}")
     finally:
         dist.destroy_process_group()
-    Console().print(f"{source} -> {target}")
+    print(f"{source} -> {target}")
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -159,4 +159,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(["convert", *sys.argv[1:]]))

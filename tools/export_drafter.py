@@ -3,7 +3,7 @@
     python tools/export_drafter.py --from build/tiny_drafter --to build/exported --format vllm --target build/tiny_policy
 
 `--from`: a drafter's folder, a run, its checkpoints or one of them. `--target`: the policy, as a Hugging Face folder. With it,
-the fingerprint is checked too. vLLM's EAGLE needs it.
+the fingerprint is checked too. vLLM's EAGLE and --draft-vocab-size need it: their default is the run's `hf/`.
 
 The layouts differ as follows (read in the sources of both; no engine is started here):
 - architectures: LlamaForCausalLMEagle(3) in SGLang, EagleLlamaForCausalLM and Eagle3LlamaForCausalLM in vLLM;
@@ -32,10 +32,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tlt_megatron.cli import main as run_command
 from tlt_megatron.drafter.checkpoint import (
     WEIGHTS_FILE,
     load_draft_config,
@@ -86,28 +86,27 @@ class Target:
 
 
 def main() -> None:
-    """Export, check, and print how to use the result."""
+    """Export, check, and print how to use the result. ValueError if that is impossible; then nothing is written."""
     options = _parse()
-    console = Console()
     source = find_drafter(Path(options.source))
-    target = load_target(Path(options.target)) if options.target else None
+    policy = Path(options.target) if options.target else None
+    if policy is None and (options.format == "vllm" or options.draft_vocab_size):
+        policy = find_target(source)
+    target = load_target(policy) if policy else None
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    try:
-        ids_C = frequent_ids(source, options.draft_vocab_size) if options.draft_vocab_size else None
-        difference = export_drafter(
-            source, Path(options.to), options.format, target, dtype=dtype, ids_C=ids_C
-        )
-    except ValueError as error:
-        sys.exit(f"export_drafter: {error}")
+    ids_C = frequent_ids(source, options.draft_vocab_size) if options.draft_vocab_size else None
+    difference = export_drafter(
+        source, Path(options.to), options.format, target, dtype=dtype, ids_C=ids_C
+    )
     layout = read_layout(Path(options.to))
     num_bytes = sum(tensor.nbytes for tensor in layout.tensors.values())
-    console.print(f"{source} -> {options.to}: {len(layout.tensors)} tensors, {num_bytes:,} bytes")
-    console.print(
+    print(f"{source} -> {options.to}: {len(layout.tensors)} tensors, {num_bytes:,} bytes")
+    print(
         f"checked: names, shapes, dtypes, values after reload (largest difference of outputs of fc {difference:.1e})"
     )
     method = "eagle3" if layout.is_eagle3 else "eagle"
     usage = _USAGE[options.format].format(upper=method.upper(), lower=method, path=options.to)
-    console.print(f"{options.format}: {usage}", highlight=False, soft_wrap=True)
+    print(f"{options.format}: {usage}")
 
 
 def find_drafter(path: Path) -> Path:
@@ -126,6 +125,14 @@ def find_drafter(path: Path) -> Path:
         f"--from {path}: must be a drafter's folder (config.json, {WEIGHTS_FILE}), a run with one in its last"
         " checkpoint, or a folder of saved drafters"
     )
+
+
+def find_target(drafter: Path) -> Path | None:
+    """Return the trained policy (`hf/`) of the run that the folder `drafter` is in. None: no run, or it has none."""
+    run = next(
+        (path for path in drafter.resolve().parents if (path / "config.yaml").is_file()), None
+    )
+    return run / "hf" if run is not None and (run / "hf").is_dir() else None
 
 
 def load_target(path: Path) -> Target:
@@ -329,4 +336,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(["export-drafter", *sys.argv[1:]]))

@@ -114,7 +114,11 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
         "optimizer": {"lr": 1e-6},
         "eval": {"interval": 10 if options.eval else 0},
         "checkpoint": {"interval": 20},
-        "run": {"num_steps": 100, "device": "cuda" if options.gpus else "cpu"},
+        "run": {
+            "dir": f"runs/{folder.name}",
+            "num_steps": 100,
+            "device": "cuda" if options.gpus else "cpu",
+        },
     }
     if not options.gpus:
         check_layout(load_config(None, _overrides(settings)), 2)

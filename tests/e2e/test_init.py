@@ -66,6 +66,7 @@ def test_a_cpu_run_starts_with_what_is_written(
     last = capfd.readouterr().out.splitlines()[-1]
     assert last == f"tlt train {tmp_path}/config.yaml --nproc-per-node 2"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.yaml", "reward.py"]
+    assert load_config(tmp_path / "config.yaml").run.dir == f"runs/{tmp_path.name}"
     shorter = ("rollout.max_new_tokens=16", "run.num_steps=1", "checkpoint.at_end=false")
     run(2, tmp_path / "config.yaml", tmp_path / "run", *shorter)
     assert metric_rows(tmp_path / "run")[-1]["step"] == 1

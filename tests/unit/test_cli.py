@@ -93,13 +93,28 @@ def test_bad_input_is_answered_in_one_line(arguments: tuple[str, ...], said: str
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan no.yaml --ranks 2", "config='no.yaml': no such file"),
+        ("compare no_run no_other", "no_run, no_other: no such run folder"),
+        (
+            "export-drafter --from no --to new --format vllm",
+            "--from no: must be a drafter's folder",
+        ),
+        ("convert --from no --to new", "--from no: no such folder"),
+    ],
+)
 def test_a_tools_error_is_answered_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["plan", "no.yaml", "--ranks", "2"]) == 2
-    assert capsys.readouterr().err == "tlt plan: config='no.yaml': no such file\n"
+    name, *rest = arguments.split()
+    assert main([name, *rest]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tlt {name}: {said}")
+    assert error.count("\n") == 1
 
 
 def test_train_prints_the_settings() -> None:

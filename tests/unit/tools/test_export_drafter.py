@@ -21,6 +21,7 @@ from tools.export_drafter import (
     check_export,
     export_drafter,
     find_drafter,
+    find_target,
     frequent_ids,
     read_layout,
 )
@@ -160,6 +161,16 @@ def test_a_bias_that_no_embedding_can_carry_is_refused(tmp_path: Path) -> None:
     ):
         export_drafter(save(tmp_path / "d", model), tmp_path / "out", "vllm", target_of(model))
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_the_target_of_a_runs_drafter_is_its_trained_policy(tmp_path: Path) -> None:
+    drafter = tmp_path / "run" / "checkpoints" / "iter_0000001" / "drafter"
+    drafter.mkdir(parents=True)
+    assert find_target(drafter) is None
+    (tmp_path / "run" / "config.yaml").touch()
+    assert find_target(drafter) is None
+    (tmp_path / "run" / "hf").mkdir()
+    assert find_target(drafter) == tmp_path / "run" / "hf"
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
