@@ -27,7 +27,8 @@ from tlt_megatron.spot.holdout import HoldoutResult
 log = logging.getLogger(__name__)
 
 _TOLERANCE = 1.0  # standard errors by which a published candidate may be worse than the best
-_COLLAPSE_SHARE = 0.5  # of the mean: a lower accept length is a collapse
+_COLLAPSE_SHARE = 0.5  # of the mean: a lower accept length is a collapse,
+_USEFUL_GAIN = 1.0  # unless it is so many tokens beyond the bonus token: a hard step is no collapse
 _LEVEL_DECAY = 0.8  # of the mean, per observation
 _QUIET_PHASES = 3  # without a sign of collapse, after which a suspended drafter is tried again
 _MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
@@ -77,7 +78,7 @@ class PublishDecision:
 
 
 class _Level:
-    """Exponential mean of accept lengths. A value below a share of it is a collapse.
+    """Exponential mean of accept lengths. A value below a share of it that gains little is a collapse.
 
     The share applies to accept length - 1: even random drafts reach 1.0.
     """
@@ -91,7 +92,8 @@ class _Level:
             self.value = accept_length
             return False
         gain, level = accept_length - 1.0, self.value - 1.0
-        has_collapsed = level >= _MIN_GAIN and gain < _COLLAPSE_SHARE * level
+        least = min(_COLLAPSE_SHARE * level, _USEFUL_GAIN)
+        has_collapsed = level >= _MIN_GAIN and gain < least
         decay = _COLLAPSED_DECAY if has_collapsed else _LEVEL_DECAY
         self.value = 1.0 + decay * level + (1.0 - decay) * gain
         return has_collapsed

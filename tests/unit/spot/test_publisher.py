@@ -229,6 +229,14 @@ def test_a_drafter_that_never_was_good_does_not_alarm() -> None:
     assert not any(publisher.observe_live(length) for length in (1.08, 1.02, 1.05, 1.0))
 
 
+def test_a_step_that_is_hard_to_draft_is_no_collapse() -> None:
+    """Steps with few responses vary: 4.4 tokens of a pass after 9.5 are still a gain, and the next step has 8 again."""
+    publisher = started()
+    lengths = (8.7, 10.4, 9.7, 4.4, 8.1)
+    assert not any(publisher.observe_live(length) for length in lengths)
+    assert publisher.observe_live(1.5)
+
+
 def test_a_target_that_became_harder_for_good_ends_the_alarm() -> None:
     publisher = started()
     target = Target(d0=1.9)
