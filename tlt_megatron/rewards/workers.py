@@ -120,7 +120,7 @@ class RewardPool:
         return is_scored
 
     def collect(self) -> dict[Hashable, Outcome]:
-        """Wait for everything submitted since the last `collect`; return the outcome of each key, in no particular order.
+        """Wait for all responses submitted since the last `collect`. Return their outcomes by key.
 
         With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt. The pool can then only be
         closed.

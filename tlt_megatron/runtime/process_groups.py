@@ -179,9 +179,8 @@ def _form_nccl(
     """Return an NCCL communicator whose waits block the host and raise.
 
     The constructor reads the variable. Without it, a watchdog thread would end the process instead.
-    ncclCommInitRank has no timeout, so the members meet in the store first. TODO: if one dies
-    between that and the end of ncclCommInitRank, the others stay in it until heartbeat.py ends
-    them. NCCL's non-blocking mode has a bound, but hangs (meta-pytorch/torchft#320,
+    ncclCommInitRank has no timeout, so the members meet in the store first. Known limit: if one
+    dies between that and the end of ncclCommInitRank, heartbeat.py ends the others. NCCL's non-blocking mode has a bound, but hangs (meta-pytorch/torchft#320,
     pytorch/pytorch#153960).
     """
     store.set(f"here/{rank}", "")

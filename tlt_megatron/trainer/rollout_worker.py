@@ -92,12 +92,8 @@ class RolloutWorker:
         batch = plan.rules.select(groups)
         metrics = rollout_metrics(batch) | plan.rules.metrics(groups, len(rounds))
         metrics["bubble/idle_s"] = sum(each.idle_s for each in rounds)
-        for each in rounds if drafter else ():
-            for name, value in merge_metrics(each.spots).items():
-                # means of the drafter's training: of the newest round that has them
-                is_mean = name.startswith("drafter/")
-                metrics[name] = value if is_mean else metrics.get(name, 0.0) + value
         if drafter:
+            metrics |= _spot_metrics(rounds)
             metrics["bubble/stall_s"] += stall_s
         totals = [total for each in rounds for share in each.shares for total in share.passes]
         metrics |= speculation_metrics(totals) | _engine_metrics(rounds)
@@ -205,6 +201,16 @@ class _Round:
         """Return the groups of all ranks in the order of the draws."""
         groups = [group for share in self.shares for group in share.groups]
         return sorted(groups, key=lambda group: group.group.prompt.draw_index)
+
+
+def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
+    """Return the sums over all rounds of a step. Means of the drafter's training are of the newest round that has them."""
+    metrics: dict[str, float] = {}
+    for each in rounds:
+        for name, value in merge_metrics(each.spots).items():
+            is_mean = name.startswith("drafter/")
+            metrics[name] = value if is_mean else metrics.get(name, 0.0) + value
+    return metrics
 
 
 def _engine_metrics(rounds: Sequence[_Round]) -> dict[str, float]:

@@ -3,7 +3,7 @@
     python -m tools.bench draft-step
 
 Both have random weights in the shapes of SmolLM2-135M, or of another `--model`, and leave out attention over the context. A draft
-step is the drafter's layer, its head, the noise and the choice of one token for every row.
+step runs the drafter's layer and head, adds the noise, and chooses one token per row.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.qwen_shapes import QWEN_7B, QWEN_32B
 from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
@@ -17,24 +18,6 @@ from tlt_megatron.trainer.memory_ledger import make_ledger
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 GPU_FREE_BYTES = 79 << 30
-QWEN_7B = {
-    "model_type": "qwen2",
-    "rope_theta": 1e6,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-}
-QWEN_32B = QWEN_7B | {
-    "hidden_size": 5120,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 64,
-    "intermediate_size": 27648,
-}
 
 
 def write_example(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.qwen_shapes import QWEN_7B
 from tests.ranks import run_ranks
 from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import load_model_config
@@ -18,18 +19,6 @@ from tlt_megatron.runtime.memory import MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "rope_theta": 1e6,
-}
 # Elements of a layer that are kept for the backward pass, per token: norms, projections and attention, MLP.
 NORMS = 4 * 3584
 LAYER = NORMS + 3 * 3584 + 3 * 512 + 3 * 18944
