@@ -64,9 +64,9 @@ drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_d
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
 
-test: setup  ## the whole test suite (CPU)
+test: setup  ## the whole test suite (CPU), two files at a time
 	@echo "test: pytest"
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 FAULT_SCHEDULES ?= 500
 FAULT_SEED ?= 1
