@@ -65,6 +65,26 @@ class Prompt:
     data_source: str = ""
     ground_truth: str = ""
     extra_info: Mapping[str, object] = field(default_factory=dict)
+    # For a prompt that continues a response: `token_ids` end with what the response has so far.
+    first_sample: int = 0  # sample_index of the first of its responses
+    first_position: int = 0  # noise position of their first token: the tokens that they continue
+    num_samples: int | None = None  # responses; None: as many as the call asks for
+    max_new_tokens: int | None = None  # limit of each response; None: that of the call
+
+    def sample_indices(self, params: SamplingParams) -> range:
+        """Return the sample_index of each response in a call with `params`."""
+        num_samples = params.num_samples if self.num_samples is None else self.num_samples
+        return range(self.first_sample, self.first_sample + num_samples)
+
+    def limit(self, params: SamplingParams) -> int:
+        """Return the most tokens of a response. ValueError outside [1, params.max_new_tokens]."""
+        limit = params.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        if not 1 <= limit <= params.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens={limit} of prompt {self.prompt_id!r}: must be in"
+                f" [1, {params.max_new_tokens}]"
+            )
+        return limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

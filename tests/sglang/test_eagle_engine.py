@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.continuation import check_continued
 from tests.sglang.rollouts import (
     CUT,
     GREEDY,
@@ -16,6 +17,7 @@ from tests.sglang.rollouts import (
     answers,
     check_accept_lengths,
     checksum,
+    make_prompts,
     mean_accept_length,
     start_embedded,
     start_sglang,
@@ -24,6 +26,7 @@ from tests.sglang.rollouts import (
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,16 @@ def test_a_tree_changes_no_token_and_no_logprob(
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
         assert sum(ours.accept_lengths) == ours.token_ids.numel() - 1
     assert mean_accept_length(found) > 1.5
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
+def test_cut_and_continued_responses_are_those_of_one_go(
+    engine: SglangEngine, params: SamplingParams
+) -> None:
+    def generate(prompts: Sequence[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+        return engine.generate(prompts, params, policy_version=VERSION)
+
+    check_continued(generate, make_prompts(), params, cut=6, atol=1e-4)
 
 
 def test_a_tree_accepts_as_much_as_in_the_embedded_engine(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.continuation import check_continued
 from tests.sglang.rollouts import (
     CUT,
     GREEDY,
@@ -27,7 +28,7 @@ from tests.sglang.rollouts import (
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.engine import MEMORY_TAGS, SglangEngine
-from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}
 
@@ -80,6 +81,14 @@ def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
     if name != "greedy":
         assert {r.finish_reason for r in found} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_cut_and_continued_responses_are_those_of_one_go(engine: SglangEngine, name: str) -> None:
+    def generate(prompts: Sequence[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+        return engine.generate(prompts, params, policy_version=VERSION)
+
+    check_continued(generate, make_prompts(), PARAMS[name], cut=6, atol=1e-4)
 
 
 def test_responses_are_reported_as_they_finish(engine: SglangEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
@@ -55,6 +56,19 @@ class PassRecord:
 
 class GenerationStopped(RuntimeError):
     """`should_stop` ended the generation. Its requests are dropped; the engine can be used again."""
+
+
+def group_rollouts(
+    prompts: Sequence[Prompt], params: SamplingParams, rollouts: Sequence[Rollout]
+) -> list[RolloutGroup]:
+    """Return one group per prompt. `rollouts` holds the responses of each prompt in a row."""
+    numbers = [len(prompt.sample_indices(params)) for prompt in prompts]
+    assert sum(numbers) == len(rollouts)
+    rest = iter(rollouts)
+    return [
+        RolloutGroup(prompt=prompt, rollouts=tuple(islice(rest, number)))
+        for prompt, number in zip(prompts, numbers, strict=True)
+    ]
 
 
 class RolloutEngine(Protocol):

@@ -65,11 +65,14 @@ def _mix_(value: Tensor) -> Tensor:
     return value
 
 
-def request_seed(seed: int, draw_index: int, sample_index: int) -> int:
-    """Return the signed 64-bit noise seed of one request, from the run's seed, draw index and sample index."""
+def request_seed(seed: int, draw_index: int, sample_index: int, first_position: int = 0) -> int:
+    """Return the signed 64-bit noise seed of one request, from the run's seed, draw index and sample index.
+
+    Its position 0 has the noise of position `first_position` of the request that it continues.
+    """
     key = _mix(seed + GOLDEN)
     key = _mix(key + draw_index * GOLDEN + 1)
-    return _signed(_mix(key + sample_index * GOLDEN + 2))
+    return _signed(_mix(key + sample_index * GOLDEN + 2) + first_position * GOLDEN)
 
 
 def seed_at_origin(seed: int, num_prompt_tokens: int) -> int:

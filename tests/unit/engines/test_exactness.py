@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.continuation import check_continued
 from tests.unit.engines.conftest import checksum, engine_over
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
@@ -219,6 +220,38 @@ def test_speculative_output_is_plain_output(
             told = f"composition {seed}, epoch {epoch}, {event}, {asked.params}, {asked.engine}"
             assert tokens_of(speculative) == tokens_of(plain), told
             assert ends_of(speculative) == ends_of(plain), told
+
+
+@pytest.mark.parametrize(
+    ("temperature", "atol", "settings"),
+    [
+        (0.0, 1e-6, {}),
+        (1.0, 1e-6, {"kv_cache_tokens": 256}),
+        (1.0, 0.0, {"dtype": "bfloat16", "batch_invariant": True}),
+    ],
+    ids=str,
+)
+def test_cut_and_continued_responses_are_those_of_one_go(
+    tiny_path: Path, drafters: dict[str, Weights], temperature: float, atol: float, settings: dict
+) -> None:
+    prompts = draw_prompts(8, 70, random.Random(8))
+    params = SamplingParams(
+        num_samples=2,
+        max_new_tokens=40,
+        temperature=temperature,
+        top_p=0.9,
+        stop_token_ids=(5,),
+        seed=9,
+    )
+    engine = engine_over(tiny_path, **settings)
+
+    def generate(prompts: Sequence[Prompt], params: SamplingParams) -> list[RolloutGroup]:
+        return engine.generate(prompts, params, policy_version=1)
+
+    check_continued(generate, prompts, params, cut=1, atol=atol)
+    selector = RestlessSelector(STRATEGIES, seed=1)
+    engine.set_speculation(speculation_over(engine, tiny_path, drafters, "trained", selector))
+    check_continued(generate, prompts, params, cut=17, atol=atol)
 
 
 def test_there_are_a_thousand_requests() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord
+from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord, group_rollouts
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
-from tlt_megatron.engines.embedded.generation import Generation, group_rollouts, make_rollout
+from tlt_megatron.engines.embedded.generation import Generation, make_rollout
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.prefill import features_of
@@ -298,7 +298,7 @@ class EmbeddedEngine:
                 between_passes()
             run.advance(ended)
         self._stats = run.stats(time.perf_counter() - started)
-        return group_rollouts(prompts, params.num_samples, rollouts)
+        return group_rollouts(prompts, params, [r for r in rollouts if r is not None])
 
     def _ready_cache(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool
@@ -307,21 +307,21 @@ class EmbeddedEngine:
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
         longest = 0
         for prompt in prompts:
-            num_tokens = len(prompt.token_ids)
-            longest = max(longest, num_tokens)
+            num_tokens, limit = len(prompt.token_ids), prompt.limit(params)
+            longest = max(longest, num_tokens + limit)
             if num_tokens == 0:
                 raise ValueError(f"prompt {prompt.prompt_id!r} is empty")
-            num_own = params.max_new_tokens
+            num_own = limit
             if self._arithmetic.aligns_pages:
                 num_own += num_tokens % PAGE_TOKENS  # the copy of the prompt's last partial page
             needed = -(-num_tokens // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
             if needed > num_pages:
                 raise ValueError(
-                    f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={params.max_new_tokens}"
+                    f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={limit}"
                     f" needs {needed} KV pages of {PAGE_TOKENS}: the engine has {num_pages}"
                     f" (rollout.kv_cache_tokens={self._section.kv_cache_tokens})"
                 )
-        self._reserve_positions(longest + params.max_new_tokens)
+        self._reserve_positions(longest)
         keeps_features = keeps_features or self._speculation is not None
         if self._cache is None or (keeps_features and not self._cache.has_features):
             self._drop_kv()  # first, so that two never exist at once

@@ -18,7 +18,7 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import FinishReason, Rollout, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,16 +205,3 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
         policy_version=policy_version,
         accept_lengths=tuple(end.request.accept_lengths),
     )
-
-
-def group_rollouts(
-    prompts: Sequence[Prompt], num_samples: int, rollouts: Sequence[Rollout | None]
-) -> list[RolloutGroup]:
-    """Return one group per prompt. `rollouts` holds `num_samples` in a row for each prompt."""
-    groups = []
-    for number, prompt in enumerate(prompts):
-        of_prompt = rollouts[number * num_samples : (number + 1) * num_samples]
-        siblings = tuple(rollout for rollout in of_prompt if rollout is not None)
-        assert len(siblings) == num_samples
-        groups.append(RolloutGroup(prompt=prompt, rollouts=siblings))
-    return groups

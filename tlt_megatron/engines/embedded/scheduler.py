@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -88,29 +88,26 @@ def make_requests(
 ) -> list[Request]:
     """Return all requests of a `generate` call, siblings together, in the order of the prompts.
 
-    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None all have params' limit.
-    Responses start with a copy of the prompt's positions after the last multiple of `aligned_to`.
+    `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None all have their prompt's
+    limit. Responses start with a copy of the prompt's positions after the last multiple of `aligned_to`.
     ValueError for a limit outside [1, params.max_new_tokens].
     """
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
-        state = PromptState(prompt=prompt, num_unfinished=params.num_samples)
-        for sample_index in range(params.num_samples):
-            limit = params.max_new_tokens
-            if max_new_tokens is not None:
-                limit = max_new_tokens[number][sample_index]
-                if not 1 <= limit <= params.max_new_tokens:
-                    raise ValueError(
-                        f"max_new_tokens={limit} of prompt {prompt.prompt_id!r}: must be in"
-                        f" [1, {params.max_new_tokens}]"
-                    )
+        samples = prompt.sample_indices(params)
+        limits = [None] * len(samples) if max_new_tokens is None else max_new_tokens[number]
+        state = PromptState(prompt=prompt, num_unfinished=len(samples))
+        for sample_index, limit in zip(samples, limits, strict=True):
+            one = prompt if limit is None else replace(prompt, max_new_tokens=limit)
             requests.append(
                 Request(
                     order=len(requests),
                     state=state,
                     sample_index=sample_index,
-                    seed=request_seed(params.seed, prompt.draw_index, sample_index),
-                    max_new_tokens=limit,
+                    seed=request_seed(
+                        params.seed, prompt.draw_index, sample_index, prompt.first_position
+                    ),
+                    max_new_tokens=one.limit(params),
                     kv=SequenceKv(prompt=state.kv, num_copied=state.num_tokens % aligned_to),
                 )
             )

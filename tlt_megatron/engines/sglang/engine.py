@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
-from tlt_megatron.engines.base import EngineStats, PassRecord
+from tlt_megatron.engines.base import EngineStats, PassRecord, group_rollouts
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
 from tlt_megatron.engines.sglang.answers import Question
 from tlt_megatron.engines.sglang.arguments import (
@@ -265,7 +265,7 @@ class SglangEngine:
         requests = [
             partial(self._answer, prompt, index, params, policy_version, on_finish)
             for prompt in prompts
-            for index in range(params.num_samples)
+            for index in prompt.sample_indices(params)
         ]
         answered = self._sglang.run(
             answer_all(requests, should_stop, abort_all=self._sglang.abort_all)
@@ -281,11 +281,7 @@ class SglangEngine:
             peak_kv_tokens=counters["peak_tokens"],
             kv_capacity_tokens=self._capacity,
         )
-        g = params.num_samples
-        return [
-            RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[n * g : (n + 1) * g]))
-            for n, prompt in enumerate(prompts)
-        ]
+        return group_rollouts(prompts, params, rollouts)
 
     async def _answer(
         self,
@@ -297,14 +293,14 @@ class SglangEngine:
     ) -> tuple[Rollout, Mapping[str, object]]:
         """Generate one response. Return the rollout and SGLang's `meta_info`."""
         settings = SamplingSettings(params.temperature, params.top_p, params.top_k)
-        seed = request_seed(params.seed, prompt.draw_index, sample_index)
+        seed = request_seed(params.seed, prompt.draw_index, sample_index, prompt.first_position)
         output = await self._sglang.engine.async_generate(
             input_ids=list(prompt.token_ids),
             sampling_params={
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k or -1,
-                "max_new_tokens": params.max_new_tokens,
+                "max_new_tokens": prompt.limit(params),
                 "stop_token_ids": list(params.stop_token_ids),
                 "ignore_eos": not params.stop_token_ids,
                 "sampling_seed": seed_at_origin(seed, len(prompt.token_ids)),
@@ -319,11 +315,12 @@ class SglangEngine:
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         for prompt in prompts:
-            needed = len(prompt.token_ids) + params.max_new_tokens
+            limit = prompt.limit(params)
+            needed = len(prompt.token_ids) + limit
             if needed > min(self._longest, self._capacity):
                 raise ValueError(
                     f"prompt {prompt.prompt_id!r} with {len(prompt.token_ids)} tokens and max_new_tokens="
-                    f"{params.max_new_tokens} needs {needed} positions: at most {min(self._longest, self._capacity)}"
+                    f"{limit} needs {needed} positions: at most {min(self._longest, self._capacity)}"
                 )
 
     def stats(self) -> EngineStats:

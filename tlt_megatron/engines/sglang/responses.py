@@ -79,7 +79,7 @@ def make_rollout(
     if reason not in ("stop", "length") or (reason == "stop" and not has_stopped):
         raise RuntimeError(
             f"sglang: {request} ended after {len(token_ids)} tokens with {meta['finish_reason']}: expected one of"
-            f" stop_token_ids={params.stop_token_ids} or max_new_tokens={params.max_new_tokens}"
+            f" stop_token_ids={params.stop_token_ids} or max_new_tokens={prompt.limit(params)}"
         )
     logprobs = _checked_logprobs(meta["output_token_logprobs"], token_ids, request)
     policy_logprobs = logprobs
