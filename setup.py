@@ -56,7 +56,14 @@ setup(
         "sglang.srt.plugins": ["tlt_megatron = tlt_megatron.engines.sglang.plugin:register"],
     },
     extras_require={
-        "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff==0.17.6", "basedpyright==1.40.2", "pre-commit"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff==0.17.6",
+            "basedpyright==1.40.2",
+            "pre-commit",
+        ],
         "report": ["jinja2>=3.1", "plotly>=6"],
         "wandb": ["wandb"],
         "sglang": ["sglang==0.5.23"],

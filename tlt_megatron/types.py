@@ -50,6 +50,11 @@ class SamplingParams:
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} is negative (0 keeps all)")
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether top-p or top-k leaves out tokens."""
+        return self.top_p < 1.0 or self.top_k > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -88,6 +93,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The token ids that top-p and top-k kept at each position, so that training uses the same sets.
+
+    Example: token_ids [5, 9] and counts [2, 0]: the first token was drawn from {5, 9}. The second set was too large to
+    be recorded (see `speculation.sampling.MAX_KEPT`), so training takes the whole vocabulary there.
+    """
+
+    token_ids: Tensor  # [K] int32, those of the first position first
+    counts: Tensor  # int32, [T] of a response or [P] of a micro-batch; 0: the whole vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One response.
 
@@ -107,6 +124,7 @@ class Rollout:
     accept_lengths: tuple[
         int, ...
     ] = ()  # tokens out per verify pass, bonus token included; () for plain decoding
+    kept: KeptTokens | None = None  # None: top-p and top-k are off
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +169,7 @@ class MicroBatch:
     old_logprobs: Tensor | None  # [P] float32; None: use the update's own logprobs, detached
     rollout_logprobs: Tensor  # [P] float32, of the sampled distribution
     ref_logprobs: Tensor | None = None  # [P] float32
+    kept: KeptTokens | None = None  # log-probs and entropy are of these tokens; None: of all
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
 
     @property
@@ -161,13 +180,14 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """What a forward pass returns for each label of a micro-batch."""
+    """What a forward pass returns for each label of a micro-batch.
 
-    logprobs: Tensor  # [P] float32, at the sampling temperature
-    entropy: Tensor  # [P] float32, nats, at the sampling temperature
-    policy_logprobs: (
-        Tensor  # [P] float32, at temperature 1 (equal to logprobs if that is the temperature)
-    )
+    The sampled distribution has the sampling temperature, over the kept tokens of the micro-batch.
+    """
+
+    logprobs: Tensor  # [P] float32, of the sampled distribution
+    entropy: Tensor  # [P] float32, nats, of the sampled distribution
+    policy_logprobs: Tensor  # [P] float32, of the raw policy: temperature 1, no cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,17 +170,17 @@ def test_what_only_data_and_memory_show_is_refused_too(
     assert message in stderr
 
 
-def test_risky_sampling_is_warned_of_and_an_unusable_row_is_named_once(
+def test_a_risky_setting_is_warned_of_and_an_unusable_row_is_named_once(
     config: Path, tmp_path: Path
 ) -> None:
     rows = ['{"prompt": "a=", "label": 42.0}', '{"prompt": "b=", "label": NaN}']
     train = tmp_path / "train.jsonl"
     train.write_text("\n".join(rows))
-    overrides = ("rollout.top_p=0.9", f"data.train={train}", "logging.progress=none")
+    overrides = ("run.group_timeout_s=60", f"data.train={train}", "logging.progress=none")
     results = run_forked(2, "--config", config, f"run.dir={tmp_path}/run", *overrides)
     assert [code for code, _ in results] == [2, 2]
-    assert "rollout.top_p=0.9 and rollout.top_k=0 cut the distribution" in results[0][1]
-    assert "cut the distribution" not in results[1][1]
+    assert "run.group_timeout_s=60 is not above run.heartbeat_timeout_s" in results[0][1]
+    assert "run.group_timeout_s=60" not in results[1][1]
     said = "".join(stderr for _, stderr in results)
     assert said.count(f"{train} row 2: label=nan must be a finite number") == 1
     assert "Traceback" not in said

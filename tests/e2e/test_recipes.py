@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from tests.tiny_task import REPO, metric_rows, run_forked, weights
+from tests.tiny_task import REPO, metric_rows, run, run_forked, weights
 from tlt_megatron.models.hf_io import HfReader
 
 pytestmark = pytest.mark.e2e
@@ -36,3 +37,18 @@ def test_a_recipe_trains(config: Path, tmp_path: Path, recipe: Path) -> None:
     if recipe.stem == "dapo":
         assert all(row["train/num_gen_batches"] >= 1 for row in rows)
         assert all(row["reward/unknown/overlong_reward/mean"] < 0 for row in rows)
+
+
+def test_training_replays_the_tokens_that_truncated_sampling_kept(
+    config: Path, tmp_path: Path
+) -> None:
+    """The correction for another distribution of the rollouts has nothing to correct. Without the replay, the weight would be
+    the probability of the kept tokens."""
+    cut = ["rollout.top_p=0.6", "rollout.top_k=20", "rollout.temperature=0.9", "run.num_steps=2"]
+    own = ["algorithm.tis_cap=2", "parallel.tensor=2", "data.eval=", "logging.tensorboard=false"]
+    run(2, config, tmp_path, *cut, *own)
+    for row in metric_rows(tmp_path):
+        assert row["actor/tis_weight"] == pytest.approx(1, abs=1e-4)
+        assert row["rollout/kept_set_missing_share"] == 0
+        assert 1 < row["rollout/kept_set_size"] <= 20
+        assert row["actor/entropy"] < math.log(20)

@@ -210,6 +210,12 @@ def token_lists(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [rollout.token_ids.tolist() for rollout in rollouts]
 
 
+def kept_sets(rollout: Rollout) -> tuple[list[int], list[int]] | None:
+    """Ids and counts of the tokens that top-p and top-k kept."""
+    kept = rollout.kept
+    return None if kept is None else (kept.token_ids.tolist(), kept.counts.tolist())
+
+
 def mean_accept_length(rollouts: Sequence[Rollout]) -> float:
     """Tokens out per verify pass."""
     lengths = [length for rollout in rollouts for length in rollout.accept_lengths]

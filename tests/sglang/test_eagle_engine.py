@@ -17,6 +17,7 @@ from tests.sglang.rollouts import (
     answers,
     check_accept_lengths,
     checksum,
+    kept_sets,
     make_prompts,
     mean_accept_length,
     start_embedded,
@@ -53,6 +54,7 @@ def test_a_tree_changes_no_token_and_no_logprob(
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
+        assert kept_sets(ours) == kept_sets(theirs)
         assert sum(ours.accept_lengths) == ours.token_ids.numel() - 1
     assert mean_accept_length(found) > 1.5
 

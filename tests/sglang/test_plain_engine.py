@@ -19,6 +19,7 @@ from tests.sglang.rollouts import (
     answers,
     checksum,
     engine_processes,
+    kept_sets,
     make_prompts,
     start_embedded,
     start_sglang,
@@ -79,6 +80,7 @@ def test_tokens_and_logprobs_are_those_of_the_embedded_engine(
         assert ours.finish_reason == theirs.finish_reason
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
         torch.testing.assert_close(ours.policy_logprobs, theirs.policy_logprobs, rtol=0, atol=1e-4)
+        assert kept_sets(ours) == kept_sets(theirs)
     if name != "greedy":
         assert {r.finish_reason for r in found} == {FinishReason.STOP, FinishReason.LENGTH}
 

@@ -55,12 +55,12 @@ def check_files(config: RunConfig) -> None:
 def risky_settings(config: RunConfig) -> list[str]:
     """Return a warning for each setting that is allowed but harms learning or messages."""
     rollout, run, found = config.rollout, config.run, []
-    is_truncated = rollout.top_p < 1 or rollout.top_k > 0
-    if is_truncated and config.algorithm.tis_cap == 0:
+    is_cut = rollout.top_p < 1 or rollout.top_k > 0
+    if is_cut and rollout.engine not in REGISTRY["rollout.engine"].built_in:
         found.append(
             f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} cut the distribution that responses are drawn"
-            " from, and algorithm.tis_cap=0 does not correct for it: the policy gradient is biased."
-            " Set top_p=1 and top_k=0, or algorithm.tis_cap >= 1"
+            f" from. Unless rollout.engine={rollout.engine!r} returns the kept tokens (Rollout.kept), log-probs of the update"
+            " are of the whole vocabulary, and the policy gradient is biased"
         )
     if run.group_timeout_s <= run.heartbeat_timeout_s:
         found.append(

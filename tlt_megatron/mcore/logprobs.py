@@ -14,33 +14,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import TokenLogprobs
+from tlt_megatron.types import KeptTokens, TokenLogprobs
 
 _BLOCK_ELEMENTS = 1 << 24  # float32 logits held at once: 64 MiB
+_CUT = -1e30  # in place of -inf, which gives NaN when it is multiplied by its probability 0
 
 
 def vocab_parallel_logprobs(
-    logits_PV: Tensor, labels_P: Tensor, temperature: float, tp: Group
+    logits_PV: Tensor,
+    labels_P: Tensor,
+    temperature: float,
+    tp: Group,
+    kept: KeptTokens | None = None,
 ) -> TokenLogprobs:
     """Return log-probs and entropy of `labels_P`, given this rank's shard of the vocabulary dim of the logits.
 
     Every member of `tp` must call it. All get the same result, differentiable in the logits. Labels are ids of the whole
-    vocabulary. If a label is unused (the end of a sequence), any valid id will do.
+    vocabulary. If a label is unused (the end of a sequence), any valid id will do. With `kept`, log-probs and entropy are
+    of the distribution over the kept tokens, to which a label must belong.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be > 0 for log-probabilities")
     logprobs_P, entropy_P, policy_logprobs_P = _VocabParallelLogprobs.apply(
-        logits_PV, labels_P, temperature, tp
+        logits_PV, labels_P, temperature, tp, kept
     )
+    is_raw = temperature == 1 and kept is None
     return TokenLogprobs(
         logprobs=logprobs_P,
         entropy=entropy_P,
-        policy_logprobs=logprobs_P if temperature == 1 else policy_logprobs_P,
+        policy_logprobs=logprobs_P if is_raw else policy_logprobs_P,
     )
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z) and entropy h:
+    """With z = logits / temperature, p = softmax(z) over the kept tokens and entropy h:
 
     d log p(label) / d z_v = [v = label] - p_v,    d h / d z_v = -p_v (log p_v + h)
     """
@@ -52,10 +59,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         labels_P: Tensor,
         temperature: float,
         tp: Group,
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         shard_size = logits_PV.size(-1)
-        local_P = labels_P - tp.rank * shard_size
+        first_id = tp.rank * shard_size
+        local_P = labels_P - first_id
         is_mine_P = (local_P >= 0) & (local_P < shard_size)
         local_P = local_P.clamp(0, shard_size - 1)
 
@@ -67,20 +76,23 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         sums_4P[0] *= is_mine_P
         for rows in _row_blocks(logits_PV):
             z_PV = logits_PV[rows].float() - max_P[rows, None]
-            if temperature != 1:
+            if temperature != 1 or kept is not None:
                 sums_4P[3, rows] = z_PV.exp().sum(dim=-1)
                 z_PV /= temperature
+            if kept is not None:
+                _cut(z_PV, rows, kept, first_id)
             exp_PV = z_PV.exp()
             sums_4P[1, rows] = exp_PV.sum(dim=-1)
             sums_4P[2, rows] = exp_PV.mul_(z_PV).sum(dim=-1)
-        if temperature == 1:
+        if temperature == 1 and kept is None:
             sums_4P[3] = sums_4P[1]
         _reduce(sums_4P, dist.ReduceOp.SUM, tp)
 
         label_P, sum_P, weighted_P, policy_sum_P = sums_4P
+        sum_P.clamp_(min=torch.finfo(torch.float32).tiny)  # the kept tokens may lack the maximum
         log_sum_P, policy_log_sum_P = sum_P.log(), policy_sum_P.log()
         entropy_P = log_sum_P - weighted_P / sum_P
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kept, ctx.first_id = temperature, kept, first_id
         ctx.save_for_backward(
             logits_PV, local_P, is_mine_P, max_P, log_sum_P, policy_log_sum_P, entropy_P
         )
@@ -92,7 +104,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_logprobs_P: Tensor | None,
         grad_entropy_P: Tensor | None,
         grad_policy_P: Tensor | None,
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         logits_PV, local_P, is_mine_P, max_P, log_sum_P, policy_log_sum_P, entropy_P = (
             ctx.saved_tensors
         )
@@ -110,13 +122,28 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if grad_policy_P is not None:
                 block_PV -= (z_PV - policy_log_sum_P[rows, None]).exp_() * by_policy_P[rows, None]
             log_p_PV = z_PV.div_(temperature).sub_(log_sum_P[rows, None])
+            if ctx.kept is not None:
+                _cut(log_p_PV, rows, ctx.kept, ctx.first_id)
             factor_PV = by_label_P[rows, None] + by_entropy_P[rows, None] * (
                 log_p_PV + entropy_P[rows, None]
             )
             block_PV -= log_p_PV.exp_().mul_(factor_PV)
             block_PV.scatter_add_(1, local_P[rows, None], at_label_P[rows, None])
             grad_PV[rows] = block_PV
-        return grad_PV, None, None, None
+        return grad_PV, None, None, None, None
+
+
+def _cut(values_RV: Tensor, rows: slice, kept: KeptTokens, first_id: int) -> None:
+    """Set what is not kept to _CUT, in the `rows` of this rank's shard, which starts at the token `first_id`."""
+    ends_P = kept.counts.cumsum(0)
+    counts_R = kept.counts[rows]
+    start = int(ends_P[rows.start] - kept.counts[rows.start])
+    ids_K = kept.token_ids[start : start + int(counts_R.sum())].long() - first_id
+    rows_K = torch.arange(counts_R.numel(), device=ids_K.device).repeat_interleave(counts_R)
+    is_mine_K = (ids_K >= 0) & (ids_K < values_RV.size(-1))
+    is_cut_RV = (counts_R > 0).unsqueeze(1).repeat(1, values_RV.size(-1))
+    is_cut_RV[rows_K[is_mine_K], ids_K[is_mine_K]] = False
+    values_RV.masked_fill_(is_cut_RV, _CUT)
 
 
 def _row_blocks(logits_PV: Tensor) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import LossFunction, MicroBatch, TokenLogprobs
+from tlt_megatron.types import KeptTokens, LossFunction, MicroBatch, TokenLogprobs
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -166,14 +166,20 @@ def _model_inputs(
 def _to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     fields = ((f.name, getattr(micro_batch, f.name)) for f in dataclasses.fields(micro_batch))
     moved = {name: value.to(device) for name, value in fields if isinstance(value, Tensor)}
-    return dataclasses.replace(micro_batch, **moved)
+    kept = micro_batch.kept
+    if kept is not None:
+        ids, counts = kept.token_ids.to(device), kept.counts.to(device)
+        kept = KeptTokens(token_ids=ids, counts=counts)
+    return dataclasses.replace(micro_batch, **moved, kept=kept)
 
 
 def _label_logprobs(
     micro_batch: MicroBatch, logits_1PV: Tensor, temperature: float, groups: ProcessGroups
 ) -> TokenLogprobs:
     logits_PV = logits_1PV[0, : micro_batch.num_tokens]
-    return vocab_parallel_logprobs(logits_PV, micro_batch.labels, temperature, groups.tp)
+    return vocab_parallel_logprobs(
+        logits_PV, micro_batch.labels, temperature, groups.tp, micro_batch.kept
+    )
 
 
 def _share_over_stages(

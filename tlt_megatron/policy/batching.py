@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.types import MicroBatch, Rollout
+from tlt_megatron.types import KeptTokens, MicroBatch, Rollout
 
 
 def split_evenly(count: int, num_parts: int) -> list[range]:
@@ -66,6 +66,20 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         advantages=zeros_P,
         old_logprobs=zeros_P,
         rollout_logprobs=_on_labels(rollouts, [r.logprobs for r in rollouts]),
+        kept=_join_kept(rollouts),
+    )
+
+
+def _join_kept(rollouts: Sequence[Rollout]) -> KeptTokens | None:
+    sets = [rollout.kept for rollout in rollouts if rollout.kept is not None]
+    if not sets:
+        return None
+    counts = [
+        torch.zeros(r.token_ids.numel()) if r.kept is None else r.kept.counts for r in rollouts
+    ]
+    return KeptTokens(
+        token_ids=torch.cat([each.token_ids for each in sets]),
+        counts=_on_labels(rollouts, counts).int(),
     )
 
 

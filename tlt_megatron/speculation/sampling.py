@@ -23,6 +23,7 @@ SHIFTS = (30, 27, 31)
 UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
 _NOISE_CHUNK = 1 << 15  # elements of noise made at once on a CPU, so that they fit in the cache
+MAX_KEPT = 512  # token ids recorded of one cut distribution; prime-rl's bound, which a top-p rarely exceeds
 _SEARCHED_TOKENS = 1 << 14  # of a vocabulary; below this, noise for all of it is as fast
 _SEARCHED_LOGITS = 1 << 17  # of all rows; below this, call overhead dominates the cost of a search
 
@@ -34,6 +35,7 @@ class Sampled:
     token_ids_B: Tensor  # int64
     logprobs_B: Tensor  # float32, of the sampled distribution: tempered, cut, renormalized
     policy_logprobs_B: Tensor  # float32, of the raw policy: temperature 1, no cut
+    kept: tuple[Tensor, ...] = ()  # `kept_ids` of each row; () without top-p and top-k
 
     def followed_by(self, other: Sampled) -> Sampled:
         """Concatenate these rows and the rows of `other`."""
@@ -41,6 +43,7 @@ class Sampled:
             token_ids_B=torch.cat((self.token_ids_B, other.token_ids_B)),
             logprobs_B=torch.cat((self.logprobs_B, other.logprobs_B)),
             policy_logprobs_B=torch.cat((self.policy_logprobs_B, other.policy_logprobs_B)),
+            kept=self.kept + other.kept,
         )
 
 
@@ -267,6 +270,14 @@ def cut_logits(scaled_BV: Tensor, top_p: float, top_k: int) -> Tensor:
     return torch.full_like(scaled_BV, -torch.inf).scatter_(1, ids_BC, values_BC)
 
 
+def kept_ids(cut_BV: Tensor) -> tuple[Tensor, ...]:
+    """Return the ids that `cut_logits` kept in each row, int32 on the CPU; none for a row with more than MAX_KEPT."""
+    is_kept_BV = cut_BV > -torch.inf
+    is_kept_BV &= is_kept_BV.sum(dim=-1, keepdim=True) <= MAX_KEPT
+    counts = is_kept_BV.sum(dim=-1).tolist()
+    return is_kept_BV.nonzero()[:, 1].int().cpu().split(counts)
+
+
 def _top_ids(scaled_BV: Tensor, top_k: int) -> Tensor:
     """Return the ids of the `top_k` largest, ascending. `topk` alone does not define which of equal values it takes."""
     smallest_B1 = scaled_BV.topk(top_k, dim=-1).values[:, -1:]
@@ -322,7 +333,10 @@ def sample(
     if not is_plain:
         logprobs_B = scaled.log_softmax(dim=-1).gather(1, tokens_B1).squeeze(1).float()
     return Sampled(
-        token_ids_B=tokens_B1.squeeze(1), logprobs_B=logprobs_B, policy_logprobs_B=policy_B
+        token_ids_B=tokens_B1.squeeze(1),
+        logprobs_B=logprobs_B,
+        policy_logprobs_B=policy_B,
+        kept=kept_ids(scaled) if top_p < 1.0 or top_k > 0 else (),
     )
 
 

@@ -19,7 +19,14 @@ from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
-from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
+from tlt_megatron.types import (
+    FinishReason,
+    KeptTokens,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    ScoredGroup,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +279,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
     # a sample of the entropy over all tokens; actor/entropy omits responses without a gradient
     metrics["rollout/entropy"] = -float(torch.cat([r.logprobs for r in rollouts]).mean())
+    metrics |= _kept_metrics([r.kept for r in rollouts if r.kept is not None])
     accepted = [n for r in rollouts for n in r.accept_lengths]
     if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
@@ -280,6 +288,18 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)
     metrics["rollout/solve_all"] = _share(groups, lambda g: min(g.rewards) >= 1)
     return metrics
+
+
+def _kept_metrics(kept: Sequence[KeptTokens]) -> dict[str, float]:
+    """Return the size of the sets that top-p and top-k kept, and the share of tokens without a recorded set."""
+    if not kept:
+        return {}
+    counts = torch.cat([each.counts for each in kept]).double()
+    is_recorded = counts > 0
+    return {
+        "rollout/kept_set_size": float(counts.sum() / is_recorded.sum().clamp(min=1)),
+        "rollout/kept_set_missing_share": 1 - float(is_recorded.double().mean()),
+    }
 
 
 def details_by_source(

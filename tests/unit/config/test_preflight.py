@@ -78,22 +78,16 @@ def test_a_drafter_counts_only_where_it_is_used(tmp_path: Path) -> None:
             check(tmp_path, named, *frozen_in_sglang, needs_whole_head)
 
 
-@pytest.mark.parametrize(
-    "overrides, is_named",
-    [
-        ([], False),
-        (["rollout.top_p=0.9"], True),
-        (["rollout.top_k=40"], True),
-        (["rollout.top_p=0.9", "algorithm.tis_cap=2"], False),
-    ],
-)
-def test_truncated_sampling_without_correction_is_named(
-    overrides: list[str], is_named: bool
-) -> None:
-    found = risky_settings(load_config(None, overrides))
-    assert len(found) == is_named
-    for line in found:
-        assert all(key in line for key in ("rollout.top_p=", "rollout.top_k=", "algorithm.tis_cap"))
+def test_truncated_sampling_by_an_engine_that_may_not_record_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def engine(config, device, run_dir, world): ...\n")
+    own = f"rollout.engine={tmp_path}/own.py:engine"
+    for engine in ("rollout.engine=embedded", "rollout.engine=sglang"):
+        assert not risky_settings(load_config(None, [engine, "rollout.top_p=0.9"]))
+    assert not risky_settings(load_config(None, [own]))
+    for cut in ("rollout.top_p=0.9", "rollout.top_k=40"):
+        (line,) = risky_settings(load_config(None, [own, cut]))
+        assert cut in line
+        assert "own.py:engine' returns the kept tokens" in line
 
 
 def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:

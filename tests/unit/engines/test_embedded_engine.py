@@ -127,7 +127,13 @@ def test_logprobs_equal_transformers(
                 logits = model(ids.unsqueeze(0)).logits[0, len(rollout.prompt_ids) - 1 : -1]
             index = rollout.token_ids.unsqueeze(1)
             policy = logits.log_softmax(-1).gather(1, index).squeeze(1)
-            sampled = warpers(ids.unsqueeze(0), logits).log_softmax(-1).gather(1, index).squeeze(1)
+            cut = warpers(ids.unsqueeze(0), logits)
+            sampled = cut.log_softmax(-1).gather(1, index).squeeze(1)
+            if rollout.kept is None:
+                assert cut.isfinite().all()
+            else:
+                assert rollout.kept.token_ids.tolist() == cut.isfinite().nonzero()[:, 1].tolist()
+                assert rollout.kept.counts.tolist() == cut.isfinite().sum(1).tolist()
             torch.testing.assert_close(rollout.policy_logprobs, policy, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(rollout.logprobs, sampled, atol=1e-4, rtol=1e-4)
 

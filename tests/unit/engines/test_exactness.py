@@ -175,6 +175,12 @@ def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[int]]:
     return [r.token_ids.tolist() for g in groups for r in g.rollouts]
 
 
+def kept_of(groups: Sequence[RolloutGroup]) -> list[tuple[list[int], list[int]]]:
+    """Ids and counts of the tokens that top-p and top-k kept."""
+    kept = [r.kept for g in groups for r in g.rollouts if r.kept is not None]
+    return [(each.token_ids.tolist(), each.counts.tolist()) for each in kept]
+
+
 def ends_of(groups: Sequence[RolloutGroup]) -> list[str]:
     return [r.finish_reason for g in groups for r in g.rollouts]
 
@@ -220,6 +226,7 @@ def test_speculative_output_is_plain_output(
             told = f"composition {seed}, epoch {epoch}, {event}, {asked.params}, {asked.engine}"
             assert tokens_of(speculative) == tokens_of(plain), told
             assert ends_of(speculative) == ends_of(plain), told
+            assert kept_of(speculative) == kept_of(plain), told
 
 
 @pytest.mark.parametrize(

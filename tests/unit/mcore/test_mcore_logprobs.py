@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
+from tlt_megatron.types import KeptTokens
 
 P, V = 29, 64
 NAMES = ("logprobs", "entropy", "policy_logprobs")
@@ -24,12 +25,30 @@ def _case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return logits_PV, labels_P, torch.randn(3, P, generator=generator)
 
 
+def _kept_sets(labels_P: Tensor) -> tuple[KeptTokens, Tensor]:
+    """Sets of 1 to 6 tokens with the label, and the whole vocabulary at every fifth place; as a mask [P, V] too."""
+    generator = torch.Generator().manual_seed(7)
+    is_kept_PV = torch.zeros(P, V, dtype=torch.bool)
+    is_kept_PV.scatter_(1, torch.randint(0, V, (P, 5), generator=generator), True)
+    is_kept_PV[2] = False
+    is_kept_PV.scatter_(1, labels_P[:, None], True)
+    counts_P = is_kept_PV.sum(1).int()
+    counts_P[::5] = 0
+    ids = is_kept_PV[counts_P > 0].nonzero()[:, 1].int()
+    return KeptTokens(token_ids=ids, counts=counts_P), is_kept_PV | (counts_P == 0)[:, None]
+
+
 def _dense(
-    logits_PV: Tensor, labels_P: Tensor, temperature: float, weights_3P: Tensor
+    logits_PV: Tensor,
+    labels_P: Tensor,
+    temperature: float,
+    weights_3P: Tensor,
+    is_kept_PV: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The three outputs, and the gradient of their weighted sum, in float64."""
     logits = logits_PV.double().requires_grad_(True)
-    log_p = (logits / temperature).log_softmax(-1)
+    cut = logits if is_kept_PV is None else logits.masked_fill(~is_kept_PV, -1e9)
+    log_p = (cut / temperature).log_softmax(-1)
     outputs = {
         "logprobs": log_p.gather(-1, labels_P[:, None])[:, 0],
         "entropy": -(log_p.exp() * log_p).sum(-1),
@@ -40,10 +59,15 @@ def _dense(
 
 
 def _ours(
-    tp: Group, logits_PV: Tensor, labels_P: Tensor, temperature: float, weights_3P: Tensor
+    tp: Group,
+    logits_PV: Tensor,
+    labels_P: Tensor,
+    temperature: float,
+    weights_3P: Tensor,
+    kept: KeptTokens | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     shard = logits_PV.chunk(tp.size, dim=-1)[tp.rank].clone().requires_grad_(True)
-    result = vocab_parallel_logprobs(shard, labels_P, temperature, tp)
+    result = vocab_parallel_logprobs(shard, labels_P, temperature, tp, kept)
     values = {name: getattr(result, name) for name in NAMES}
     sum((values[n] * w).sum() for n, w in zip(NAMES, weights_3P, strict=True)).backward()
     return {name: value.detach() for name, value in values.items()}, shard.grad
@@ -63,17 +87,35 @@ def test_values_and_gradient_equal_a_dense_softmax(temperature: float, which: st
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("which", [*NAMES, "all"])
+def test_kept_tokens_give_the_softmax_over_them(temperature: float, which: str) -> None:
+    """The log-probs of the raw policy stay those of the whole vocabulary."""
+    logits_PV, labels_P, weights_3P = _case()
+    if which != "all":
+        weights_3P = weights_3P * torch.tensor([[n == which] for n in NAMES])
+    kept, is_kept_PV = _kept_sets(labels_P)
+    expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_3P, is_kept_PV)
+    values, grad = _ours(SINGLE, logits_PV, labels_P, temperature, weights_3P, kept)
+    for name in NAMES:
+        torch.testing.assert_close(values[name].double(), expected[name], rtol=0, atol=2e-5)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-5)
+    assert values["logprobs"][2] == values["entropy"][2] == 0, "the label is the only kept token"
+
+
 def test_two_ranks_equal_a_dense_softmax() -> None:
     logits_PV, labels_P, weights_3P = _case()
+    kept, is_kept_PV = _kept_sets(labels_P)
+    cases = [(0.7, None, None), (1.0, None, None), (0.7, kept, is_kept_PV), (1.0, kept, is_kept_PV)]
 
     def rank() -> list[tuple[dict[str, list[float]], list[list[float]]]]:
         tp = group_of(dist.group.WORLD)
-        results = [_ours(tp, logits_PV, labels_P, t, weights_3P) for t in (0.7, 1.0)]
+        results = [_ours(tp, logits_PV, labels_P, t, weights_3P, sets) for t, sets, _ in cases]
         return [({k: v.tolist() for k, v in out.items()}, grad.tolist()) for out, grad in results]
 
     ranks = run_ranks(2, rank)
-    for number, temperature in enumerate((0.7, 1.0)):
-        expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_3P)
+    for number, (temperature, _, mask) in enumerate(cases):
+        expected, expected_grad = _dense(logits_PV, labels_P, temperature, weights_3P, mask)
         outputs = [rank[number][0] for rank in ranks]
         assert outputs[0] == outputs[1]
         for name in NAMES:
@@ -97,11 +139,19 @@ def test_blocks_of_rows_equal_one_block() -> None:
     logits_PV = torch.randn(70, 1 << 18, generator=generator)  # 64 rows fill a block
     labels_P = torch.randint(0, 1 << 18, (70,), generator=generator)
     weights_3P = torch.ones(3, 70)
-    whole, whole_grad = _ours(SINGLE, logits_PV, labels_P, 0.7, weights_3P)
-    tail, tail_grad = _ours(SINGLE, logits_PV[60:], labels_P[60:], 0.7, weights_3P[:, 60:])
-    for name in NAMES:
-        assert torch.equal(whole[name][60:], tail[name])
-    assert torch.equal(whole_grad[60:], tail_grad)
+    pairs_P2 = torch.stack([labels_P, (labels_P + 9) % (1 << 18)], 1).int()
+    kept, tail_kept = (
+        KeptTokens(token_ids=pairs.flatten(), counts=torch.full((len(pairs),), 2))
+        for pairs in (pairs_P2, pairs_P2[60:])
+    )
+    for sets, tail_sets in ((None, None), (kept, tail_kept)):
+        whole, whole_grad = _ours(SINGLE, logits_PV, labels_P, 0.7, weights_3P, sets)
+        tail, tail_grad = _ours(
+            SINGLE, logits_PV[60:], labels_P[60:], 0.7, weights_3P[:, 60:], tail_sets
+        )
+        for name in NAMES:
+            assert torch.equal(whole[name][60:], tail[name])
+        assert torch.equal(whole_grad[60:], tail_grad)
 
 
 def test_only_the_logits_themselves_are_kept_for_the_backward_pass() -> None:

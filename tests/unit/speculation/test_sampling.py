@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.speculation.sampling import (
+    MAX_KEPT,
     NoiseAhead,
     NoiseWindow,
     cut_logits,
     gumbel_noise,
+    kept_ids,
     request_seed,
     sample,
 )
@@ -204,3 +206,11 @@ def test_a_window_of_noise_is_the_noise_of_its_positions(vocab_size: int) -> Non
             expected = gumbel_noise(row_seeds, positions + depth, vocab_size)
             assert torch.equal(given[:, depth], expected)
         positions = positions + torch.randint(1, length + 1, positions.shape, generator=generator)
+
+
+def test_kept_ids_are_those_of_the_cut_unless_they_are_too_many() -> None:
+    cut_BV = torch.full((3, 2 * MAX_KEPT), -torch.inf)
+    cut_BV[0, [7, 900]] = 1.0
+    cut_BV[1, :MAX_KEPT] = 1.0
+    cut_BV[2, : MAX_KEPT + 1] = 1.0
+    assert [row.tolist() for row in kept_ids(cut_BV)] == [[7, 900], list(range(MAX_KEPT)), []]

@@ -13,7 +13,7 @@ from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.evaluate import by_data_source, final_answer, majority, pass_at_k
 from tlt_megatron.trainer.rollout_worker import rollout_metrics
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
+from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, RolloutGroup, ScoredGroup
 
 
 def scored(
@@ -47,6 +47,19 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["rollout/num_tokens"] == 20 + 4 * 2
     assert metrics["rollout/entropy"] == 0.5
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
+
+
+def test_metrics_of_kept_sets_by_hand() -> None:
+    """3, 1 and 2 tokens were kept; the fourth set was too large to be recorded."""
+    group = scored((4,), (1.0,), 8)
+    counts = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
+    kept = KeptTokens(token_ids=torch.arange(6, dtype=torch.int32), counts=counts)
+    rollouts = (replace(group.group.rollouts[0], kept=kept),)
+    metrics = rollout_metrics([replace(group, group=replace(group.group, rollouts=rollouts))])
+    assert (metrics["rollout/kept_set_size"], metrics["rollout/kept_set_missing_share"]) == (
+        2,
+        0.25,
+    )
 
 
 def test_pass_at_k_by_hand() -> None:

@@ -148,6 +148,8 @@ class DecodeBatch:
         self._outputs.write(
             rows.out, sampled.token_ids_B, sampled.logprobs_B, sampled.policy_logprobs_B
         )
+        for request, ids in zip(self.requests, sampled.kept, strict=False):  # may be ()
+            request.kept.append(ids)
         has_ended_B = rows.count >= rows.last
         if self._params.stop_token_ids:
             has_ended_B |= (sampled.token_ids_B.unsqueeze(1) == self._stop_ids).any(dim=1)
@@ -256,12 +258,16 @@ class DecodeBatch:
         out_P = (rows.out.unsqueeze(1) + 1 + steps_S).view(-1)
         outputs.write(out_P, tokens_BS.view(-1), logprobs_BS.view(-1), policy_logprobs_BS.view(-1))
         last_B1 = verdict.num_committed_B.unsqueeze(1) - 1
+        counts = verdict.num_committed_B.tolist()
+        kept = [row[:count] for row, count in zip(committed.kept, counts, strict=False)]
+        for request, sets in zip(self.requests, kept, strict=False):
+            request.kept.extend(sets[:-1])  # `sample` adds the last
         self._drawn = Sampled(
             token_ids_B=tokens_BS.gather(1, last_B1).squeeze(1),
             logprobs_B=logprobs_BS.gather(1, last_B1).squeeze(1),
             policy_logprobs_B=policy_logprobs_BS.gather(1, last_B1).squeeze(1),
+            kept=tuple(sets[-1] for sets in kept),
         )
-        counts = verdict.num_committed_B.tolist()
         self._growing_CB.add_(verdict.num_committed_B)
         for request, count in zip(self.requests, counts, strict=True):
             request.accept_lengths.append(count)

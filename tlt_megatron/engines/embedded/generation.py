@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
@@ -18,7 +21,7 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
-from tlt_megatron.types import FinishReason, Rollout, SamplingParams
+from tlt_megatron.types import FinishReason, KeptTokens, Rollout, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,4 +207,12 @@ def make_rollout(end: Ended, params: SamplingParams, policy_version: int) -> Rol
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         policy_version=policy_version,
         accept_lengths=tuple(end.request.accept_lengths),
+        kept=_join_kept(end.request.kept),
     )
+
+
+def _join_kept(kept: Sequence[Tensor]) -> KeptTokens | None:
+    if not kept:
+        return None
+    counts = [ids.numel() for ids in kept]
+    return KeptTokens(token_ids=torch.cat(list(kept)), counts=torch.tensor(counts).int())

@@ -51,6 +51,8 @@ class Request:
     num_computed: int = 0  # saved tokens recomputed so far
     last_hidden_D: Tensor | None = None  # of the last saved token, after recomputation
     accept_lengths: list[int] = field(default_factory=list)
+    # the ids that top-p and top-k kept at each token so far; empty without them
+    kept: list[Tensor] = field(default_factory=list)
 
     @property
     def num_saved(self) -> int:

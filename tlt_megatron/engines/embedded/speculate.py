@@ -53,6 +53,7 @@ class Committed:
     verdict: Verdict
     logprobs_BS: Tensor
     policy_logprobs_BS: Tensor
+    kept: list[list[Tensor]]  # [B][S] `Sampled.kept`; [] without top-p and top-k
     first_by_depth: Tensor | None = None  # of a tree: see `calibration.first_counts`
 
 
@@ -297,6 +298,7 @@ class Speculator:
             verdict=verdict,
             logprobs_BS=sampled.logprobs_B.view(num_rows, -1).gather(1, path_BS),
             policy_logprobs_BS=sampled.policy_logprobs_B.view(num_rows, -1).gather(1, path_BS),
+            kept=_along_paths(sampled.kept, path_BS),
         )
 
     def _sample(
@@ -346,3 +348,14 @@ class Speculator:
         is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)
         bias_BS = torch.where(is_committed_BS, 0.0, -torch.inf).to(cache.bias_T.dtype)
         cache.bias_T.index_copy_(0, target_P, bias_BS.view(-1))
+
+
+def _along_paths(kept: Sequence[Tensor], path_BS: Tensor) -> list[list[Tensor]]:
+    """Return the kept ids of the nodes on each row's path; `kept` holds those of all nodes, row by row."""
+    num_queries = len(kept) // path_BS.shape[0]
+    if not kept:
+        return []
+    return [
+        [kept[row * num_queries + node] for node in path]
+        for row, path in enumerate(path_BS.tolist())
+    ]

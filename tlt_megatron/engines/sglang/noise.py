@@ -8,13 +8,13 @@ logits is an exact sample, so SGLang's greedy verification samples exactly at an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tlt_megatron.speculation.sampling import Sampled, cut_logits, noisy_argmax, sample
+from tlt_megatron.speculation.sampling import Sampled, cut_logits, kept_ids, noisy_argmax, sample
 from tlt_megatron.speculation.tree import Ranking
 
 if TYPE_CHECKING:
@@ -41,7 +41,12 @@ class SamplingSettings(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the sampled distribution is the raw policy."""
-        return self.temperature == 1.0 and self.top_p >= 1.0 and self.top_k == 0
+        return self.temperature == 1.0 and not self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether top-p or top-k leaves out tokens."""
+        return self.top_p < 1.0 or self.top_k > 0
 
 
 def is_active() -> bool:
@@ -180,14 +185,26 @@ def _write_logprobs(
     settings: SamplingSettings,
     top_logprobs_nums: list[int] | None,
 ) -> None:
-    """Write log-probabilities of the sampled distribution; on request the policy's as "top"."""
+    """Write log-probabilities of the sampled distribution; on request also `_as_top`."""
     is_greedy = settings.temperature == 0.0
     logits_output.next_token_logprobs = (
         sampled.policy_logprobs_B if is_greedy else sampled.logprobs_B
     )
     if top_logprobs_nums and any(top_logprobs_nums):
-        logits_output.next_token_top_logprobs_val = list(sampled.policy_logprobs_B.unsqueeze(1))
-        logits_output.next_token_top_logprobs_idx = list(sampled.token_ids_B.unsqueeze(1))
+        top = _as_top(sampled.token_ids_B, sampled.policy_logprobs_B, sampled.kept)
+        logits_output.next_token_top_logprobs_val, logits_output.next_token_top_logprobs_idx = top
+
+
+def _as_top(
+    tokens_B: Tensor, policy_logprobs_B: Tensor, kept: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what responses carry as "top log-probabilities" and their ids: first the token with the raw policy's
+    log-probability, then the ids that top-p and top-k kept, with the same value."""
+    if not kept:
+        return list(policy_logprobs_B.unsqueeze(1)), list(tokens_B.unsqueeze(1))
+    ids = [torch.cat((token, k)) for token, k in zip(tokens_B.cpu().split(1), kept, strict=True)]
+    values = policy_logprobs_B.cpu().split(1)
+    return [v.expand(len(row)) for v, row in zip(values, ids, strict=True)], ids
 
 
 # ---- verification
@@ -273,16 +290,17 @@ def spec_logprobs(
     nodes = accept_index.long().reshape(-1)
     tokens_P1 = predict[nodes].long().unsqueeze(1)
     wants_policy = bool(batch.top_logprobs_nums) and any(batch.top_logprobs_nums)
-    sampled, policy = [], []
+    sampled, policy, kept = [], [], []
     for rows in row_chunks(nodes.shape[0], logits_output.next_token_logits.shape[-1]):
         logits_PV = logits_output.next_token_logits[nodes[rows]].float()
-        sampled_PV = _allowed(logits_PV, settings).log_softmax(-1)
-        sampled.append(sampled_PV.gather(1, tokens_P1[rows]))
+        allowed_PV = _allowed(logits_PV, settings)
+        sampled.append(allowed_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
         if wants_policy:
             policy.append(logits_PV.log_softmax(-1).gather(1, tokens_P1[rows]))
+            kept.extend(kept_ids(allowed_PV) if settings.is_cut else ())
     # Rows after the accepted ones hold no sample, so their token may be outside the cut.
     sampled_P1 = torch.cat(sampled).clamp(min=torch.finfo(torch.float32).min)
     logits_output.next_token_logprobs = sampled_P1.view(accept_index.shape)
     if wants_policy:
-        logits_output.next_token_top_logprobs_val = list(torch.cat(policy))
-        logits_output.next_token_top_logprobs_idx = list(tokens_P1)
+        top = _as_top(tokens_P1.squeeze(1), torch.cat(policy).squeeze(1), kept)
+        logits_output.next_token_top_logprobs_val, logits_output.next_token_top_logprobs_idx = top

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS
-from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
+from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 
 T = TypeVar("T")
 _POLL_S = 0.2
@@ -82,10 +82,11 @@ def make_rollout(
             f" stop_token_ids={params.stop_token_ids} or max_new_tokens={prompt.limit(params)}"
         )
     logprobs = _checked_logprobs(meta["output_token_logprobs"], token_ids, request)
-    policy_logprobs = logprobs
-    if meta.get("output_top_logprobs"):
+    policy_logprobs, kept = logprobs, None
+    if meta.get("output_top_logprobs"):  # see `noise._as_top`
         chosen = [top[0] for top in meta["output_top_logprobs"]]
         policy_logprobs = _checked_logprobs(chosen, token_ids, request)
+        kept = _kept_tokens([top[1:] for top in meta["output_top_logprobs"]], params)
     if params.temperature == 0.0:
         logprobs = torch.zeros_like(logprobs)
     return Rollout(
@@ -99,6 +100,21 @@ def make_rollout(
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         policy_version=policy_version,
         accept_lengths=_cut(meta.get(ACCEPT_LENGTHS, ()), len(token_ids) - 1),
+        kept=kept,
+    )
+
+
+def _kept_tokens(
+    rows: Sequence[Sequence[Sequence[float]]], params: SamplingParams
+) -> KeptTokens | None:
+    """Return the ids of (log-probability, token id, text) at each position; None without a cut."""
+    if not params.is_cut:
+        return None
+    ids = [int(entry[1]) for row in rows for entry in row]
+    counts = [len(row) for row in rows]
+    return KeptTokens(
+        token_ids=torch.tensor(ids, dtype=torch.int32),
+        counts=torch.tensor(counts, dtype=torch.int32),
     )
 
 
