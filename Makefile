@@ -80,6 +80,10 @@ lint: setup  ## ruff check and format, types by pyright
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/basedpyright
 
+docs: setup  ## the documentation site, in build/site; a broken link is an error
+	@$(PY) -c "import material" 2>/dev/null || $(PY) -m pip install -q -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet && echo "docs: build/site/index.html"
+
 setup-sglang: $(SGLANG_VENV)/.done  ## environment of its own with SGLang on CPU torch, for test-sglang
 
 $(SGLANG_VENV)/.done: tests/sglang/requirements.txt setup.py
@@ -128,4 +132,4 @@ bench-gpu: setup-gpu  ## captured graphs and speculation on a GPU; tables and bu
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm llm-task drafter test faults test-gpu lint bench bench-llm bench-gpu clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm llm-task drafter test faults test-gpu lint docs bench bench-llm bench-gpu clean

@@ -65,6 +65,7 @@ setup(
             "pre-commit",
         ],
         "report": ["jinja2>=3.1", "plotly>=6"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
         "wandb": ["wandb"],
         "sglang": ["sglang==0.5.23"],
         # The range of megatron-core 0.16.1. It builds against the torch that is there: --no-build-isolation.

@@ -1,0 +1,137 @@
+"""Hook of mkdocs.yml: pages that stand elsewhere in the repository, and references that are generated from the code.
+
+Links in the repository name files, so that they work where the files are read. `resolve_links` turns them into links between
+pages. A link to a file that is no page becomes the file's name. A link to no file stays, and `mkdocs build --strict` refuses it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import os
+import re
+import sys
+import tokenize
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_megatron.cli import COMMANDS
+from tlt_megatron.config import policy_sections, schema
+
+REPO = Path(__file__).resolve().parent.parent
+INCLUDED = {
+    "index.md": "README.md",
+    "architecture.md": "tlt_megatron/README.md",
+    "examples.md": "examples/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+GENERATED = {
+    "configuration.md": "tlt_megatron/config/schema.py",
+    "commands.md": "tlt_megatron/cli.py",
+}
+PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that do not stand in docs/."""
+    from mkdocs.structure.files import File
+
+    for page, text in pages().items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return the text of a page with links between pages."""
+    return resolve_links(markdown, page.file.src_uri)
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every page that does not stand in docs/, by its name there."""
+    included = {page: (REPO / file).read_text(encoding="utf-8") for page, file in INCLUDED.items()}
+    return included | {"configuration.md": configuration(), "commands.md": commands()}
+
+
+def resolve_links(markdown: str, page: str) -> str:
+    """Return `markdown` of the page `page` of docs/ with links to files of the repository as links to pages."""
+    origin = (REPO / INCLUDED.get(page, f"docs/{page}")).parent
+
+    def resolve(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        file, hash_mark, anchor = target.partition("#")
+        path = Path(os.path.normpath(origin / file))
+        if not file or "://" in target or not path.exists() or not path.is_relative_to(REPO):
+            return link.group()
+        name = path.relative_to(REPO).as_posix()
+        if name not in PAGE_OF and not name.startswith("docs/"):
+            return f"`{name}`" if "/" in text or "." in text else f"{text} (`{name}`)"
+        return f"[{text}]({PAGE_OF.get(name, name.removeprefix('docs/'))}{hash_mark}{anchor})"
+
+    return _LINK.sub(resolve, markdown)
+
+
+def commands() -> str:
+    """Return the page of the command `tlt`."""
+    rows = [f"| `tlt {name}` | {c.summary} | `{c.example}` |" for name, c in COMMANDS.items()]
+    head = "# Commands\n\n`tlt COMMAND --help` prints all options.\n\n| command | what it does | example |\n|---|---|---|"
+    return "\n".join([head, *rows, ""])
+
+
+def configuration() -> str:
+    """Return the page of all settings: key, allowed values, default, and the comment in the source."""
+    parts = [
+        "# Configuration",
+        "Every setting of a run, generated from `config/schema.py`. Set it as `section.key=value`.",
+    ]
+    comments = dict(_comments(schema)) | dict(_comments(policy_sections))
+    for section in dataclasses.fields(schema.RunConfig):
+        kind = typing.cast(type, section.default_factory)
+        hints = typing.get_type_hints(kind, include_extras=True)
+        parts += [f"## {section.name}", (kind.__doc__ or "").replace("\n    ", "\n")]
+        rows = ["| setting | values | default | what it is |", "|---|---|---|---|"]
+        for field in dataclasses.fields(kind):
+            default = getattr(kind(), field.name)
+            cells = (f"`{section.name}.{field.name}`", _values(hints[field.name]), f"`{default!r}`")
+            comment = comments.get((kind.__name__, field.name), "")
+            rows.append(" | ".join(["", *cells, _cell(comment), ""]).strip())
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _values(hint: Any) -> str:
+    """Return the type of a field and its range in words."""
+    ranges = [item.allowed for item in getattr(hint, "__metadata__", ())]
+    base = getattr(hint, "__origin__", hint) if ranges else hint
+    name = base.__name__ if isinstance(base, type) and not typing.get_args(base) else str(base)
+    name = name.replace("typing.", "")
+    return _cell(", ".join([name, *ranges]))
+
+
+def _cell(text: str) -> str:
+    """Return `text` for a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _comments(module: Any) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield the comment of each field of a module's classes: those above it, on its lines, or both."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [token for token in tokens if token.type == tokenize.COMMENT]
+    comments = {token.start[0]: token.string for token in found}
+    alone = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
+    for owner in ast.parse(source).body:
+        for field in owner.body if isinstance(owner, ast.ClassDef) else ():
+            if isinstance(field, ast.AnnAssign):
+                first = field.lineno
+                while first - 1 in alone:
+                    first -= 1
+                lines = range(first, (field.end_lineno or first) + 1)
+                words = [comments[n].lstrip("# ") for n in lines if n in comments]
+                yield (owner.name, ast.unparse(field.target)), " ".join(words)

@@ -1,0 +1,86 @@
+"""The notebooks of examples/notebooks run from top to bottom on a tiny policy, and are saved without outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tools.warmup_drafter  # noqa: F401  # here, once, and not in every forked rank
+from tests.ranks import run_ranks
+from tests.tiny_task import REPO
+
+pytestmark = pytest.mark.e2e
+
+NOTEBOOKS = REPO / "examples" / "notebooks"
+
+
+def cells(name: str) -> list[dict[str, Any]]:
+    return json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+
+
+def run_notebook(name: str, parameters: dict[str, Any], wanted: tuple[str, ...]) -> list[Any]:
+    """Run its code cells in a forked process with other parameters. Return the values of the names `wanted`."""
+
+    def run() -> list[Any]:
+        place: dict[str, Any] = {"__name__": "notebook"}
+        folder = Path.cwd()
+        for number, cell in enumerate(cells(name)):
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), f"{name} cell {number}", "exec"), place)
+                if "parameters" in cell["metadata"].get("tags", ()):
+                    place |= parameters
+        os.chdir(folder)
+        return [place[each] for each in wanted]
+
+    (values,) = run_ranks(1, run, timeout_s=600, has_world=False)
+    return values
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_saved_without_outputs(path: Path) -> None:
+    code = [cell for cell in cells(path.stem) if cell["cell_type"] == "code"]
+    assert sum("parameters" in cell["metadata"].get("tags", ()) for cell in code) == 1
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+
+
+def test_the_quickstart_draws_the_same_tokens_with_speculation(
+    config: Path, tmp_path: Path
+) -> None:
+    parameters = {
+        "RUNS": str(tmp_path),
+        "SETTINGS": ["--config", str(config)],
+        "NUM_STEPS": 2,
+        "STRATEGY": "ngram_4",
+    }
+    are_equal, summary, report_code = run_notebook(
+        "quickstart", parameters, ("are_equal", "summary", "report_code")
+    )
+    assert are_equal
+    assert summary["num_steps"] == 2
+    assert report_code == 0
+    assert (tmp_path / "speculative" / "report.html").is_file()
+
+
+def test_what_speculation_gives_is_measured_for_every_variant(config: Path, tmp_path: Path) -> None:
+    task = config.parent
+    parameters = {
+        "MODEL": str(task / "model"),
+        "TRAIN": str(task / "train.jsonl"),
+        "EVAL": str(task / "eval.jsonl"),
+        "DRAFTER": str(tmp_path / "drafter"),
+        "MAX_NEW_TOKENS": 24,
+        "NUM_PROMPTS": 4,
+        "ROUNDS": 1,
+        "WARM_UP": ["--steps", "30", "--num-prompts", "24", "--num-eval-prompts", "2"],
+        "EXTRA_LAYERS": 1,
+        "DTYPE": "float64",
+    }
+    (table,) = run_notebook("what_would_speculation_give_me", parameters, ("table",))
+    assert len(table) == 7
+    assert all(accepted >= 1 and differing == 0 for accepted, _, differing in table.values())
+    cold, warm = (table[f"2_1_2, {name} drafter"][0] for name in ("random", "warmed"))
+    assert warm > cold  # the seeds are fixed
