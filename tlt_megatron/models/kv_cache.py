@@ -110,6 +110,10 @@ class KvCache:
             self._take(self._state.rfind(_FREE), _PROMPT, pages)
         return True
 
+    def num_free_from(self, page: int) -> int:
+        """Return the number of free pages from `page` on."""
+        return self._state.count(_FREE, page)
+
     def _take(self, page: int, state: int, pages: list[int]) -> None:
         assert self._state[page] == _FREE, f"page {page} is taken already"
         self._state[page] = state

@@ -297,3 +297,27 @@ def test_swapping_or_removing_the_drafter_changes_no_token(make_engine, tiny_pat
         assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
     engine.set_speculation(None)
     assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
+
+
+def test_continued_responses_wait_for_room_beside_the_lanes(tiny_path: Path) -> None:
+    """Eight continued responses, each with a long prompt of its own, and four siblings that share a short one."""
+    lengths = [200] * 8 + [20]
+    prompts = [
+        Prompt(
+            prompt_id=str(i),
+            draw_index=i,
+            token_ids=tuple((7 * i + j * j) % 48 for j in range(length)),
+            first_position=length - 20,
+            num_samples=1 if length == 200 else 4,
+            max_new_tokens=2,
+        )
+        for i, length in enumerate(lengths)
+    ]
+    params = SamplingParams(max_new_tokens=256, seed=2)
+    expected = engine_over(tiny_path).generate(prompts, params, policy_version=1)
+    engine = engine_over(tiny_path, max_batch_size=3, kv_cache_tokens=20 * 64)
+    strategy = SpeculationStrategy.parse("ngram_2")
+    engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
+    found = engine.generate(prompts, params, policy_version=1)
+    assert tokens(found) == tokens(expected)
+    assert engine.stats().num_unspeculated_passes == 0

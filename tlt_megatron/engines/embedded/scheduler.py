@@ -131,7 +131,7 @@ class Scheduler:
         self._cache = cache
         self._max_batch_size = max_batch_size
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._has_lanes = False
+        self._lanes_end = 0  # pages of all lanes; 0 without lanes
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
 
@@ -151,7 +151,7 @@ class Scheduler:
 
     def reserve_lanes(self, lane_pages: int) -> bool:
         """Reserve the lowest pages as lanes for all rows that may run. Return False if they and the waiting prompts do not fit.
-        A lane is the contiguous range of KV slots of one row. With lanes, admission no longer checks for free pages."""
+        A lane is the contiguous range of KV slots of one row. With lanes, only prompts need free pages, beside the lanes."""
         waiting = self._waiting
         if any(request.kv.pages or request.saved is not None for request in waiting):
             return False
@@ -164,8 +164,10 @@ class Scheduler:
         num_prompts = min(-(-num_rows // num_siblings) + 1, len(waiting))
         if end + num_prompts * self._cache.pages_for(longest) > self._cache.num_pages:
             return False
-        self._has_lanes = end <= min(stay, default=self._cache.num_pages)
-        return self._has_lanes
+        if end > min(stay, default=self._cache.num_pages):
+            return False
+        self._lanes_end = end
+        return True
 
     # ---- admission
 
@@ -201,15 +203,18 @@ class Scheduler:
         return needed
 
     def _has_room(self, request: Request) -> bool:
+        cache, state = self._cache, request.state
+        if self._lanes_end:
+            needed = 0 if state.kv.pages else cache.pages_for(state.num_tokens)
+            return needed <= cache.num_free_from(self._lanes_end)
         # Keep one free page for each running request. Otherwise the new request is the next to be preempted.
-        needed = self._pages_needed(request)
-        return self._has_lanes or needed <= self._cache.num_free - len(self.running)
+        return self._pages_needed(request) <= cache.num_free - len(self.running)
 
     def _take_pages(self, request: Request) -> None:
         state, cache = request.state, self._cache
         if not state.kv.pages:
             cache.take_prompt_pages(state.kv.pages, cache.pages_for(state.num_tokens))
-        if self._has_lanes:
+        if self._lanes_end:
             return  # it gets its lane when it joins; a page taken now could lie in another lane
         for _ in range(cache.pages_for(request.num_kept + 1) - len(request.kv.pages)):
             cache.take_response_page(request.kv.pages)
