@@ -1,62 +1,121 @@
-"""Every policy loss trains the same at any layout and however the batch is cut into micro-batches."""
+"""Every loss and advantage trains the same at any layout and however the batch is cut, and 20 steps raise the reward."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.test_redundant_log_probs import _scored_batch as scored_batch
-from tests.mcore_policy import Layout, build_policy, export
+from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
 from tests.ranks import run_ranks
-from tlt_megatron.config.schema import AlgorithmSection
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import AlgorithmSection, OptimizerSection, RolloutSection
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.mcore.initialize import destroy_model_parallel
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.policy.trainer import PolicyTrainer
-
-NUM_STEPS = 2
-SECTIONS = {
-    "ppo": AlgorithmSection(clip_low=0.01, clip_high=0.01, num_epochs=3),
-    "gspo": AlgorithmSection(
-        loss="gspo", aggregation="sequence_mean", clip_low=0.003, clip_high=0.003, num_epochs=3
-    ),
-    "cispo": AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.01, num_epochs=3),
-}
-CORRECTED = AlgorithmSection(
-    clip_low=0.01,
-    clip_high=0.01,
-    num_epochs=3,
-    tis_cap=2.0,
-    rollout_is="geometric",
-    rollout_rs="geometric",
-    # the log-ratios of a response have means -8.8, -6.9 and more, and minima -11.7, -10.2, -9.8 and more
-    rollout_rs_threshold_lower=5.5e-4,  # exp(-7.5)
-    rollout_token_veto_threshold=4.8e-5,  # exp(-9.95)
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.types import (
+    KeptTokens,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    ScoredGroup,
 )
 
+CLIP = {"clip_low": 0.01, "clip_high": 0.01, "num_epochs": 2}
+SECTIONS = {
+    "ppo": AlgorithmSection(**CLIP),
+    "dual_clip": AlgorithmSection(advantage="dr_grpo", dual_clip=1.001, **CLIP),
+    "gspo": AlgorithmSection(
+        loss="gspo", aggregation="sequence_mean", clip_low=0.003, clip_high=0.003, num_epochs=2
+    ),
+    "cispo": AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.01, num_epochs=2),
+    "dr_grpo": AlgorithmSection(advantage="dr_grpo", aggregation="sequence_sum", **CLIP),
+    "rloo": AlgorithmSection(advantage="rloo", entropy_coef=0.01, kl_coef=0.1, **CLIP),
+    "reinforce_plus_plus": AlgorithmSection(
+        advantage="reinforce_plus_plus",
+        kl_coef=0.01,
+        kl_placement="reward",
+        kl_estimator="k1",
+        **CLIP,
+    ),
+    "reinforce_plus_plus_baseline": AlgorithmSection(
+        advantage="reinforce_plus_plus_baseline", kl_coef=0.01, kl_estimator="k2", **CLIP
+    ),
+    "corrected": AlgorithmSection(
+        tis_cap=2.0,
+        rollout_is="geometric",
+        rollout_rs="geometric",
+        # the log-ratios of a response have means -8.8, -6.9 and more, and minima -11.7, -10.2, -9.8 and more
+        rollout_rs_threshold_lower=5.5e-4,  # exp(-7.5)
+        rollout_token_veto_threshold=4.8e-5,  # exp(-9.95)
+        **CLIP,
+    ),
+    "kept": AlgorithmSection(tis_cap=2.0, entropy_coef=0.01, **CLIP),
+}
 
-def _run(path: Path, layout: Layout, loss: str, micro_batch_tokens: int) -> tuple[list, dict]:
-    """Metrics of every step, and the weights after the last."""
-    policy, groups = build_policy(path, layout)
-    trainer = PolicyTrainer(
-        policy,
-        (SECTIONS | {"corrected": CORRECTED})[loss],
-        groups=groups,
-        micro_batch_tokens=micro_batch_tokens,
-        temperature=0.8,
-        max_new_tokens=32,
-    )
-    steps = [
-        trainer.update(trainer.infer_logprobs(scored_batch(seed))) for seed in range(NUM_STEPS)
-    ]
-    return steps, export(policy)
+
+def _with_kept(scored: ScoredGroup) -> ScoredGroup:
+    """Every response drawn from sets of 1, 3, 5, ... tokens around its own, and every fourth set not recorded."""
+    rollouts = []
+    for rollout in scored.group.rollouts:
+        rows = [
+            sorted({(token + 97 * j) % VOCAB_SIZE for j in range(2 * t + 1)}) if t % 4 < 3 else []
+            for t, token in enumerate(rollout.token_ids.tolist())
+        ]
+        ids = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        kept = KeptTokens(token_ids=ids, counts=counts)
+        rollouts.append(dataclasses.replace(rollout, kept=kept))
+    group = dataclasses.replace(scored.group, rollouts=tuple(rollouts))
+    return dataclasses.replace(scored, group=group)
 
 
-@pytest.fixture(scope="module", params=[*SECTIONS, "corrected"])
-def one_rank(request: pytest.FixtureRequest, model_path: Path) -> tuple[str, list, dict]:
-    """The loss, and what one rank does with it in micro-batches of up to 20 tokens."""
-    (result,) = run_ranks(1, _run, model_path, Layout(world=1), request.param, 20)
-    return request.param, *result
+def _run(path: Path, layout: Layout, micro_batch_tokens: int) -> dict[str, tuple[list, dict]]:
+    """Metrics of every step and the weights after the last, for every section."""
+    results = {}
+    for name, section in SECTIONS.items():
+        policy, groups = build_policy(path, layout, keep_reference=section.kl_coef > 0)
+        trainer = PolicyTrainer(
+            policy,
+            section,
+            groups=groups,
+            micro_batch_tokens=micro_batch_tokens,
+            temperature=0.8,
+            max_new_tokens=32,
+        )
+        steps = []
+        for seed in range(2 if name == "corrected" else 1):
+            batch = scored_batch(seed)
+            if name == "kept":
+                batch = list(map(_with_kept, batch))
+            steps.append(trainer.update(trainer.infer_logprobs(batch)))
+        results[name] = steps, export(policy)
+        destroy_model_parallel()
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_path: Path) -> dict[str, tuple[list, dict]]:
+    """What one rank does in micro-batches of up to 20 tokens."""
+    (results,) = run_ranks(1, _run, model_path, Layout(world=1), 20)
+    return results
+
+
+def test_the_sections_reach_what_they_are_about(one_rank: dict[str, tuple[list, dict]]) -> None:
+    for name, (steps, _) in one_rank.items():
+        assert steps[0]["actor/pg_clipfrac"] > 0, f"{name} does not reach the clipped part"
+    for name in ("rollout_rs_masked_fraction", "rollout_veto_masked_fraction"):
+        assert 0 < max(s[f"rollout_corr/{name}"] for s in one_rank["corrected"][0]) < 1
+    assert len({steps[0]["actor/pg_loss"] for steps, _ in one_rank.values()}) == len(SECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -72,41 +131,90 @@ def one_rank(request: pytest.FixtureRequest, model_path: Path) -> tuple[str, lis
     ids=("one_sequence", "one_pack", "dp2", "tp2_sp", "pp2", "tp2_pp2"),
 )
 def test_updates_equal_those_of_one_rank(
-    model_path: Path, one_rank: tuple[str, list, dict], layout: Layout, micro_batch_tokens: int
+    model_path: Path,
+    one_rank: dict[str, tuple[list, dict]],
+    layout: Layout,
+    micro_batch_tokens: int,
 ) -> None:
-    loss, steps, weights = one_rank
-    results: Any = run_ranks(layout.world, _run, model_path, layout, loss, micro_batch_tokens)
-    for mine, exported in results:
-        for step, expected in zip(mine, steps, strict=True):
-            assert step == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        for name, weight in weights.items():
-            assert (exported[name] - weight).norm() <= 1e-5 * weight.norm(), name
-    if loss == "corrected":
-        for name in ("rollout_rs_masked_fraction", "rollout_veto_masked_fraction"):
-            assert 0 < max(step[f"rollout_corr/{name}"] for step in steps) < 1
-    else:
-        assert steps[0]["actor/pg_clipfrac"] > 0, "the test must reach the clipped part"
+    ranks: Any = run_ranks(layout.world, _run, model_path, layout, micro_batch_tokens)
+    for results in ranks:
+        for name, (steps, weights) in one_rank.items():
+            mine, exported = results[name]
+            for step, expected in zip(mine, steps, strict=True):
+                assert step == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+            for key, weight in weights.items():
+                assert (exported[key] - weight).norm() <= 1e-5 * weight.norm(), (name, key)
 
 
-@pytest.mark.parametrize("loss", SECTIONS)
-def test_twenty_steps_make_the_better_sibling_likelier(model_path: Path, loss: str) -> None:
-    section = dataclasses.replace(SECTIONS[loss], num_epochs=1, recompute_log_probs="always")
-    batch = scored_batch(0)
+PROMPTS = [
+    Prompt(prompt_id=str(i), draw_index=i, token_ids=(i + 1, 2 * i + 3, 400 - i)) for i in range(4)
+]
+SAMPLING = SamplingParams(num_samples=8, max_new_tokens=3, temperature=0.8, seed=11)
+# As in SECTIONS, but with clip bounds that let a policy learn.
+LEARNING = {
+    name: dataclasses.replace(
+        section,
+        clip_low=1.0 if name == "cispo" else 0.2,
+        clip_high=0.3,
+        dual_clip=3.0 if name == "dual_clip" else 0.0,
+        kl_coef=section.kl_coef / 10,
+    )
+    for name, section in SECTIONS.items()
+    if name != "corrected"  # these rollouts need no correction
+}
 
-    def train() -> list[list[float]]:
-        """Mean log-prob of the better sibling less that of the other, before and after, for two prompts."""
-        policy, groups = build_policy(model_path, Layout(world=1))
-        settings = {"micro_batch_tokens": 40, "temperature": 1.0, "max_new_tokens": 32}
-        trainer = PolicyTrainer(policy, section, groups=groups, **settings)
-        gaps = []
-        for step in range(21):
-            inference = trainer.infer_logprobs(batch)
-            means = {key: float(value.mean()) for key, value in inference.old_logprobs.items()}
-            if step in (0, 20):
-                gaps.append([means[0, 0] - means[0, 1], means[2, 1] - means[2, 0]])
-            trainer.update(inference)
-        return gaps
 
-    assert [s.rewards for s in batch] == [(1.0, 0.0), (1.0, 1.0), (1.0, 2.0)]
-    (before, after), *_ = run_ranks(1, train)
-    assert all(new > old + 0.1 for old, new in zip(before, after, strict=True)), (before, after)
+def _scored(groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
+    """The reward of a response is the share of its tokens in the lower half of the vocabulary."""
+
+    def reward(rollout: Rollout) -> float:
+        return float((rollout.token_ids < VOCAB_SIZE // 2).double().mean())
+
+    return [ScoredGroup(group=g, rewards=tuple(map(reward, g.rollouts))) for g in groups]
+
+
+def _learn(path: Path) -> dict[str, list[float]]:
+    """Mean reward of each of 20 steps, for every section: rollouts by the embedded engine, updates by Megatron."""
+    means: dict[str, list[float]] = {}
+    engine = EmbeddedEngine(
+        load_model_config(path), RolloutSection(), select_device("cpu"), max_prompt_tokens=8
+    )
+    for name, section in LEARNING.items():
+        policy, groups = build_policy(
+            path,
+            Layout(world=1),
+            optimizer=OptimizerSection(lr=1e-3),
+            keep_reference=section.kl_coef > 0,
+        )
+        trainer = PolicyTrainer(
+            policy,
+            section,
+            groups=groups,
+            micro_batch_tokens=256,
+            temperature=SAMPLING.temperature,
+            max_new_tokens=SAMPLING.max_new_tokens,
+        )
+        params = dataclasses.replace(SAMPLING, top_p=0.9 if name == "kept" else 1.0)
+        means[name] = []
+        for step in range(20):
+            weights = export(policy)
+            engine.load_weights(
+                weights.items(),
+                version=step,
+                checksum=lambda w=weights: checksum_tensors(w.items()),
+            )
+            prompts = [dataclasses.replace(p, draw_index=4 * step + p.draw_index) for p in PROMPTS]
+            batch = _scored(engine.generate(prompts, params, policy_version=step))
+            rewards = [reward for each in batch for reward in each.rewards]
+            means[name].append(sum(rewards) / len(rewards))
+            trainer.update(trainer.infer_logprobs(batch))
+        destroy_model_parallel()
+    return means
+
+
+def test_twenty_steps_raise_the_reward(tmp_path: Path) -> None:
+    """A random policy has 0.5. A wrong sign lowers it, a missing gradient leaves it."""
+    (means,) = run_ranks(1, _learn, make_tiny_hf(tmp_path, "qwen3", num_layers=1))
+    for name, rewards in means.items():
+        assert rewards[0] < 0.65, (name, rewards)
+        assert sum(rewards[-2:]) / 2 > 0.8, (name, rewards)
