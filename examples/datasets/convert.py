@@ -1,0 +1,125 @@
+"""Turns a public data set into rows for `data.train` or `data.eval`. Download the file first, where you have a network:
+
+    base=https://huggingface.co/datasets
+    raw=https://raw.githubusercontent.com
+    curl -Lo gsm8k.jsonl $raw/openai/grade-school-math/master/grade_school_math/data/train.jsonl   # test.jsonl: to evaluate
+    curl -Lo dapo.parquet $base/BytedTsinghua-SIA/DAPO-Math-17k/resolve/main/data/dapo-math-17k.parquet
+    curl -Lo aime.parquet $base/Maxwell-Jia/AIME_2024/resolve/main/aime_2024_problems.parquet
+    curl -Lo mbpp.jsonl $raw/google-research/google-research/master/mbpp/mbpp.jsonl
+
+    python examples/datasets/convert.py gsm8k gsm8k.jsonl --out data/gsm8k/train.jsonl
+
+`gsm8k.yaml`, `dapo_math.yaml` and `mbpp.yaml` beside this file say how to train on them. Mind the licence of each data set.
+The prompts are chat messages; `--text` writes plain strings, for a model without a chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+_BOXED = "Think step by step, and write the final answer within \\boxed{}."
+
+
+class Example(NamedTuple):
+    """One question, its answer as the reward function reads it, and its id in the source."""
+
+    question: str
+    label: str
+    number: str
+
+
+def gsm8k(row: Json, index: int) -> Example:
+    """Read a row with question and answer. The answer is the number after "####", without thousands separators."""
+    _, mark, number = row["answer"].rpartition("####")
+    if not mark:
+        raise ValueError(f"answer={row['answer'][-40:]!r}: must end with #### and a number")
+    return Example(f"{row['question']}\n{_BOXED}", number.strip().replace(",", ""), str(index))
+
+
+def dapo_math(row: Json, index: int) -> Example:
+    """Read a row in verl's form. Its prompt asks for a last line "Answer: ..." already."""
+    label = str(row["reward_model"]["ground_truth"])
+    return Example(row["prompt"][0]["content"], label, str(row["extra_info"]["index"]))
+
+
+def aime(row: Json, index: int) -> Example:
+    """Read a row with ID, Problem and Answer (an integer from 0 to 999)."""
+    return Example(f"{row['Problem']}\n{_BOXED}", str(int(row["Answer"])), row["ID"])
+
+
+def mbpp(row: Json, index: int) -> Example:
+    """Read a row with text and test_list. Its label is JSON: set-up code and tests, for code_reward.py."""
+    tests = row["test_list"]
+    question = (
+        f"{row['text']} Your code must pass these tests:\n" + "\n".join(tests) + "\n"
+        "Think, then write the whole program in one ```python block."
+    )
+    label = json.dumps({"setup": row.get("test_setup_code", ""), "tests": tests})
+    return Example(question, label, str(row["task_id"]))
+
+
+SOURCES: dict[str, Callable[[Json, int], Example]] = {
+    "gsm8k": gsm8k,
+    "dapo_math": dapo_math,
+    "aime": aime,
+    "mbpp": mbpp,
+}
+
+
+def convert(source: str, path: Path, *, as_text: bool = False) -> Iterator[Json]:
+    """Yield the rows of `path` for a trainer. A repeated id is left out: the file of DAPO-Math-17k repeats its prompts."""
+    seen: set[str] = set()
+    for index, raw in enumerate(read_file(path)):
+        example = SOURCES[source](raw, index)
+        if example.number in seen:
+            continue
+        seen.add(example.number)
+        message = {"role": "user", "content": example.question}
+        yield {
+            "prompt": example.question if as_text else [message],
+            "label": example.label,
+            "id": example.number,
+            "data_source": source,
+        }
+
+
+def read_file(path: Path) -> Iterator[Json]:
+    """Yield the rows of a .jsonl or .parquet file."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+        return
+    with path.open(encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the rows to --out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", choices=SOURCES)
+    parser.add_argument("file", type=Path, help="the downloaded .jsonl or .parquet")
+    parser.add_argument("--out", type=Path, required=True, help=".jsonl")
+    parser.add_argument("--text", action="store_true", help="prompts as strings")
+    parser.add_argument(
+        "--ids", metavar="A-B", help="only these numbers; mbpp trains on 601-974, tests on 11-510"
+    )
+    options = parser.parse_args(arguments)
+    rows = list(convert(options.source, options.file, as_text=options.text))
+    if options.ids:
+        first, _, last = options.ids.partition("-")
+        rows = [row for row in rows if int(first) <= int(row["id"]) <= int(last)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    options.out.write_text(text, encoding="utf-8")
+    print(f"{options.out}: {len(rows)} prompts of {options.source}")
+
+
+if __name__ == "__main__":
+    main()

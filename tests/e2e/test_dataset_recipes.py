@@ -1,0 +1,80 @@
+"""The recipes of examples/datasets: a made sample of each source is converted, and a step trains on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.datasets.convert import SOURCES, main
+from tests.tiny_task import REPO, metric_rows, run_forked
+from tlt_megatron.config.load import load_config
+
+pytestmark = pytest.mark.e2e
+
+DATASETS = REPO / "examples" / "datasets"
+SAMPLES = DATASETS / "samples"
+TRAIN = {"gsm8k": "gsm8k", "dapo_math": "dapo_math", "mbpp": "mbpp"}  # recipe -> source
+EVAL = {"gsm8k": "gsm8k", "dapo_math": "aime", "mbpp": "mbpp"}
+LABELS = {
+    "gsm8k": ["43", "1260", "6", "11"],
+    "dapo_math": ["100", "9", "1", "29"],  # the source repeats a prompt
+    "aime": ["19", "29"],
+}
+
+
+def converted(source: str, folder: Path, *options: str) -> list[dict]:
+    out = folder / f"{source}.jsonl"
+    main([source, str(SAMPLES / f"{source}.jsonl"), "--out", str(out), *options])
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_sample_is_converted(tmp_path: Path, source: str) -> None:
+    rows = converted(source, tmp_path)
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert all(row["prompt"][0]["role"] == "user" for row in rows)
+    assert {row["data_source"] for row in rows} == {source}
+    if source == "mbpp":
+        assert all(json.loads(row["label"])["tests"][0].startswith("assert") for row in rows)
+        assert [row["id"] for row in converted(source, tmp_path, "--ids", "602-603")] == [
+            "602",
+            "603",
+        ]
+    else:
+        assert [row["label"] for row in rows] == LABELS[source]
+
+
+def test_every_recipe_is_tried() -> None:
+    assert {path.stem for path in DATASETS.glob("*.yaml")} == set(TRAIN)
+
+
+@pytest.mark.parametrize("recipe", TRAIN)
+def test_a_recipe_trains_a_step(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.chdir(REPO)  # the recipes name files of the repository
+    settings = load_config(DATASETS / f"{recipe}.yaml")
+    for source in (TRAIN[recipe], EVAL[recipe]):
+        converted(source, tmp_path, "--text")  # the tiny tokenizer has no chat template
+    own = [
+        *("run.num_steps=1", "rollout.num_prompts=2", "rollout.num_samples=2"),
+        *("rollout.max_new_tokens=16", "data.max_prompt_tokens=480", "reward.num_workers=1"),
+        *("reward.timeout_s=120", "reward.overlong_tokens=0", "algorithm.num_minibatches=1"),
+        *("algorithm.max_num_gen_batches=1", "eval.interval=0", "eval.num_samples=1"),
+        *("eval.num_prompts=2", "logging.tensorboard=false", "logging.trace=false"),
+        *("checkpoint.at_end=false", "checkpoint.export_hf=false"),
+        f"data.train={tmp_path}/{TRAIN[recipe]}.jsonl",
+        f"data.eval={tmp_path}/{EVAL[recipe]}.jsonl",
+    ]
+    both = ("--config", config, "--config", DATASETS / f"{recipe}.yaml")
+    [(code, stderr)] = run_forked(1, *both, f"run.dir={tmp_path}/run", *own)
+    assert code == 0, stderr[-5000:]
+    rows = metric_rows(tmp_path / "run")
+    (step,) = (row for row in rows if "timing_s/step" in row)
+    assert step["critic/rewards/mean"] == 0  # a random policy solves nothing
+    assert any(f"val-core/{EVAL[recipe]}/reward/mean@1" in row for row in rows)
+    assert settings.reward.function in (tmp_path / "run" / "config.yaml").read_text()
+    if recipe == "mbpp":
+        assert step["reward/mbpp/has_code/mean"] == 0
