@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import json
 import re
+import shlex
+import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import yaml
 
+from tlt_megatron import __version__
 from tlt_megatron.cli import COMMANDS
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "examples" / "README.md"]
-PAGES += sorted((REPO / "docs").glob("*.md"))
+PAGES += [REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+PROGRAMS = {"make", "python", "tlt", "pip", ".", "build/try/bin/pip", "build/try/bin/tlt"}
+PROGRAMS |= {".venv/bin/python"}
 SECTIONS = {field.name: field.default_factory for field in dataclasses.fields(RunConfig)}
 
 
 @functools.cache
 def text(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+@functools.cache
+def site_pages() -> ModuleType:
+    """The hook of the documentation site."""
+    spec = importlib.util.spec_from_file_location("site_pages", REPO / "docs" / "site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def code(page: Path) -> list[str]:
@@ -67,6 +88,105 @@ def test_what_a_page_names_exists(page: Path) -> None:
             if not (REPO / path).exists():
                 problems.append(f"file {path}")
     assert problems == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_code_blocks_can_be_read(page: Path) -> None:
+    assert [wrong for block in BLOCK.findall(text(page)) if (wrong := wrong_in(*block[1:]))] == []
+
+
+def wrong_in(language: str, block: str) -> str:
+    """What is wrong with a code block, or nothing."""
+    block = textwrap.dedent(block)
+    if language == "bash":
+        lines = block.replace("\\\n", " ").splitlines()
+        return "; ".join(filter(None, map(wrong_in_command, lines)))
+    if language == "python":
+        compile(block, "block", "exec")
+    elif language == "json":
+        for line in block.splitlines():
+            json.loads(line)
+    elif language == "yaml":
+        for section, keys in yaml.safe_load(block).items():
+            known = {field.name for field in dataclasses.fields(SECTIONS[section])}
+            if not set(keys) <= known:
+                return f"{section}: unknown {set(keys) - known}"
+    elif language not in ("text", "bibtex"):
+        return f"a block in {language!r}: say bash, yaml, python, json or text"
+    return ""
+
+
+def wrong_in_command(line: str) -> str:
+    """What is wrong with a line of a shell: its program, or an option of a program of this repository."""
+    words = shlex.split(line, comments=True)
+    if not words:
+        return ""
+    program, *rest = words
+    if program not in PROGRAMS:
+        return f"{program} is no known program"
+    if not program.endswith("python") or not rest or rest[:2] == ["-m", "pytest"]:
+        return ""
+    scripts = [word for word in rest if word.endswith(".py")]
+    if rest[0] == "-m":
+        scripts = [f"{rest[1].replace('.', '/')}.py"]
+    sources = [text(REPO / script) for script in scripts if (REPO / script).is_file()]
+    if scripts and not sources and rest[0] != "-m":
+        return f"{scripts[0]}: no such file"
+    if not sources or "launch/torchrun.py" in scripts:  # it takes the options of torchrun
+        return ""
+    options = [word for word in rest if word.startswith("--")]
+    return " ".join(word for word in options if not any(has_option(s, word) for s in sources))
+
+
+def test_what_is_wrong_with_a_block_is_found() -> None:
+    assert wrong_in("bash", "tlt report runs/mine  # a comment\n") == ""
+    assert wrong_in("bash", "tl report runs/mine\n") == "tl is no known program"
+    assert wrong_in("bash", "python tools/migrat.py\n") == "tools/migrat.py: no such file"
+    assert wrong_in("bash", "python tools/report.py x \\\n  --ot y\n") == "--ot"
+    assert wrong_in("yaml", "run:\n  num_stps: 1\n") == "run: unknown {'num_stps'}"
+    assert wrong_in("", "x").startswith("a block in ''")
+    with pytest.raises(SyntaxError):
+        wrong_in("python", "def f(:\n")
+
+
+def test_the_navigation_of_the_site_names_every_page() -> None:
+    navigation = yaml.safe_load(text(REPO / "mkdocs.yml"))["nav"]
+    named = [
+        page
+        for entry in navigation
+        for value in entry.values()
+        for page in ([value] if isinstance(value, str) else [p for e in value for p in e.values()])
+    ]
+    written = {path.name for path in (REPO / "docs").glob("*.md")}
+    assert sorted(named) == sorted(written | set(site_pages().pages()))
+
+
+def test_links_of_the_repository_become_links_of_the_site() -> None:
+    resolve = site_pages().resolve_links
+    for link, page, expected in (
+        ("[a](docs/guide.md#2-data)", "index.md", "[a](guide.md#2-data)"),
+        ("[map](../tlt_megatron/README.md)", "guide.md", "[map](architecture.md)"),
+        ("[keys](../tlt_megatron/config/schema.py)", "guide.md", "[keys](configuration.md)"),
+        ("[x.py](../examples/custom_reward.py)", "guide.md", "`examples/custom_reward.py`"),
+        ("[a](no_such.md)", "guide.md", "[a](no_such.md)"),
+        ("[a](https://arxiv.org)", "guide.md", "[a](https://arxiv.org)"),
+    ):
+        assert resolve(link, page) == expected
+
+
+def test_the_configuration_page_explains_every_setting() -> None:
+    page = site_pages().configuration()
+    rows = dict(re.findall(r"^\| `([a-z_]+\.[a-z_0-9]+)` \|(.*)\|$", page, re.MULTILINE))
+    keys = {f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+    assert set(rows) == keys
+    assert [key for key, row in rows.items() if not row.rpartition(" | ")[2].strip()] == []
+    assert "one of auto, cpu, cuda" in rows["run.device"]
+    assert "`1800.0`" in rows["run.group_timeout_s"]
+
+
+def test_every_place_names_the_same_version() -> None:
+    for file in ("setup.py", "CITATION.cff", "CHANGELOG.md", "docs/releasing.md"):
+        assert __version__ in text(REPO / file), file
 
 
 def unknown_words(line: str) -> list[str]:

@@ -57,7 +57,7 @@ class AlgorithmSection(Section):
     loss: str = "ppo"  # ppo | gspo | cispo | import path
     # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_low: Fraction = 0.2
-    clip_high: Positive = 0.2
+    clip_high: Positive = 0.2  # 0.28 in DAPO
     dual_clip: float = 0.0  # bound on ratio * |A| where A < 0; 0: off, else > 1
     # sequence_sum: summed over tokens / max_new_tokens
     aggregation: Annotated[str, one_of("token_mean", "sequence_mean", "sequence_sum")] = (
@@ -65,8 +65,8 @@ class AlgorithmSection(Section):
     )
     entropy_coef: float = 0.0  # > 0 rewards entropy
     kl_coef: NonNegative = 0.0  # 0: no reference policy
-    kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"
-    kl_estimator: Annotated[str, one_of("k1", "k2", "k3")] = "k3"
+    kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"  # where the KL is subtracted
+    kl_estimator: Annotated[str, one_of("k1", "k2", "k3")] = "k3"  # k1 needs kl_placement: reward
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
     # of one token, of the whole response, or the geometric mean over its tokens
     rollout_is: Annotated[str, one_of("token", "sequence", "geometric")] = "token"
@@ -79,7 +79,7 @@ class AlgorithmSection(Section):
     # DAPO: draw further prompts instead of groups whose responses do not differ in the metric: the
     # reward, or a further number of the reward function
     dynamic_sampling: bool = False
-    dynamic_sampling_metric: str = "reward"
+    dynamic_sampling_metric: str = "reward"  # or acc, for a reward function that returns one
     max_num_gen_batches: PositiveInt = 10  # generation rounds per step, at most
     num_minibatches: PositiveInt = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
@@ -155,15 +155,15 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     """Adam with decoupled weight decay, and its learning-rate schedule (in optimizer steps)."""
 
-    lr: Positive = 1e-6
+    lr: Positive = 1e-6  # after warm-up
     min_lr: float = 0.0  # at the end of a decay
     warmup_steps: NonNegativeInt = 0  # lr rises linearly from 0
-    decay: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
+    decay: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"  # to min_lr
     decay_steps: int = 0  # required unless decay is constant
     weight_decay: NonNegative = 0.01  # not on norms and biases
     beta1: Share = 0.9  # decay of Adam's first moment
     beta2: Share = 0.95  # of its second moment
-    eps: float = 1e-8
+    eps: float = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
 
     def check(self) -> None:
@@ -185,7 +185,7 @@ class McoreSection(Section):
     use_distributed_optimizer: bool = True  # optimizer state sharded over data-parallel ranks
     # During rollouts gradient buffers are freed and, on a GPU, optimizer state moves to host memory
     offload_in_rollouts: bool = False
-    transformer: dict[str, Any] = field(default_factory=dict)
+    transformer: dict[str, Any] = field(default_factory=dict)  # such as attention_softmax_in_fp32
 
     def check(self) -> None:
         check_transformer_fields(self.transformer)

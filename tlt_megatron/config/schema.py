@@ -60,7 +60,7 @@ class RewardSection(Section):
     # DAPO's soft punishment: the reward falls by up to overlong_penalty over the last
     # overlong_tokens before rollout.max_new_tokens; 0: off. Not in evaluations
     overlong_tokens: NonNegativeInt = 0
-    overlong_penalty: NonNegative = 1.0
+    overlong_penalty: NonNegative = 1.0  # what the longest response loses
 
     def check(self) -> None:
         for spec, weight in self.weights.items():
@@ -112,7 +112,7 @@ class RolloutSection(Section):
 class SpeculationSection(Section):
     """Speculative rollouts. They change only the time to draw tokens, not the tokens."""
 
-    enabled: bool = False
+    enabled: bool = False  # draft and verify in rollouts
     drafter: str = ""  # folder of an EAGLE drafter of this policy (tools/warmup_drafter.py)
     # num_steps_topk_num_draft_tokens, ngram_N, both as 4_2_8+ngram_4; with beg_mab also off
     strategies: list[str] = field(
@@ -159,6 +159,7 @@ class SpeculationSection(Section):
 class DrafterSection(Section):
     """The learned drafter. One optimizer step trains on one packed batch per member."""
 
+    # eagle: one draft step; hass: several; eagle3: several, from three layers of the policy
     algorithm: Annotated[str, one_of("eagle", "hass", "eagle3")] = "eagle"
     aux_layer_ids: list[int] = field(default_factory=list)  # eagle3: three layers; empty: default
     dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"  # arithmetic; weights: float32
@@ -174,7 +175,7 @@ class DrafterSection(Section):
     weight_decay: NonNegative = 0.0  # not on norms and biases
     beta1: Share = 0.9  # decay of Adam's first moment
     beta2: Share = 0.95  # of its second moment
-    eps: Positive = 1e-8
+    eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the gradient norm; 0: off
     seed: int = 0  # of random weights
 
@@ -202,7 +203,7 @@ class DrafterSection(Section):
 class SpotSection(Section):
     """Drafter training on ranks that have finished, until the last rank finishes."""
 
-    enabled: bool = False
+    enabled: bool = False  # needs speculation.enabled and a strategy with a learned drafter
     min_idle_replicas: PositiveInt = 1  # sessions start when this many rollout replicas are idle
     # to the engines: step (at phase boundaries) or live (also during rollouts)
     publish: Annotated[str, one_of("step", "live")] = "step"
@@ -231,7 +232,7 @@ class SglangSection(Section):
     # An engine that sends nothing for this long after a request is considered hung, which ends the
     # run. Set it longer than any prefill.
     request_timeout_s: Positive = 300.0
-    engine_args: dict[str, Any] = field(default_factory=dict)
+    engine_args: dict[str, Any] = field(default_factory=dict)  # such as tp_size: 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
