@@ -154,7 +154,7 @@ class _Launch:
         self._run_dir = Path(broadcast_object(str(folder.path) if folder else "", world))
         configure_logging(world.rank, self._run_dir)
         self._run = build_run(config, self._run_dir, world, device, stack, self._stop)
-        self._run.trainer.report.history.add_memory_plan(ledger.peak_bytes)
+        self._run.trainer.report.history.add_memory_plan(ledger)
         with self._run.explaining():
             self._run.trainer.train()
             finish_run(self._run, config, self._run_dir)

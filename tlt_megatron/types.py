@@ -125,6 +125,7 @@ class Rollout:
         int, ...
     ] = ()  # tokens out per verify pass, bonus token included; () for plain decoding
     kept: KeptTokens | None = None  # None: top-p and top-k are off
+    verify_starts: tuple[int, ...] = ()  # of each verify pass: the index of its first token
 
     @property
     def num_tokens(self) -> int:

@@ -2,8 +2,9 @@
 
     python tools/report.py runs/quickstart-20260101-120000 --steps 40-41
 
-Reads metrics.jsonl, summary.json, config.yaml, trace.json, speculation.jsonl and rollouts/ of the run folder. The page goes
-to <run folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Needs `pip install -e .[report]`.
+Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation.jsonl and rollouts/ of the run folder. The page goes to
+<run folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Several runs are shown side by
+side: <first run folder>/comparison.html. Needs `pip install -e .[report]`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,16 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0 written, 2 if a file is absent or broken or a plotting package is absent."""
     options = _parse(arguments)
-    out = options.out or options.run_dir / "report.html"
+    first = options.run_dirs[0]
+    name = "report.html" if len(options.run_dirs) == 1 else "comparison.html"
+    out = options.out or first / name
     try:
-        from tools.run_report.data import read_run
-        from tools.run_report.page import render_page
-        from tools.run_report.panels import build_panels
-        from tools.run_report.responses import NUM_SHOWN, read_responses
-
-        run = read_run(options.run_dir)
-        responses = read_responses(options.run_dir, NUM_SHOWN)
-        page = render_page(run, build_panels(run, options.steps), responses)
+        page = _render(options.run_dirs, options.steps)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except ValueError as error:
@@ -41,10 +38,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
+    from tools.run_report.data import read_run
+    from tools.run_report.page import render_comparison, render_page
+    from tools.run_report.panels import build_comparison, build_panels
+    from tools.run_report.responses import NUM_SHOWN, read_responses
+
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    if len(runs) > 1:
+        return render_comparison(runs, build_comparison(runs))
+    responses = read_responses(run_dirs[0], NUM_SHOWN)
+    return render_page(runs[0], build_panels(runs[0], steps), responses)
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a finished run")
-    parser.add_argument("--out", type=Path, help="HTML file; default RUN_DIR/report.html")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs")
+    parser.add_argument(
+        "--out", type=Path, help="HTML file; default in the folder of the first run"
+    )
     parser.add_argument(
         "--steps", type=_steps, metavar="A-B", help="of the timeline; default the last two"
     )

@@ -103,6 +103,9 @@ class PolicyTrainer:
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.health = health
+        # mean absolute difference of the two engines' log-probs, of each response of the newest
+        # batch that had a pass
+        self.engine_differences: dict[RolloutKey, float] = {}
 
     @property
     def is_last_update_good(self) -> bool:
@@ -132,8 +135,8 @@ class PolicyTrainer:
             batches = [pack.batch for pack in packs]
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
-            difference = _engine_difference(packs, [p.policy_logprobs for p in predicted])
-            metrics = self._compare_engines(difference, scored)
+            differences = _engine_differences(packs, [p.policy_logprobs for p in predicted])
+            metrics = self._compare_engines(differences, scored)
             tap = None
         elif tap is not None and skipped:
             self._tap_skipped(minibatches[0], tap)  # one update: one mini-batch
@@ -187,10 +190,10 @@ class PolicyTrainer:
             if is_first_pass:
                 pp = self.groups.pp
                 known = [logprobs_P.cpu() for logprobs_P in recorded]
-                mine = _engine_difference(minibatch.packs, known) if pp.is_last else None
-                difference = broadcast_object(mine, pp, source=pp.size - 1)
-                assert difference is not None
-                engines = self._compare_engines(difference, inference.scored)
+                mine = _engine_differences(minibatch.packs, known) if pp.is_last else None
+                differences = broadcast_object(mine, pp, source=pp.size - 1)
+                assert differences is not None
+                engines = self._compare_engines(differences, inference.scored)
             stats.append(self.model.optimizer_step())
         means = self._means(totals)
         self._check_updates(_step_of(inference.scored), stats, means["actor/pg_loss"])
@@ -331,13 +334,18 @@ class PolicyTrainer:
             self.health.check_updates(step, [each.grad_norm for each in stats], loss)
 
     def _compare_engines(
-        self, difference: EngineDifference, scored: Sequence[ScoredGroup]
+        self, differences: dict[RolloutKey, EngineDifference], scored: Sequence[ScoredGroup]
     ) -> dict[str, float]:
         """Measure the difference per token between the two engines' log-probs of the raw policy."""
-        everyones = EngineDifference.over(gather_objects(difference, self.groups.dp))
+        none = torch.empty(0)  # a rank may have no response
+        mine = EngineDifference.over([EngineDifference.of(none, none), *differences.values()])
+        means = {key: each.logprob_mean for key, each in differences.items()}
+        parts, all_means = zip(*gather_objects((mine, means), self.groups.dp), strict=True)
+        self.engine_differences = {k: v for each in all_means for k, v in each.items()}
+        whole = EngineDifference.over(parts)
         if self.health is not None:
-            self.health.check_engines(_step_of(scored), everyones)
-        return everyones.metrics()
+            self.health.check_engines(_step_of(scored), whole)
+        return whole.metrics()
 
 
 def _step_of(scored: Sequence[ScoredGroup]) -> int:
@@ -352,18 +360,16 @@ def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) ->
     return reward_T if penalty_T is None else reward_T - penalty_T
 
 
-def _engine_difference(
+def _engine_differences(
     packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
-) -> EngineDifference:
+) -> dict[RolloutKey, EngineDifference]:
     """Compare `policy_logprobs`, [P] of each pack, with those that the rollouts came with."""
-    none = torch.empty(0)  # a rank may have no pack
-    training = [
-        values_P[where]
-        for pack, values_P in zip(packs, policy_logprobs, strict=True)
-        for where in response_slices(pack.rollouts)
-    ]
-    rollout = [rollout.policy_logprobs for pack in packs for rollout in pack.rollouts]
-    return EngineDifference.of(torch.cat([none, *training]), torch.cat([none, *rollout]))
+    training = _by_key(packs, policy_logprobs)
+    return {
+        key: EngineDifference.of(training[key], rollout.policy_logprobs)
+        for pack in packs
+        for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+    }
 
 
 def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:

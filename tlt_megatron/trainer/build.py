@@ -241,7 +241,7 @@ def _open_report(
     site.stack.callback(metrics.close)
     rollouts = None
     if logging_section.rollouts:
-        rollouts = RolloutLog(run_dir / "rollouts", tokenizer.decode, resume_step=first_step)
+        rollouts = RolloutLog(run_dir / "rollouts", tokenizer, resume_step=first_step)
     return RunReport(
         phases,
         site.world,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tlt_megatron.runtime.memory import Phase
+from tlt_megatron.runtime.memory import MemoryLedger, Phase
 from tlt_megatron.trainer.gain import SpeculationGain
 
 _SERIES = (
@@ -39,7 +39,7 @@ class RunHistory:
         self.series: dict[str, list[float]] = {name: [] for name in _SERIES}
         self.gain: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}  # of each phase of the memory ledger
-        self.planned_bytes: int | None = None  # peak of a rank that the memory ledger predicts
+        self.planned_bytes: dict[str, int] = {}  # of each phase, by the memory ledger
         self.seconds_before = 0.0
         self._started = time.perf_counter()
 
@@ -61,9 +61,9 @@ class RunHistory:
         for phase, peak in peak_bytes.items():
             self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
 
-    def add_memory_plan(self, num_bytes: int) -> None:
-        """Set the peak that the memory ledger predicts for a rank."""
-        self.planned_bytes = num_bytes
+    def add_memory_plan(self, ledger: MemoryLedger) -> None:
+        """Set the bytes of the fullest rank in each phase that the ledger predicts."""
+        self.planned_bytes = {phase: ledger.bytes_in(phase) for phase in Phase}
 
     def add_eval(self, step: int, accuracy: float) -> None:
         self.evals.append((step, accuracy))
@@ -81,7 +81,9 @@ class RunHistory:
             else None,
             "seconds_total": self._seconds(),
             "memory_peak_gb": max(self.peak_bytes.values()) / 1e9 if self.peak_bytes else None,
-            "memory_planned_gb": self.planned_bytes / 1e9 if self.planned_bytes else None,
+            "memory_planned_gb": max(self.planned_bytes.values()) / 1e9
+            if self.planned_bytes
+            else None,
         } | self._drafting_summary()
 
     def _drafting_summary(self) -> dict[str, float]:

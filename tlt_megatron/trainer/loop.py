@@ -130,7 +130,12 @@ class RLTrainer:
         self.engine.wake()
         self.step += 1
         self._push_policy()
-        self.report.end_step(self.step, collected, inference.metrics | update)
+        self.report.end_step(
+            self.step,
+            collected,
+            inference.metrics | update,
+            self.policy_trainer.engine_differences,
+        )
 
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""

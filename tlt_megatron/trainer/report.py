@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import sync_path
@@ -38,12 +39,22 @@ class RunReport:
     def begin_step(self) -> None:
         self._step_started = time.perf_counter()
 
-    def end_step(self, step: int, collected: Collected, update: dict[str, float]) -> None:
-        """Report the step; `update`: metrics of log-probs and update. A collective of all ranks."""
+    def end_step(
+        self,
+        step: int,
+        collected: Collected,
+        update: dict[str, float],
+        differences: Mapping[tuple[int, int], float],
+    ) -> None:
+        """Report the step. A collective of all ranks.
+
+        `update` are metrics of log-probs and update. `differences` are the engines' mean absolute
+        log-prob differences by (index of the group, sample_index).
+        """
         if self._passes is not None:
             self._passes.write(collected.passes)
         if self._rollouts is not None:
-            self._rollouts.write(step, collected.groups)
+            self._rollouts.write(step, collected.groups, differences)
         metrics = collected.metrics | update
         timings = gather_objects(self.phases.take_timings(), self.world)
         metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
@@ -79,7 +90,13 @@ class RunReport:
         peaks = {phase: max(rank[phase] for rank in ranks) for phase in ranks[0]}
         peaks = {phase: peak for phase, peak in peaks.items() if peak}  # 0: no rank can tell
         self.history.add_memory(peaks)
-        return {f"memory/peak_gb/{phase}": peak / 1e9 for phase, peak in peaks.items()}
+        planned = {phase: self.history.planned_bytes.get(phase, 0) for phase in peaks}
+        return {
+            f"memory/{kind}_gb/{phase}": num_bytes / 1e9
+            for kind, of in (("peak", peaks), ("planned", planned))
+            for phase, num_bytes in of.items()
+            if num_bytes
+        }
 
     def sync(self) -> None:
         """Write the metrics so far to the disk."""

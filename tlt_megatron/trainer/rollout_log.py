@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tlt_megatron.runtime.metrics import set_aside
-from tlt_megatron.types import ScoredGroup
+from tlt_megatron.types import Rollout, ScoredGroup
 
 
 def _file_name(step: int) -> str:
     return f"step_{step:07d}.jsonl"
+
+
+class TextOfTokens(Protocol):
+    """What the log needs of `data.tokenizer.Tokenizer`."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str: ...
+
+    def split(self, token_ids: Sequence[int], /) -> list[str]: ...
 
 
 class RolloutLog:
@@ -21,37 +30,51 @@ class RolloutLog:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        resume_step: int | None = None,
+        self, folder: Path, tokenizer: TextOfTokens, *, resume_step: int | None = None
     ) -> None:
         self.folder = folder
-        self.decode = decode
+        self.tokenizer = tokenizer
         if resume_step is None and folder.is_dir():
             set_aside(folder)
         for file in folder.glob("step_*.jsonl"):
             if file.name >= _file_name(resume_step or 0):
                 file.unlink()
 
-    def write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def write(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        differences: Mapping[tuple[int, int], float],
+    ) -> None:
+        """Write the responses of a step. `differences` as in `RunReport.end_step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
-            for scored in groups:
+            for number, scored in enumerate(groups):
                 for rollout, reward in zip(scored.group.rollouts, scored.rewards, strict=True):
-                    tokens = rollout.token_ids.tolist()
+                    difference = differences.get((number, rollout.sample_index))
                     row = {
-                        "prompt_id": rollout.prompt_id,
-                        "draw_index": rollout.draw_index,
-                        "sample_index": rollout.sample_index,
+                        **self._row(rollout),
                         "data_source": scored.group.prompt.data_source,
-                        "policy_version": rollout.policy_version,
-                        "prompt": self.decode(rollout.prompt_ids),
-                        "response": self.decode(tokens),
                         "reward": reward,
-                        "finish_reason": rollout.finish_reason,
-                        "token_ids": tokens,
-                        "accept_lengths": rollout.accept_lengths,
+                        "logprob_diff": difference,
                     }
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _row(self, rollout: Rollout) -> dict[str, object]:
+        tokens = rollout.token_ids.tolist()
+        response = self.tokenizer.decode(tokens)
+        characters = [len(piece) for piece in self.tokenizer.split(tokens)]
+        return {
+            "prompt_id": rollout.prompt_id,
+            "draw_index": rollout.draw_index,
+            "sample_index": rollout.sample_index,
+            "policy_version": rollout.policy_version,
+            "prompt": self.tokenizer.decode(rollout.prompt_ids),
+            "response": response,
+            "finish_reason": rollout.finish_reason,
+            "token_ids": tokens,
+            # of `response`, by token; [] if this tokenizer's texts of tokens do not join to it
+            "token_characters": characters if sum(characters) == len(response) else [],
+            "accept_lengths": rollout.accept_lengths,
+            "verify_starts": rollout.verify_starts,
+        }

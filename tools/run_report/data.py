@@ -13,37 +13,10 @@ from typing import Any
 
 import yaml
 
-_LIVE_BYTES = 4 << 20  # of a trace or of speculation.jsonl that still grows only the end is read
-LIVE_RANKS = 8  # of a run in progress the timeline has only the first ranks
+from tools.run_report.trace import Trace
+
+_LIVE_BYTES = 4 << 20  # of a speculation.jsonl that still grows only the end is read
 _PASS_FIELDS = ("step", "rank", "strategy", "batch_size", "passes", "seconds", "committed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A span of trace.json."""
-
-    rank: int
-    thread: str  # "rank 0" is the main one
-    name: str  # "VERIFY(6_4_16)"
-    start_s: float  # since the first event of the run
-    end_s: float
-    args: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def phase(self) -> str:
-        """Return the name without the part in brackets: "VERIFY"."""
-        return self.name.partition("(")[0]
-
-    @property
-    def label(self) -> str:
-        """Return what stands in brackets: "6_4_16"."""
-        return self.name.partition("(")[2].removesuffix(")")
-
-    @property
-    def row(self) -> str:
-        """Return the row of the timeline: "rank 0", or "rank 0 · spot" for another thread."""
-        main = f"rank {self.rank}"
-        return main if self.thread == main else f"{main} · {self.thread}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +24,13 @@ class RunData:
     """Everything that the report shows."""
 
     name: str
-    config: dict[str, dict[str, object]]
-    config_text: str
-    summary: dict[str, object]
-    rows: list[dict[str, float | None]]  # metrics by step, ascending; an evaluation is merged in
-    spans: list[Span] | None  # None: the run kept no trace
-    passes: list[dict[str, Any]] | None  # rows of speculation.jsonl; None: there is none
+    config: dict[str, dict[str, object]] = field(default_factory=dict)
+    config_text: str = ""
+    summary: dict[str, object] = field(default_factory=dict)
+    # metrics by step, ascending; an evaluation is merged in
+    rows: list[dict[str, float | None]] = field(default_factory=list)
+    trace: Trace | None = field(default=None, compare=False)  # None: the run kept none
+    passes: list[dict[str, Any]] | None = None  # rows of speculation.jsonl; None: there is none
     is_live: bool = False  # of a run in progress: files may still be absent
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
@@ -74,16 +48,22 @@ class RunData:
         return bool(self.config.get(section, {}).get("enabled"))
 
 
-def read_run(run_dir: Path, *, is_live: bool = False) -> RunData:
-    """Read the folder. ValueError names a file that is broken, or absent unless the run `is_live`."""
+def read_run(run_dir: Path, live_trace: Trace | None = None) -> RunData:
+    """Read the folder. ValueError names a file that is broken, or absent unless the run is in progress.
+
+    `live_trace` is given for a run in progress; only what was added since the last call is scanned.
+    """
+    is_live = live_trace is not None
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such run folder")
     names = ("config.yaml", "summary.json", "metrics.jsonl", "speculation.jsonl")
     config_file, summary, metrics, passes = (run_dir / name for name in names)
     config_text = _read_text(config_file) if not is_live or config_file.exists() else "{}"
     config = _parse_config(config_file, config_text)
-    has_trace = config.get("logging", {}).get("trace", True)
-    read_trace = _read_live_trace if is_live else _read_trace
+    trace = None
+    if config.get("logging", {}).get("trace", True):
+        trace = live_trace or Trace(run_dir / "timeline")
+        trace.scan()
     return RunData(
         name=run_dir.resolve().name,
         config=config,
@@ -92,7 +72,7 @@ def read_run(run_dir: Path, *, is_live: bool = False) -> RunData:
         if not is_live or summary.exists()
         else {},
         rows=[] if is_live and not _has_lines(metrics) else read_metrics(metrics),
-        spans=read_trace(run_dir) if has_trace else None,
+        trace=trace,
         passes=_read_passes(passes, _LIVE_BYTES if is_live else None) if passes.exists() else None,
         is_live=is_live,
     )
@@ -171,51 +151,3 @@ def _read_passes(path: Path, max_bytes: int | None) -> list[dict[str, Any]]:
         if absent:
             raise ValueError(f"{place}: has no {', '.join(absent)}")
     return [row for _, row in lines]
-
-
-def _read_live_trace(run_dir: Path) -> list[Span]:
-    """Return the newest spans of the first ranks, in the order of the trace: parents before children."""
-    spans: list[Span] = []
-    for path in sorted((run_dir / "timeline").glob("rank_*.jsonl"))[:LIVE_RANKS]:
-        events = [event for _, event in read_lines(path, _LIVE_BYTES)][::-1]  # parents end last
-        rank = int(path.stem.removeprefix("rank_"))
-        spans += [
-            Span(
-                rank=rank,
-                thread=f"rank {rank}" if event["lane"] == "MainThread" else event["lane"],
-                name=event["name"],
-                start_s=event["start_ns"] / 1e9,
-                end_s=(event["start_ns"] + event["dur_ns"]) / 1e9,
-                args=event["args"],
-            )
-            for event in sorted(events, key=lambda e: (e["start_ns"], -e["dur_ns"]))
-        ]
-    return spans
-
-
-def _read_trace(run_dir: Path) -> list[Span]:
-    """Return the spans, in the order of the trace."""
-    path = run_dir / "trace.json"
-    events = _parse_object(f"{path}", _read_text(path)).get("traceEvents")
-    if not isinstance(events, list):
-        raise ValueError(f"{path}: traceEvents must be a list of events")
-    try:
-        threads = {
-            (event["pid"], event["tid"]): event["args"]["name"]
-            for event in events
-            if event["ph"] == "M" and event["name"] == "thread_name"
-        }
-        return [
-            Span(
-                rank=event["pid"],
-                thread=threads[event["pid"], event["tid"]],
-                name=event["name"],
-                start_s=event["ts"] / 1e6,
-                end_s=(event["ts"] + event["dur"]) / 1e6,
-                args=event.get("args", {}),
-            )
-            for event in events
-            if event["ph"] == "X"
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: an event lacks {error}; not a trace of a run") from None

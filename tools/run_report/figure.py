@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.run_report.palette import AXIS, GRID, INK
+from tools.run_report.palette import AXIS, GRID, INK, SHARES
 
 Json = dict[str, Any]
 
@@ -83,8 +83,29 @@ def make_curve(
 
 
 def make_bars(
-    name: str, color: str, points: tuple[Sequence[float], Sequence[float | None]]
+    name: str, color: str, points: tuple[Sequence[float | str], Sequence[float | None]]
 ) -> Json:
     """Return a layer of stacked bars."""
     x, y = points
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color}}
+
+
+def make_share_map(
+    x: Sequence[float | str],
+    y: Sequence[str],
+    shares: Sequence[Sequence[float]],
+    **settings: object,
+) -> Json:
+    """Return a heat map of `shares`, [y][x] from 0 to 1."""
+    steps = len(SHARES) - 1
+    return {
+        "type": "heatmap",
+        "x": x,
+        "y": y,
+        "z": shares,
+        "colorscale": [[number / steps, color] for number, color in enumerate(SHARES)],
+        "zmin": 0,
+        "zmax": 1,
+        "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
+        **settings,
+    }

@@ -38,7 +38,7 @@ class Live:
 
     version: str  # of the files that the page shows
     state: str
-    runs: Sequence[tuple[str, str]] = ()  # address and name of every run of the server
+    links: Sequence[tuple[str, str]] = ()  # address and name of every page of the server
 
 
 def render_page(
@@ -48,29 +48,43 @@ def render_page(
     live: Live | None = None,
 ) -> str:
     """Return the page of `run`; it reloads itself if it is `live`."""
+    return _render(
+        panels,
+        name=run.name,
+        headline=_headline(run.summary),
+        facts=_facts(run),
+        alarms=find_alarms(run.rows, run.config),
+        responses=responses,
+        live=live,
+        config=run.config_text,
+    )
+
+
+def render_comparison(
+    runs: Sequence[RunData], panels: Sequence[Panel | Absent], live: Live | None = None
+) -> str:
+    """Return the page of several runs side by side."""
+    alarms = [f"{run.name}: {text}" for run in runs for text in find_alarms(run.rows, run.config)]
+    return _render(panels, name=" · ".join(run.name for run in runs), alarms=alarms, live=live)
+
+
+def _render(panels: Sequence[Panel | Absent], **values: object) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
-        name=run.name,
-        headline=_headline(run.summary),
-        facts=_facts(run),
         panels=[
             {"panel": panel, "figure": _script_json(panel)}
             for panel in panels
             if isinstance(panel, Panel)
         ],
         absent=[panel for panel in panels if isinstance(panel, Absent)],
-        alarms=find_alarms(run.rows, run.config),
-        responses=responses,
-        live=live,
-        config=run.config_text,
         plotly_js=plotly.offline.get_plotlyjs(),
         on_dark=ON_DARK,
+        **values,
     )
 
 
@@ -113,9 +127,8 @@ def _facts(run: RunData) -> str:
         return ""
     rollout = run.config.get("rollout", {})
     parts = [Path(str(run.config.get("model", {}).get("path"))).name]
-    if run.spans:
-        num_ranks = len({span.rank for span in run.spans})
-        parts.append(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}")
+    if run.trace and (num_ranks := len(run.trace.ranks)):
+        parts.append(f"{num_ranks:,} rank{'s' if num_ranks > 1 else ''}")
     parts.append(f"{rollout.get('engine')} engine, {rollout.get('dtype')}")
     parts.append(
         f"{rollout.get('num_prompts')} prompts × {rollout.get('num_samples')} responses a step,"

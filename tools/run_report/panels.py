@@ -13,31 +13,19 @@ from typing import Any
 from plotly.colors import sample_colorscale
 
 from tools.run_report import palette
-from tools.run_report.data import RunData, Span
-from tools.run_report.figure import Absent, Json, Panel, make_bars, make_curve, make_layout
-from tools.run_report.timeline import (
-    bars_of,
-    choose_window,
-    running_requests,
-    spans_in,
-    step_times,
+from tools.run_report.data import RunData
+from tools.run_report.figure import (
+    Absent,
+    Json,
+    Panel,
+    make_bars,
+    make_curve,
+    make_layout,
+    make_share_map,
 )
+from tools.run_report.rank_panels import build_rank_panels
 
 DOTS = "lines+markers"
-_PHASES = {  # of the timeline, in the order of its legend
-    "DECODE": palette.SKY,
-    "VERIFY": palette.BLUE,
-    "ROLLOUT": palette.PALE,
-    "IDLE / WAIT": palette.GREY,
-    "DRAFT-TRAIN": palette.ORANGE,
-    "PREEMPT": palette.VERMILLION,
-    "REWARD": palette.PURPLE,
-    "LOGPROB": palette.YELLOW,
-    "UPDATE": palette.GREEN,
-    "SYNC": palette.BLACK,
-    "EVAL": palette.VIOLET,
-    "CHECKPOINT": palette.BROWN,
-}
 _TIMINGS = {  # timing_s/*: name, colour
     "gen": ("rollout", palette.SKY),
     "reward": ("rewards", palette.PURPLE),
@@ -49,7 +37,15 @@ _TIMINGS = {  # timing_s/*: name, colour
     "save_checkpoint": ("checkpoint", palette.BROWN),
     "testing": ("evaluation", palette.VIOLET),
 }
+_COMPARED = {  # title and name of the y axis, by metric
+    "critic/rewards/mean": ("Mean reward in training", "reward"),
+    "eval/accuracy": ("Held-out accuracy", "accuracy"),
+    "timing_s/step": ("Step time", "seconds"),
+    "rollout/spec_accept_length": ("Accept length", "tokens per verify pass"),
+}
 _NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
+_DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
+_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
 _DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
 _BAR_HEIGHT = 46
 # Margins of wide panels are equal, so that time axes line up. Labels of an axis must not make the plot narrower.
@@ -60,11 +56,12 @@ _STACKED = {"barmode": "stack", "bargap": 0.15}
 def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
     """Return all panels in the order of the page. `steps` is the window of the timeline; None: the last two."""
     return [
-        *_timeline(run, steps),
+        *build_rank_panels(run, steps),
         _acceptance(run),
         _strategies(run),
         _bubble(run),
         _step_time(run),
+        _memory(run),
         _over_steps(
             run,
             "drafter_loss",
@@ -127,90 +124,6 @@ def _over_steps(
     return Panel(key=key, title=title, note=note, data=data, layout=layout)
 
 
-def _timeline(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
-    if run.spans is None:
-        return [Absent(title="Timeline", sentence="The run kept no trace (logging.trace=false).")]
-    if run.is_live and not step_times(run.spans):
-        sentence = "The trace holds no complete step yet."
-        return [Absent(title="Timeline", sentence=sentence)]
-    window = choose_window(run.spans, steps)
-    spans = spans_in(run.spans, window)
-    x_label = f"seconds since the start of step {min(window.step_starts)}"
-    x = {"range": [0, window.width_s], "automargin": "height"}
-    bars = bars_of(spans, window)
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
-    line["line"] = {"color": palette.BLACK, "width": 1, "dash": "dot"}
-    starts = [start for start in window.step_starts.values() if start > 0]
-    timeline = Panel(
-        key="timeline",
-        title=f"What every rank did in {window.title}",
-        note="Innermost span at any time; point at a bar for batch size, strategy and reason. A step ends when the engines"
-        " hold its policy, so an evaluation is drawn at the start of the next one.",
-        data=_bars_by_phase(bars),
-        layout=make_layout(
-            x_label,
-            "",
-            x=x,
-            y={"categoryorder": "array", "categoryarray": rows[::-1], "showgrid": False},
-            barmode="overlay",
-            bargap=0.25,
-            hovermode="closest",
-            height=120 + _BAR_HEIGHT * len(rows),
-            shapes=[line | {"x0": start, "x1": start} for start in starts],
-            uniformtext={"mode": "hide", "minsize": 12},  # a bar too narrow for its label has none
-            **_WIDE,
-        ),
-        is_wide=True,
-    )
-    curves = [
-        make_curve(f"rank {rank}", palette.RANKS[rank % len(palette.RANKS)], points, shape="hv")
-        for rank, points in running_requests(spans, window).items()
-    ]
-    running = Panel(
-        key="running",
-        title="The long tail: requests still decoding",
-        note="Size of each rank's batch, on the time axis of the timeline.",
-        data=curves,
-        layout=make_layout(x_label, "requests", x=x, height=240, **_WIDE),
-        is_wide=True,
-    )
-    return [timeline, running] if curves else [timeline]
-
-
-def _bars_by_phase(bars: Sequence[Span]) -> list[Json]:
-    """Return the bars of each entry of the legend; unknown phases come last."""
-    found: dict[str, list[Span]] = {label: [] for label in _PHASES}
-    for bar in sorted(bars, key=lambda bar: bar.phase):
-        label = "IDLE / WAIT" if bar.phase in ("IDLE", "WAIT") else bar.phase
-        found.setdefault(label, []).append(bar)
-    return [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": label,
-            "y": [bar.row for bar in of_label],
-            "base": [bar.start_s for bar in of_label],
-            "x": [bar.end_s - bar.start_s for bar in of_label],
-            "text": [bar.label for bar in of_label],
-            "customdata": [_detail(bar) for bar in of_label],
-            "hovertemplate": "%{customdata}<br>%{base:.4f} s, for %{x:.4f} s<extra>%{y}</extra>",
-            "marker": {"color": _PHASES.get(label, palette.OTHER), "line": {"width": 0}},
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "constraintext": "inside",
-        }
-        for label, of_label in found.items()
-        if of_label
-    ]
-
-
-def _detail(bar: Span) -> str:
-    detail = ", ".join(f"{name} {value}" for name, value in bar.args.items())
-    return f"{bar.name}: {detail}" if detail else bar.name
-
-
 def _acceptance(run: RunData) -> Panel | Absent:
     title, prefix = "Accepted tokens by depth", "rollout/spec_accepted_at/"
     depths = sorted(map(int, run.names_after(prefix)))
@@ -246,24 +159,17 @@ def _strategies(run: RunData) -> Panel | Absent:
     counts = [[sum(row["passes"] for row in rows) for rows in of] for of in grid]
     totals = [sum(of_bucket) for of_bucket in zip(*counts, strict=True)]
     shares = [[n / total for n, total in zip(of, totals, strict=True)] for of in counts]
-    heat_map = {
-        "type": "heatmap",
-        "x": [_bucket_name(bucket) for bucket in buckets],
-        "y": strategies,
-        "z": shares,
-        "customdata": [[_cell_detail(rows) for rows in of] for of in grid],
-        "text": [[_percent(share) for share in of] for of in shares],
-        "texttemplate": "%{text}",
-        "hovertemplate": "%{y} at %{x} requests: %{z:.1%}<br>%{customdata}<extra></extra>",
-        "colorscale": [
-            [i / (len(palette.SHARES) - 1), color] for i, color in enumerate(palette.SHARES)
-        ],
-        "zmin": 0,
-        "zmax": 1,
-        "xgap": 2,
-        "ygap": 2,
-        "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
-    }
+    heat_map = make_share_map(
+        [_bucket_name(bucket) for bucket in buckets],
+        strategies,
+        shares,
+        customdata=[[_cell_detail(rows) for rows in of] for of in grid],
+        text=[[_percent(share) for share in of] for of in shares],
+        texttemplate="%{text}",
+        hovertemplate="%{y} at %{x} requests: %{z:.1%}<br>%{customdata}<extra></extra>",
+        xgap=2,
+        ygap=2,
+    )
     is_category = {"type": "category"}
     labels = ("running requests on the rank", "strategy (steps_topk_tokens)")
     return Panel(
@@ -346,6 +252,50 @@ def _step_time(run: RunData) -> Panel | Absent:
         ],
         layout=make_layout("RL step", "seconds", **_STACKED),
     )
+
+
+def _memory(run: RunData) -> Panel | Absent:
+    title = "Memory of the fullest rank against the ledger"
+    kinds = {"peak": ("measured", palette.BLUE), "planned": ("memory ledger", palette.GREY)}
+    bars = []
+    for kind, (name, color) in kinds.items():
+        phases = run.names_after(f"memory/{kind}_gb/")
+        values = [run.series(f"memory/{kind}_gb/{phase}")[1] for phase in phases]
+        highest = [max((v for v in of if v is not None), default=None) for of in values]
+        bars.append(make_bars(name, color, (phases, highest)))
+    if not bars[0]["x"]:
+        return Absent(title=title, sentence="The run wrote no memory/peak_gb/*.")
+    return Panel(
+        key="memory",
+        title=title,
+        note="Highest peak of all steps; of a CPU, resident memory with the libraries of the process.",
+        data=bars,
+        layout=make_layout("phase", "GB", x={"type": "category"}, barmode="group"),
+    )
+
+
+def build_comparison(runs: Sequence[RunData]) -> list[Panel | Absent]:
+    """Return the panels of several runs: a curve for each, by its name."""
+    names = [run.name for run in runs]
+    labels = [
+        name if names.count(name) == 1 else f"{name} ({number})"
+        for number, name in enumerate(names, start=1)
+    ]
+    panels: list[Panel | Absent] = []
+    for metric, (title, y_label) in _COMPARED.items():
+        curves = [
+            make_curve(label, palette.RANKS[number % len(palette.RANKS)], run.series(metric), DOTS)
+            for number, (label, run) in enumerate(zip(labels, runs, strict=True))
+            if run.series(metric)[0]
+        ]
+        layout = make_layout("RL step", y_label)
+        key = metric.replace("/", "_")
+        panels.append(
+            Panel(key=key, title=title, data=curves, layout=layout)
+            if curves
+            else Absent(title=title, sentence=f"No run wrote {metric}.")
+        )
+    return panels
 
 
 def _accept_length(run: RunData) -> Panel | Absent:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from tools.run_report.data import read_lines
 
@@ -20,8 +23,9 @@ class Response:
     reward: float
     length: int  # tokens
     data_source: str
+    logprob_diff: float | None  # of engine and trainer, mean over tokens; None: had no pass
     prompt: str
-    response: str
+    parts: list[tuple[str, bool]]  # of the response: text, and whether the drafter proposed it
 
 
 def read_responses(run_dir: Path, limit: int) -> list[Response]:
@@ -30,17 +34,7 @@ def read_responses(run_dir: Path, limit: int) -> list[Response]:
     for path in sorted((run_dir / "rollouts").glob("step_*.jsonl"), reverse=True):
         rows = read_lines(path, _MAX_FILE_BYTES)[-(limit - len(found)) :]
         try:
-            found += [
-                Response(
-                    step=int(path.stem.removeprefix("step_")),
-                    reward=float(row["reward"]),
-                    length=len(row["token_ids"]),
-                    data_source=row.get("data_source", ""),  # older runs have none
-                    prompt=_cut(row["prompt"]),
-                    response=_cut(row["response"]),
-                )
-                for _, row in rows
-            ]
+            found += [_response(int(path.stem.removeprefix("step_")), row) for _, row in rows]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path}: a response lacks {error}; not of logging.rollouts") from None
         if len(found) >= limit:
@@ -48,6 +42,44 @@ def read_responses(run_dir: Path, limit: int) -> list[Response]:
     return found
 
 
-def _cut(text: str) -> str:
-    num_more = len(text) - _MAX_CHARACTERS
-    return f"{text[:_MAX_CHARACTERS]} … and {num_more:,} characters" if num_more > 0 else text
+def _response(step: int, row: dict[str, Any]) -> Response:
+    return Response(
+        step=step,
+        reward=float(row["reward"]),
+        length=len(row["token_ids"]),
+        data_source=row.get("data_source", ""),  # older runs have none
+        logprob_diff=row.get("logprob_diff"),
+        prompt="".join(text for text, _ in _cut([(row["prompt"], False)])),
+        parts=_cut(_parts(row)),
+    )
+
+
+def _parts(row: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Return the response in parts that the drafter or the policy proposed.
+
+    Of the tokens of a verify pass, all but the last are accepted drafts. All others are the policy's.
+    """
+    response, sizes = row["response"], row.get("token_characters")
+    if not sizes:  # of an older run, or of a tokenizer whose tokens have no text of their own
+        return [(response, False)]
+    drafted = {
+        index
+        for start, count in zip(row["verify_starts"], row["accept_lengths"], strict=True)
+        for index in range(start, start + count - 1)
+    }
+    parts, end = [], 0
+    for is_drafted, indices in groupby(range(len(sizes)), drafted.__contains__):
+        start, end = end, end + sum(sizes[index] for index in indices)
+        parts.append((response[start:end], is_drafted))
+    return parts
+
+
+def _cut(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Return the parts up to _MAX_CHARACTERS, and how many characters follow."""
+    kept, room = [], _MAX_CHARACTERS
+    for text, is_drafted in parts:
+        if text[:room]:
+            kept.append((text[:room], is_drafted))
+        room = max(room - len(text), 0)
+    num_more = sum(len(text) for text, _ in parts) - _MAX_CHARACTERS
+    return [*kept, (f" … and {num_more:,} characters", False)] if num_more > 0 else kept

@@ -1,89 +1,25 @@
-"""Converts spans to the bars of a timeline: the window of some steps, and the innermost span of a thread at any time.
-
-A step lasts from one SYNC of the policy to the next (the span's `version` is the step that it ends). So an evaluation or a
-checkpoint after step n is drawn at the start of step n + 1.
-"""
+"""Converts spans to what a timeline shows: the innermost span of a thread at any time, or shares of many ranks."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
-from tools.run_report.data import Span
+from tools.run_report.trace import RankTrace, Span, Window
 
+NUM_ROWS = 8  # of more ranks, only so many get a row
 _RESOLUTION = 4000  # per window: narrower neighbours of one kind are joined
 _OPAQUE = "EVAL"  # drawn as one bar, although it decodes and scores like a rollout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """Some consecutive steps of the trace."""
-
-    start_s: float
-    end_s: float
-    step_starts: dict[int, float]  # by step, since the start of the window
-
-    @property
-    def width_s(self) -> float:
-        """Return the seconds between start and end."""
-        return self.end_s - self.start_s
-
-    @property
-    def title(self) -> str:
-        """ "step 4" or "steps 3-4"."""
-        first, last = min(self.step_starts), max(self.step_starts)
-        return f"step {first}" if first == last else f"steps {first}-{last}"
-
-
-def choose_window(spans: Sequence[Span], steps: tuple[int, int] | None) -> Window:
-    """Return the window of `steps` (first, last), by default the last two. ValueError for steps that the trace lacks."""
-    known = step_times(spans)
-    if not known:
-        raise ValueError("trace.json: holds no complete step (no two SYNC spans with a version)")
-    last = max(known)
-    first, last = steps or (last - 1 if last - 1 in known else last, last)
-    wanted = range(first, last + 1)
-    if not wanted or not known.keys() >= set(wanted):
-        raise ValueError(
-            f"--steps {first}-{last}: the trace holds steps {min(known)} to {max(known)}"
-        )
-    return Window(
-        start_s=known[first][0],
-        end_s=known[last][1],
-        step_starts={step: known[step][0] - known[first][0] for step in wanted},
-    )
-
-
-def step_times(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
-    """Return start and end of every step over all ranks. If a resumed run repeated a step, the last time is used."""
-    syncs = [span for span in spans if span.phase == "SYNC" and "version" in span.args]
-    syncs.sort(key=lambda span: (span.rank, span.start_s))
-    by_step: dict[int, dict[int, tuple[float, float]]] = {}  # then by rank
-    for before, after in pairwise(syncs):
-        step = after.args["version"]
-        if before.rank == after.rank and before.args["version"] == step - 1:
-            by_step.setdefault(step, {})[after.rank] = (before.end_s, after.end_s)
-    return {
-        step: (min(start for start, _ in times.values()), max(end for _, end in times.values()))
-        for step, times in sorted(by_step.items())
-    }
-
-
 def spans_in(spans: Iterable[Span], window: Window) -> list[Span]:
-    """Return the spans of the window, cut at its edges and without those inside an evaluation.
-
-    Times count from the start of the window.
-    """
+    """Return the spans, cut at the edges of the window and without those inside an evaluation."""
     near = [
-        replace(
-            span,
-            start_s=max(span.start_s - window.start_s, 0.0),
-            end_s=min(span.end_s, window.end_s) - window.start_s,
-        )
+        replace(span, start_s=max(span.start_s, 0.0), end_s=min(span.end_s, window.width_s))
         for span in spans
-        if span.end_s > window.start_s and span.start_s < window.end_s
     ]
     evaluations = [span for span in near if span.phase == _OPAQUE]
     return [
@@ -169,3 +105,39 @@ def running_requests(
                 sizes.append(0)
         curves[rank] = ([*times, window.width_s], [*sizes, 0])
     return curves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """Many ranks in one window."""
+
+    shown: list[int]  # the ranks that get a row, the slowest rollout first
+    shares: dict[str, list[float]]  # of all ranks, by phase and bin of the window
+
+
+def summarize(ranks: Sequence[RankTrace], window: Window, num_bins: int) -> Crowd:
+    """Return the slowest, median and fastest ranks, and how many ranks are in each phase over time.
+
+    One rank after another is read, without its decode passes.
+    """
+    seconds: dict[int, float] = {}  # of rollout
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * num_bins)
+    for rank in ranks:
+        spans = spans_in(rank.spans(window, has_passes=False), window)
+        seconds[rank.rank] = sum(s.end_s - s.start_s for s in spans if s.phase == "ROLLOUT")
+        for bar in bars_of(spans, window):
+            _add_to_bins(sums[bar.phase], bar, window.width_s / num_bins)
+    order = sorted(seconds, key=lambda rank: (-seconds[rank], rank))
+    middle = len(order) // 2
+    return Crowd(
+        shown=[*order[:3], *order[middle - 1 : middle + 1], *order[-3:]],
+        shares={phase: [value / len(ranks) for value in of] for phase, of in sums.items()},
+    )
+
+
+def _add_to_bins(bins: list[float], bar: Span, width_s: float) -> None:
+    """Add the part of each bin's time that the bar takes."""
+    first, last = int(bar.start_s / width_s), min(int(bar.end_s / width_s), len(bins) - 1)
+    for number in range(first, last + 1):
+        end_s = min(bar.end_s, (number + 1) * width_s)
+        bins[number] += max(end_s - max(bar.start_s, number * width_s), 0.0) / width_s

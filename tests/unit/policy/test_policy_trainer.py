@@ -178,6 +178,30 @@ def test_engines_are_compared_on_the_raw_policy_per_token() -> None:
     assert metrics["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("has_pass", ["always", "auto"])
+def test_every_rank_knows_the_difference_of_every_response(has_pass: str) -> None:
+    """The fake differs by 0.25 in the log-prob pass, and by 0.15 in the pass of the update."""
+    section = AlgorithmSection(recompute_log_probs=has_pass)
+
+    def on_rank() -> dict[tuple[int, int], float]:
+        everyone = group_of(dist.group.WORLD)
+        trainer = PolicyTrainer(
+            FakeModel(),
+            section,
+            groups=ProcessGroups(world=everyone, dp=everyone),
+            micro_batch_tokens=20,
+            temperature=1.0,
+            max_new_tokens=32,
+        )
+        trainer.update(trainer.infer_logprobs(scored_batch()))
+        return trainer.engine_differences
+
+    nats = 0.25 if has_pass == "always" else 0.15
+    expected = {(group, sample): nats for group in range(5) for sample in range(3)}
+    for differences in run_ranks(2, on_rank):
+        assert differences == pytest.approx(expected)
+
+
 def test_update_uses_the_old_logprobs_of_the_log_prob_pass() -> None:
     """The fake's policy has moved by -0.1 since: the mean log-ratio, whatever the rollout engine said."""
     section = AlgorithmSection(recompute_log_probs="always")

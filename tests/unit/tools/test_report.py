@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig, SpeculationSection, SpotSection
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.runtime.metrics import MetricsWriter
-from tlt_megatron.runtime.timeline import Timeline, merge_timelines
+from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans, sum_passes
 from tools.report import main
 from tools.run_report.data import read_run
 from tools.run_report.palette import BLACK, GRID
 
+RANK_0 = "timeline/rank_00000.jsonl"
 SUMMARY = {
     "eval_accuracy_first": 0.4375,
     "eval_accuracy_last": 0.8125,
@@ -61,6 +63,10 @@ def step_metrics(step: int, *, with_speculation: bool, with_spot: bool) -> dict[
         "timing_s/wait": 7.25 + step,
         "timing_s/update_actor": 0.75 + step / 100,
         "timing_s/step": 2.5 + step / 10,
+        "memory/peak_gb/rollout": 8.0 - step / 100,
+        "memory/peak_gb/update": 7.0 + step / 100,
+        "memory/planned_gb/rollout": 8.125,
+        "memory/planned_gb/update": 9.125,
     }
     if with_speculation:
         values |= {"rollout/spec_accept_length": 2.5 + step / 100}
@@ -119,7 +125,6 @@ def write_trace(folder: Path) -> None:
             timeline.add_span("UPDATE", start + 4, start + 8)
             timeline.add_span("SYNC", start + 8, start + 10.5, version=step)
         timeline.close()
-    merge_timelines(folder)
 
 
 @pytest.fixture
@@ -194,6 +199,13 @@ def test_used_and_unused_idle_time_are_all_idle_time(run_dir: Path) -> None:
     assert [a + b for a, b in zip(used, unused, strict=True)] == pytest.approx(idle)
 
 
+def test_memory_shows_the_highest_peak_of_a_phase_and_its_plan(run_dir: Path) -> None:
+    bars = traces(page_of(run_dir), "memory")
+    assert bars["measured"]["x"] == bars["memory ledger"]["x"] == ["rollout", "update"]
+    assert bars["measured"]["y"] == [7.99, 7.03]
+    assert bars["memory ledger"]["y"] == [8.125, 9.125]
+
+
 def test_headline_figures_are_those_of_the_summary(run_dir: Path) -> None:
     found = re.findall(r'data-key="(\w+)" data-value="([^"]+)">([^<]+)<', page_of(run_dir))
     expected = {key: value for key, value in SUMMARY.items() if key != "kind"}
@@ -245,7 +257,7 @@ def test_running_requests_follow_the_passes(run_dir: Path) -> None:
 
 def test_plotly_knows_every_setting_of_every_figure(run_dir: Path) -> None:
     found = figures(page_of(run_dir))
-    assert len(found) == 10
+    assert len(found) == 11
     for figure in found.values():
         plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])
 
@@ -276,14 +288,13 @@ def test_a_name_cannot_break_the_page(tmp_path: Path) -> None:
     timeline = Timeline(run_dir / "timeline" / "rank_00000.jsonl", 0)
     timeline.add_span("ODD</script><b>", 38.0, 38.5)
     timeline.close()
-    merge_timelines(run_dir)
     assert "ODD</script><b>" in traces(page_of(run_dir), "timeline")
 
 
 def test_a_plain_run_says_what_it_did_not_do(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", with_speculation=False, with_spot=False, with_trace=False)
     page = page_of(run_dir)
-    assert set(figures(page)) == {"bubble", "step_time", "rewards", "lengths"}
+    assert set(figures(page)) == {"bubble", "step_time", "memory", "rewards", "lengths"}
     assert list(traces(page, "bubble")) == ["idle, unused"]
     listed = dict(re.findall(r"<li>([^:]+(?:: share of passes)?): (.+)</li>", page))
     assert listed == {
@@ -314,10 +325,11 @@ def test_a_value_that_was_not_finite_is_a_gap(run_dir: Path) -> None:
         ("config.yaml", None, "config.yaml: not found"),
         ("config.yaml", "a: [", "config.yaml: is not YAML"),
         ("config.yaml", "text", "config.yaml: must hold the sections of a run"),
-        ("trace.json", None, "trace.json: not found"),
-        ("trace.json", "{}", "trace.json: traceEvents must be a list"),
-        ("trace.json", '{"traceEvents": [{"ph": "X"}]}', "trace.json: an event lacks 'pid'"),
-        ("trace.json", '{"traceEvents": []}', "trace.json: holds no complete step"),
+        (
+            RANK_0,
+            '{"name": "SYNC"}\n',
+            "rank_00000.jsonl: a span has no lane, start_ns, dur_ns, args; not of a run",
+        ),
         ("speculation.jsonl", '{"step": 1}\n', "speculation.jsonl:1: has no rank, strategy"),
     ],
 )
@@ -335,6 +347,20 @@ def test_a_file_that_is_absent_or_broken_is_named(
     assert main([str(run_dir)]) == 2
     assert message in capsys.readouterr().err
     assert not (run_dir / "report.html").exists()
+
+
+def test_a_trace_without_steps_is_refused_and_torn_lines_are_left_out(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run ends the line that a killed rank had left."""
+    before = figures(page_of(run_dir))["timeline"]["data"]
+    path = run_dir / RANK_0
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(['{"ph": "X", "name": "SYNC"\n', *lines, '{"ph": "X", "na']))
+    assert figures(page_of(run_dir))["timeline"]["data"] == before
+    shutil.rmtree(run_dir / "timeline")
+    assert main([str(run_dir)]) == 2
+    assert "timeline: holds no complete step" in capsys.readouterr().err
 
 
 def test_a_line_that_was_cut_off_by_a_kill_is_left_out(run_dir: Path) -> None:

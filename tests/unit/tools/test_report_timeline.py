@@ -1,26 +1,48 @@
-"""The timeline of the report: steps, and the innermost span at any time."""
+"""The timeline of the report: steps, the innermost span at any time, and shares of 1,000 ranks."""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
-from tools.run_report.data import Span
-from tools.run_report.timeline import bars_of, choose_window, spans_in, step_times, visible_parts
+import pytest
+
+from tests.unit.tools.test_report import figures as figures_of
+from tools.run_report.live import LiveRun
+from tools.run_report.timeline import bars_of, spans_in, visible_parts
+from tools.run_report.trace import RankTrace, Span, Trace, Window
 
 
 def span(name: str, start_s: float, end_s: float, **args: int) -> Span:
     return Span(rank=0, thread="rank 0", name=name, start_s=start_s, end_s=end_s, args=args)
 
 
+def append(folder: Path, rank: int, spans: list[Span]) -> None:
+    """Append spans to the file of a rank, as `Timeline` writes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank_{rank:05d}.jsonl").open("a") as file:
+        for each in spans:
+            times = round(each.start_s * 1e9), round((each.end_s - each.start_s) * 1e9)
+            event = {"ph": "X", "name": each.name, "lane": "MainThread", "dur_ns": times[1]}
+            event |= {"args": each.args, "start_ns": times[0]}
+            file.write(json.dumps(event) + "\n")
+
+
 def sync(version: int, start_s: float) -> Span:
     return span("SYNC", start_s, start_s + 1, version=version)
 
 
-def test_of_a_step_that_was_done_again_the_last_time_counts() -> None:
+def test_of_a_step_that_was_done_again_the_last_time_counts(tmp_path: Path) -> None:
     killed = [sync(0, 0.0), sync(1, 10.0), sync(2, 20.0), sync(3, 30.0)]
     resumed = [sync(1, 50.0), sync(2, 60.0), sync(3, 75.0)]
-    assert step_times(killed + resumed) == {1: (1.0, 11.0), 2: (51.0, 61.0), 3: (61.0, 76.0)}
-    window = choose_window(killed + resumed, None)
+    append(tmp_path, 0, killed + resumed)
+    trace = Trace(tmp_path)
+    trace.scan()
+    times = trace.ranks[0].steps
+    seconds = {step: (time.start_ns / 1e9, time.end_ns / 1e9) for step, time in times.items()}
+    assert seconds == {1: (1.0, 11.0), 2: (51.0, 61.0), 3: (61.0, 76.0)}
+    window = trace.window(None)
     assert window.step_starts == {2: 0.0, 3: 10.0}
     assert window.title == "steps 2-3"
 
@@ -46,7 +68,62 @@ def test_innermost_spans_tile_the_time_of_the_outermost() -> None:
 def test_a_bar_too_narrow_to_see_joins_its_neighbour_of_the_same_name() -> None:
     """A window of 4,000 s: bars narrower than 1 s join, here the three passes that touch."""
     narrow = [span("DECODE", at, at + 0.5, batch_size=4) for at in (100.0, 100.5, 101.0, 200.0)]
-    window = choose_window([sync(0, -1.0), sync(1, 3999.0)], None)
+    window = Window(start_ns=0, width_s=4000.0, step_starts={1: 0.0})
     bars = bars_of(spans_in(narrow, window), window)
     assert [(bar.start_s, bar.end_s) for bar in bars] == [(100.0, 101.5), (200.0, 200.5)]
     assert bars[0].args == {"joined spans": 3}
+
+
+def write_ranks(folder: Path, step: int, *, num_ranks: int = 1000) -> None:
+    """A step of 10 s on many ranks: rank r decodes for 1 + r / 250 s in 5 passes, and then waits."""
+    for rank in range(num_ranks):
+        start = 10.0 * step
+        end = start + 1 + rank / 250
+        width = (end - start) / 5
+        passes = [
+            span(
+                "DECODE", start + i * width, start + (i + 1) * width, batch_size=5 - i, committed=9
+            )
+            for i in range(5)
+        ]
+        rest = [span("ROLLOUT", start, end), span("WAIT", end, start + 9), sync(step, start + 9)]
+        append(folder, rank, passes + rest)
+
+
+def test_a_run_of_1000_ranks_is_shown_by_a_few_rows_and_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte is scanned once; the page does not grow with the number of ranks."""
+    folder = tmp_path / "timeline"
+    for rank in range(1000):
+        append(folder, rank, [sync(0, 9.0)])
+    write_ranks(folder, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 10.0}\n')
+    live = LiveRun(tmp_path)
+    assert "1,000 ranks" in live.page([])
+    scanned: list[int] = []
+    scan = RankTrace.scan
+
+    def count(rank: RankTrace) -> None:
+        before = rank.size
+        scan(rank)
+        scanned.append(rank.size - before)
+
+    monkeypatch.setattr(RankTrace, "scan", count)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    write_ranks(folder, 2)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "timing_s/step": 10.0}\n')
+    page = live.page([])
+    assert sum(scanned) == sum(path.stat().st_size for path in folder.iterdir()) - size
+    figures = figures_of(page)
+    rows = {name for trace in figures["timeline"]["data"] for name in trace["y"]}
+    assert rows == {f"rank {rank}" for rank in (0, 1, 2, 499, 500, 997, 998, 999)}
+    names = [trace["name"] for trace in figures["running"]["data"]]
+    assert sorted(names) == sorted(rows)
+    (shares,) = figures["crowd"]["data"]
+    decoding = shares["z"][shares["y"].index("ROLLOUT")]
+    assert len(decoding) == 300
+    assert decoding[0] == 1
+    # step 2 begins at 20 s of the window that starts at 10 s; after 3 s half of all ranks decode
+    assert decoding[195] == pytest.approx(0.5, abs=0.01)
+    assert sum(map(len, (json.dumps(figure) for figure in figures.values()))) < 400_000

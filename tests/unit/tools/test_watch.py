@@ -6,27 +6,48 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit.tools.test_report import make_run
+from tests.unit.tools.test_report import figures, make_run, rows_of, traces
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, ScoredGroup
 from tools.report import main as report
 from tools.run_report.alarms import find_alarms
+from tools.run_report.live import LiveRun
 from tools.run_report.responses import read_responses
-from tools.watch import LiveRun, WatchServer, main
+from tools.watch import WatchServer, main
 
 HOSTILE = "</td></script><script>alert(1)</script>&amp;"
 
 
-def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
-    """A step whose responses are `texts`, of 1, 2, 3, ... tokens and rewards 0.5, 1.5, 2.5, ..."""
+class Texts:
+    """Response i has the tokens i, i, ... and the text i; all of it belongs to the last token."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = [*texts, "the prompt"]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.texts[token_ids[0]]
+
+    def split(self, token_ids: Sequence[int]) -> list[str]:
+        text = self.decode(token_ids)
+        return [*text[: len(token_ids) - 1], text[len(token_ids) - 1 :]]
+
+
+def write_responses(
+    run_dir: Path, step: int, texts: list[str], passes: Sequence[tuple[int, int]] = ()
+) -> None:
+    """A step whose responses are `texts`, of 1, 2, 3, ... tokens and rewards 0.5, 1.5, 2.5, ...
+
+    A token has one character, the last token all that is left. `passes` are start and accept length
+    of the verify passes.
+    """
     prompt = Prompt(prompt_id="p", draw_index=0, token_ids=(1,), data_source="math")
     rollouts = [
         Rollout(
@@ -39,14 +60,15 @@ def write_responses(run_dir: Path, step: int, texts: list[str]) -> None:
             policy_logprobs=torch.zeros(index + 1),
             finish_reason="stop",
             policy_version=step - 1,
+            verify_starts=tuple(start for start, _ in passes),
+            accept_lengths=tuple(count for _, count in passes),
         )
         for index in range(len(texts))
     ]
-    decoded = [*texts, "the prompt"]
-    log = RolloutLog(run_dir / "rollouts", lambda ids: decoded[ids[0]], resume_step=step)
+    log = RolloutLog(run_dir / "rollouts", Texts(texts), resume_step=step)
     rewards = tuple(index + 0.5 for index in range(len(texts)))
     group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
-    log.write(step, [ScoredGroup(group=group, rewards=rewards)])
+    log.write(step, [ScoredGroup(group=group, rewards=rewards)], {(0, 1): 0.125})
 
 
 @contextmanager
@@ -69,11 +91,10 @@ def get(url: str, **headers: str) -> str:
 
 def test_the_page_follows_the_run(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
-    for name in ("summary.json", "trace.json"):  # written at the end
-        (run_dir / name).unlink()
+    (run_dir / "summary.json").unlink()  # written at the end
     before = sorted(path for path in run_dir.rglob("*"))
     with serving(run_dir, run_dir) as url:
-        page, version = get(url), json.loads(get(f"{url}/0/version"))["version"]
+        page, version = get(f"{url}/0/"), json.loads(get(f"{url}/0/version"))["version"]
         assert f"3 of {RunConfig().run.num_steps} RL steps are done" in page
         assert 'id="figure-timeline"' in page
         assert '<a href="/1/">run</a>' in page
@@ -87,12 +108,37 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
         assert f'"{new}"' in page
         assert f"4 of {RunConfig().run.num_steps} RL steps are done" in page
         assert "Step 4 has values that are not finite: critic/rewards/mean." in page
+        both = get(url)  # of several runs, the first page compares them
+        assert 'id="figure-critic_rewards_mean"' in both
+        assert '"name": "run (2)"' in both
+        assert "run: Step 4 has values that are not finite: critic/rewards/mean." in both
+        assert json.loads(get(f"{url}/all/version")) == {"version": new + new}
         for path in ("/2/", "/0/x", "/../etc/passwd", "/0/metrics.jsonl"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 get(url + path)
         with pytest.raises(urllib.error.HTTPError, match="403"):  # a page of another site
             get(f"{url}/0/", Host="example.com")
     assert sorted(path for path in run_dir.rglob("*")) == before
+
+
+def test_several_runs_are_drawn_in_the_same_figures(tmp_path: Path) -> None:
+    run_dirs = [make_run(tmp_path / name, with_spot=False) for name in ("one", "other")]
+    out = tmp_path / "page.html"
+    assert report([*map(str, run_dirs), "--out", str(out)]) == 0
+    page = out.read_text(encoding="utf-8")
+    metrics = [
+        "critic/rewards/mean",
+        "eval/accuracy",
+        "timing_s/step",
+        "rollout/spec_accept_length",
+    ]
+    assert list(figures(page)) == [metric.replace("/", "_") for metric in metrics]
+    for metric in metrics:
+        curves = traces(page, metric.replace("/", "_"))
+        assert list(curves) == ["one", "other"]
+        written = [row[metric] for row in rows_of(run_dirs[1]).values() if metric in row]
+        assert curves["other"]["y"] == written
+    assert "All settings of the run" not in page
 
 
 def test_a_run_that_starts_says_so_and_a_broken_file_is_named(tmp_path: Path) -> None:
@@ -120,14 +166,28 @@ def test_responses_are_shown_as_text(tmp_path: Path) -> None:
     for page in (LiveRun(run_dir).page([]), (run_dir / "report.html").read_text(encoding="utf-8")):
         assert "alert(1)</script>" not in page
         assert "&lt;/td&gt;&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;&amp;amp;" in page
-        assert "<td>3</td><td>1.5</td><td>2</td><td>math</td><td><div>the prompt</div>" in page
+        assert "<td>3</td><td>1.5</td><td>2</td><td>0.12</td><td>math</td><td>" in page
+        assert "<td>3</td><td>0.5</td><td>1</td><td></td><td>math</td><td><div>the prompt" in page
         assert "x" * 4000 + " … and 1,000 characters" in page
+
+
+def test_tokens_that_the_drafter_proposed_are_marked(tmp_path: Path) -> None:
+    """Plain decoding of token 0, verify passes over 1-3 and 5-6, and a plain pass for 4 between them."""
+    run_dir = make_run(tmp_path / "run")
+    text = "a<cdefg and the rest"
+    write_responses(run_dir, 3, ["", "", "", "", "", "", text], [(1, 3), (5, 2)])
+    (row, *_) = [r for r in read_responses(run_dir, 9) if r.length == 7]
+    parts = [("a", False), ("<c", True), ("de", False), ("f", True), ("g and the rest", False)]
+    assert row.parts == parts
+    expected = "<div>a<mark>&lt;c</mark>de<mark>f</mark>g and the rest</div>"
+    assert expected in LiveRun(run_dir).page([])
 
 
 def test_the_newest_responses_are_shown(tmp_path: Path) -> None:
     for step in (9, 10, 11):
         write_responses(tmp_path, step, [f"{step}a", f"{step}b", f"{step}c"])
-    assert [row.response for row in read_responses(tmp_path, 4)] == ["11a", "11b", "11c", "10c"]
+    found = ["".join(text for text, _ in row.parts) for row in read_responses(tmp_path, 4)]
+    assert found == ["11a", "11b", "11c", "10c"]
     (tmp_path / "rollouts" / "step_0000012.jsonl").write_text('{"reward": 1}\n')
     with pytest.raises(ValueError, match=r"step_0000012.jsonl: a response lacks 'token_ids'"):
         read_responses(tmp_path, 4)

@@ -87,7 +87,10 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
 
     inference = SimpleNamespace(metrics={})
     policy_trainer = SimpleNamespace(
-        model=policy, infer_logprobs=lambda groups, tap: inference, update=update
+        model=policy,
+        infer_logprobs=lambda groups, tap: inference,
+        update=update,
+        engine_differences={},
     )
     worker = SimpleNamespace(
         engine=SimpleNamespace(sleep=gpu.sleep, wake=gpu.wake),

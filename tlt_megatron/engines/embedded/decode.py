@@ -269,8 +269,9 @@ class DecodeBatch:
             kept=tuple(sets[-1] for sets in kept),
         )
         self._growing_CB.add_(verdict.num_committed_B)
-        for request, count in zip(self.requests, counts, strict=True):
+        for request, count, position in zip(self.requests, counts, roots.positions, strict=True):
             request.accept_lengths.append(count)
+            request.verify_starts.append(position - request.state.num_tokens + 1)
         self._layout.advance(max(counts))
         self._noise.start()
         self.num_passes += 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 PREFIX = "tlt_megatron."
-ACCEPT_LENGTHS = "accept_lengths"  # key of a response's meta_info
+VERIFY_PASSES = "verify_passes"  # key of a response's meta_info: (first token, tokens out) of each
 
 
 class Question(StrEnum):
@@ -89,13 +89,14 @@ class Answers:
         original(processor, batch, result)
 
     @staticmethod
-    def note_accept_lengths(
+    def note_verify_pass(
         tokens: list[list[int]],
         processor: object,
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> None:
-        """After `_resolve_spec_v2_tokens`: record each request's tokens out of this verify pass.
+        """After `_resolve_spec_v2_tokens`: record where each request's tokens of this verify pass
+        start, and how many they are.
 
         SGLang's own rates divide by the initial width, which is wrong when it adapts."""
         if not is_active() or result.speculative_num_draft_tokens == 1:
@@ -105,12 +106,13 @@ class Answers:
                 continue
             if request.customized_info is None:
                 request.customized_info = {}
-            request.customized_info.setdefault(ACCEPT_LENGTHS, []).append(len(committed))
+            passes = request.customized_info.setdefault(VERIFY_PASSES, [])
+            passes.append((len(request.output_ids), len(committed)))
 
     @staticmethod
     def is_whole_response(original: bool, streamer: object, key: str) -> bool:
-        """After `is_request_level_customized_info_key`: accept lengths are not per token."""
-        return original or key == ACCEPT_LENGTHS
+        """After `is_request_level_customized_info_key`: verify passes are not per token."""
+        return original or key == VERIFY_PASSES
 
     # ----
 

@@ -91,5 +91,5 @@ def _hooks(
 
     yield "around", _RUNNER + "check_weights", answers.answer
     yield "around", _RESULTS + "process_batch_result_decode", answers.count_pass
-    yield "after", _RESULTS + "_resolve_spec_v2_tokens", answers.note_accept_lengths
+    yield "after", _RESULTS + "_resolve_spec_v2_tokens", answers.note_verify_pass
     yield "after", _STREAMER + "is_request_level_customized_info_key", answers.is_whole_response

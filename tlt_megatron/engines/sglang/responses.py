@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.engines.base import GenerationStopped
-from tlt_megatron.engines.sglang.answers import ACCEPT_LENGTHS
+from tlt_megatron.engines.sglang.answers import VERIFY_PASSES
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 
 T = TypeVar("T")
@@ -89,6 +89,8 @@ def make_rollout(
         kept = _kept_tokens([top[1:] for top in meta["output_top_logprobs"]], params)
     if params.temperature == 0.0:
         logprobs = torch.zeros_like(logprobs)
+    # the last passes may commit tokens after the end of the response
+    passes = [each for each in meta.get(VERIFY_PASSES, ()) if each[0] < len(token_ids)]
     return Rollout(
         prompt_id=prompt.prompt_id,
         draw_index=prompt.draw_index,
@@ -99,7 +101,8 @@ def make_rollout(
         policy_logprobs=policy_logprobs,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
         policy_version=policy_version,
-        accept_lengths=_cut(meta.get(ACCEPT_LENGTHS, ()), len(token_ids) - 1),
+        accept_lengths=tuple(min(count, len(token_ids) - start) for start, count in passes),
+        verify_starts=tuple(start for start, _ in passes),
         kept=kept,
     )
 
@@ -134,12 +137,3 @@ def _checked_logprobs(
                 f" {token_id}"
             )
     return torch.tensor([entry[0] for entry in entries], dtype=torch.float32)
-
-
-def _cut(accept_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Remove tokens that the last passes committed after the end of the response."""
-    kept = []
-    for length in accept_lengths:
-        kept.append(min(length, num_tokens))
-        num_tokens -= kept[-1]
-    return tuple(length for length in kept if length)
