@@ -123,18 +123,24 @@ def _limit(cut_network: bool) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))
-    if cut_network and not _enter_empty_network():
-        raise OSError("unshare: no network namespace, although the first one could be made")
+    if cut_network:
+        _enter_empty_network()
 
 
 @functools.cache
 def can_cut_network() -> bool:
-    """Return whether this user may make a network namespace here. A child process tries it once."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if _enter_empty_network() else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    """Return whether this user can run Python in a network namespace of its own here. A process tries it once."""
+    command = [sys.executable, "-I", "-S", "-c", "import json"]
+    try:
+        tried = subprocess.run(
+            command, cwd="/", preexec_fn=_enter_empty_network, capture_output=True, check=False
+        )
+    except (OSError, subprocess.SubprocessError):  # not allowed, or Python's files cannot be read
+        return False
+    return tried.returncode == 0
 
 
-def _enter_empty_network() -> bool:
-    return _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
+def _enter_empty_network() -> None:
+    if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"unshare: {os.strerror(number)}")
