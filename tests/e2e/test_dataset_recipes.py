@@ -73,8 +73,8 @@ def test_a_recipe_trains_a_step(
     assert code == 0, stderr[-5000:]
     rows = metric_rows(tmp_path / "run")
     (step,) = (row for row in rows if "timing_s/step" in row)
-    assert step["critic/rewards/mean"] == 0  # a random policy solves nothing
+    assert 0 <= step["critic/rewards/mean"] <= 1
     assert any(f"val-core/{EVAL[recipe]}/reward/mean@1" in row for row in rows)
     assert settings.reward.function in (tmp_path / "run" / "config.yaml").read_text()
     if recipe == "mbpp":
-        assert step["reward/mbpp/has_code/mean"] == 0
+        assert step["reward/mbpp/has_code/mean"] == 0  # the tiny tokenizer has no "`"
