@@ -72,13 +72,13 @@ SOURCES: dict[str, Callable[[Json, int], Example]] = {
 
 
 def convert(source: str, path: Path, *, as_text: bool = False) -> Iterator[Json]:
-    """Yield the rows of `path` for a trainer. A repeated id is left out: the file of DAPO-Math-17k repeats its prompts."""
+    """Yield the rows of `path` for a trainer. A repeated id or question is left out: DAPO-Math-17k repeats its rows."""
     seen: set[str] = set()
     for index, raw in enumerate(read_file(path)):
         example = SOURCES[source](raw, index)
-        if example.number in seen:
+        if {example.number, example.question} & seen:
             continue
-        seen.add(example.number)
+        seen |= {example.number, example.question}
         message = {"role": "user", "content": example.question}
         yield {
             "prompt": example.question if as_text else [message],
