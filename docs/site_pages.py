@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import io
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_megatron.cli import COMMANDS
-from tlt_megatron.config import policy_sections, schema
+from tlt_megatron.config.schema import RunConfig
 
 REPO = Path(__file__).resolve().parent.parent
 INCLUDED = {
@@ -90,17 +91,16 @@ def configuration() -> str:
         "# Configuration",
         "Every setting of a run, generated from `config/schema.py`. Set it as `section.key=value`.",
     ]
-    comments = dict(_comments(schema)) | dict(_comments(policy_sections))
-    for section in dataclasses.fields(schema.RunConfig):
+    for section in dataclasses.fields(RunConfig):
         kind = typing.cast(type, section.default_factory)
+        comments = dict(_comments(kind))
         hints = typing.get_type_hints(kind, include_extras=True)
         parts += [f"## {section.name}", (kind.__doc__ or "").replace("\n    ", "\n")]
         rows = ["| setting | values | default | what it is |", "|---|---|---|---|"]
         for field in dataclasses.fields(kind):
             default = getattr(kind(), field.name)
             cells = (f"`{section.name}.{field.name}`", _values(hints[field.name]), f"`{default!r}`")
-            comment = comments.get((kind.__name__, field.name), "")
-            rows.append(" | ".join(["", *cells, _cell(comment), ""]).strip())
+            rows.append(" | ".join(["", *cells, _cell(comments[field.name]), ""]).strip())
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
@@ -119,19 +119,19 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _comments(module: Any) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the comment of each field of a module's classes: those above it, on its lines, or both."""
-    source = Path(module.__file__).read_text(encoding="utf-8")
+def _comments(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the comment of each field of a class by its name: those above it, on its lines, or both."""
+    source = inspect.getsource(kind)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = [token for token in tokens if token.type == tokenize.COMMENT]
     comments = {token.start[0]: token.string for token in found}
     alone = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
-    for owner in ast.parse(source).body:
-        for field in owner.body if isinstance(owner, ast.ClassDef) else ():
-            if isinstance(field, ast.AnnAssign):
-                first = field.lineno
-                while first - 1 in alone:
-                    first -= 1
-                lines = range(first, (field.end_lineno or first) + 1)
-                words = [comments[n].lstrip("# ") for n in lines if n in comments]
-                yield (owner.name, ast.unparse(field.target)), " ".join(words)
+    (owner,) = ast.parse(source).body
+    for field in owner.body if isinstance(owner, ast.ClassDef) else ():
+        if isinstance(field, ast.AnnAssign):
+            first = field.lineno
+            while first - 1 in alone:
+                first -= 1
+            lines = range(first, (field.end_lineno or first) + 1)
+            words = [comments[n].lstrip("# ") for n in lines if n in comments]
+            yield ast.unparse(field.target), " ".join(words)
