@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tlt_megatron.config.load import dump_config, load_config
-from tlt_megatron.config.other_names import OURS
+from tlt_megatron.config.other_names import by_their_name
 from tlt_megatron.config.schema import ModelSection, RunConfig
 
 
@@ -89,7 +89,7 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
             r"unknown key; n-samples-per-prompt: here rollout\.num_samples$",
         ),
         (
-            "actor_rollout_ref={actor: {ppo_epochs: 2}, rollout: {n: 4, name: x}}",
+            "actor_rollout_ref={actor: {ppo_epochs: 2}, rollout: {n: 4, mode: x}}",
             r"actor_rollout_ref\.actor\.ppo_epochs: here algorithm\.num_epochs; "
             r"actor_rollout_ref\.rollout\.n: here rollout\.num_samples$",
         ),
@@ -189,7 +189,7 @@ def test_settings_are_read_and_checked_without_torch() -> None:
 
 
 def test_every_name_of_another_trainer_leads_to_a_key_that_exists() -> None:
-    for ours in OURS.values():
+    for ours in by_their_name().values():
         for key in re.findall(r"\b[a-z]+\.(?!py:)[a-z_]+", ours):
             section, _, name = key.partition(".")
             assert hasattr(getattr(RunConfig(), section), name), key
