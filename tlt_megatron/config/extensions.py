@@ -57,6 +57,15 @@ REGISTRY = {
             "fixed": "tlt_megatron.speculation.selector:FixedSelector",
         },
     ),
+    "logging.trackers": ExtensionPoint(
+        ("run_dir", "project", "config", "resume_step"),
+        {
+            "tensorboard": "tlt_megatron.runtime.trackers:TensorBoard",
+            "wandb": "tlt_megatron.runtime.trackers:Wandb",
+            "mlflow": "tlt_megatron.runtime.trackers:MlFlow",
+            "swanlab": "tlt_megatron.runtime.trackers:SwanLab",
+        },
+    ),
     "rollout.engine": ExtensionPoint(
         ("config", "device", "run_dir", "world"),
         {

@@ -123,6 +123,8 @@ NAMES: dict[str, tuple[str, str, str]] = {
     ),
     "eval.temperature": (f"{_ROLLOUT}val_kwargs.temperature", "eval-temperature", ""),
     "logging.rollouts": ("trainer.rollout_data_dir", "save-debug-rollout-data", "log_completions"),
+    "logging.trackers": ("trainer.logger", "use-wandb", "report_to"),
+    "logging.project": ("trainer.project_name", "wandb-project", ""),
 }
 
 # What differs besides the name, and names that the table does not have.

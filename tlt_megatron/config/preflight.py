@@ -5,7 +5,8 @@ The launcher calls it, so that a mistake is reported at once and in one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,26 @@ def check_files(config: RunConfig) -> None:
         _check_drafter(Path(config.speculation.drafter), policy, needs_whole_head=needs_whole_head)
     for key in REGISTRY:
         section, _, name = key.partition(".")
-        is_reward = key == "reward.function"
-        specs = config.reward.weights if is_reward else [getattr(getattr(config, section), name)]
-        for spec in specs:
+        value = getattr(getattr(config, section), name)
+        if key == "reward.function":
+            value = config.reward.weights
+        for spec in [value] if isinstance(value, str) else value:
             check_extension_file(key, spec)
+    _check_trackers(config.logging.all_trackers)
     _check_prompts("data.train", config.data.train)
     if config.data.eval:
         _check_prompts("data.eval", config.data.eval)
     _check_tokenizer(config.model.path, policy.vocab_size)  # last, because it is the slowest
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError for a built-in tracker, named like its package, that is not installed."""
+    for name in names:
+        if name in REGISTRY["logging.trackers"].built_in and find_spec(name) is None:
+            switch = " or set logging.tensorboard=false" if name == "tensorboard" else ""
+            raise ValueError(
+                f"logging.trackers={name}: the package {name} is not installed: pip install {name}{switch}"
+            )
 
 
 def risky_settings(config: RunConfig) -> list[str]:

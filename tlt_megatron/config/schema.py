@@ -263,12 +263,25 @@ class EvalSection(Section):
 class LoggingSection(Section):
     """What a run writes for its users."""
 
-    tensorboard: bool = True  # <run.dir>/tensorboard
-    wandb_project: str = ""  # empty: off; needs the wandb package
+    tensorboard: bool = True  # <run.dir>/tensorboard; the same as "tensorboard" in trackers
+    wandb_project: str = ""  # not empty: the same as "wandb" in trackers, with this project
+    # tensorboard, wandb, mlflow, swanlab, path/to/file.py:Class or package.module:Class
+    trackers: list[str] = field(default_factory=list)
+    project: str = "tlt_megatron"  # of the run in wandb, mlflow and swanlab
     # live: a display on a terminal; lines: one per step; auto: live on a terminal, else lines
     progress: Annotated[str, one_of("auto", "live", "lines", "none")] = "auto"
     rollouts: bool = False  # every response with its reward: <run.dir>/rollouts/step_0000001.jsonl
     trace: bool = True  # spans of every rank, merged to <run.dir>/trace.json (Perfetto)
+
+    def check(self) -> None:
+        for spec in self.trackers:
+            check_extension("logging.trackers", spec)
+
+    @property
+    def all_trackers(self) -> list[str]:
+        """Return every tracker in use once."""
+        named = ["tensorboard"] * self.tensorboard + ["wandb"] * bool(self.wandb_project)
+        return list(dict.fromkeys([*named, *self.trackers]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

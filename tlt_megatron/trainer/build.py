@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -36,6 +37,7 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.runtime.trackers import Trackers, signals_kept
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import attach_drafter
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
@@ -176,6 +178,8 @@ def _check_extensions(config: RunConfig) -> None:
     load_extension("algorithm.advantage", config.algorithm.advantage)
     load_extension("algorithm.loss", config.algorithm.loss)
     load_extension("speculation.selector", config.speculation.selector)
+    for spec in config.logging.all_trackers:
+        load_extension("logging.trackers", spec)
 
 
 def _build_worker(
@@ -232,12 +236,8 @@ def _open_report(
     run_dir, logging_section = site.run_dir, site.config.logging
     (run_dir / "config.yaml").write_text(dump_config(site.config), encoding="utf-8")
     first_step = saved.step + 1 if saved else None
-    metrics = MetricsWriter(
-        run_dir,
-        tensorboard=logging_section.tensorboard,
-        wandb_project=logging_section.wandb_project,
-        resume_step=first_step,
-    )
+    trackers = _make_trackers(site.config, run_dir, first_step)
+    metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
     site.stack.callback(metrics.close)
     rollouts = None
     if logging_section.rollouts:
@@ -249,6 +249,24 @@ def _open_report(
         passes=SpeculationLog(run_dir, resume_step=first_step),
         rollouts=rollouts,
     )
+
+
+def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) -> Trackers:
+    """Start the trackers of rank 0. ValueError names one that cannot start."""
+    trackers = {}
+    for spec in config.logging.all_trackers:
+        is_named = spec == "wandb" and config.logging.wandb_project
+        try:
+            with signals_kept():
+                trackers[spec] = load_extension("logging.trackers", spec)(
+                    run_dir=run_dir,
+                    project=config.logging.wandb_project if is_named else config.logging.project,
+                    config=dataclasses.asdict(config),
+                    resume_step=resume_step,
+                )
+        except Exception as error:
+            raise ValueError(f"logging.trackers={spec}: cannot start: {error!r}") from error
+    return Trackers(trackers)
 
 
 def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:

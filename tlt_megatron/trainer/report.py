@@ -53,8 +53,9 @@ class RunReport:
         """
         if self._passes is not None:
             self._passes.write(collected.passes)
-        if self._rollouts is not None:
-            self._rollouts.write(step, collected.groups, differences)
+        if self._rollouts is not None and self._metrics is not None:
+            samples = self._rollouts.write(step, collected.groups, differences)
+            self._metrics.trackers.log_responses(step, samples)
         metrics = collected.metrics | update
         timings = gather_objects(self.phases.take_timings(), self.world)
         metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}

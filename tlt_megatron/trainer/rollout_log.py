@@ -10,6 +10,8 @@ from typing import Protocol
 from tlt_megatron.runtime.metrics import set_aside
 from tlt_megatron.types import Rollout, ScoredGroup
 
+_NUM_SAMPLES = 16  # responses of a step that trackers get
+
 
 def _file_name(step: int) -> str:
     return f"step_{step:07d}.jsonl"
@@ -45,9 +47,10 @@ class RolloutLog:
         step: int,
         groups: Sequence[ScoredGroup],
         differences: Mapping[tuple[int, int], float],
-    ) -> None:
-        """Write the responses of a step. `differences` as in `RunReport.end_step`."""
+    ) -> list[dict[str, object]]:
+        """Write the responses of a step and return the first ones. `differences` as in `RunReport.end_step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        first: list[dict[str, object]] = []
         with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
             for number, scored in enumerate(groups):
                 for rollout, reward in zip(scored.group.rollouts, scored.rewards, strict=True):
@@ -59,6 +62,9 @@ class RolloutLog:
                         "logprob_diff": difference,
                     }
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    if len(first) < _NUM_SAMPLES:
+                        first.append(row)
+        return first
 
     def _row(self, rollout: Rollout) -> dict[str, object]:
         tokens = rollout.token_ids.tolist()

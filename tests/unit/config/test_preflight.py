@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.model_files import write_drafter, write_model, write_safetensors, zeros
+from tlt_megatron.config import preflight
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_files, risky_settings
 from tlt_megatron.config.weight_files import INDEX_NAME
@@ -109,3 +110,21 @@ def test_k1_in_the_reward_and_live_with_a_hold_out_are_allowed() -> None:
     load_config(None, ["spot.publish=live", "spot.holdout_share=0.1"])
     load_config(None, ["eval.interval=2", "data.eval=x.jsonl"])
     load_config(None, ["mcore.transformer.tp_comm_overlap=true"])
+
+
+@pytest.mark.parametrize(
+    "override, name",
+    [
+        ("logging.trackers=['mlflow']", "mlflow"),
+        ("logging.wandb_project=p", "wandb"),
+        ("logging.trackers=[]", "tensorboard"),
+    ],
+)
+def test_a_trackers_package_that_is_absent_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, name: str
+) -> None:
+    write_model(tmp_path / "model")
+    monkeypatch.setattr(preflight, "find_spec", lambda package: None if package == name else 1)
+    message = f"logging.trackers={name}: the package {name} is not installed: pip install {name}"
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path, override)

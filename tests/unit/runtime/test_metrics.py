@@ -1,11 +1,10 @@
-"""metrics.jsonl and TensorBoard: what is written, what is refused, and that a resume writes nothing twice."""
+"""metrics.jsonl: what is written, what is refused, and that a resume writes nothing twice."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,11 @@ import pytest
 import torch
 
 from tlt_megatron.runtime.metrics import MetricsWriter
+from tlt_megatron.runtime.trackers import Trackers
 
 
-def open_writer(
-    run_dir: Path,
-    *,
-    tensorboard: bool = False,
-    wandb_project: str = "",
-    resume_step: int | None = None,
-) -> MetricsWriter:
-    return MetricsWriter(
-        run_dir, tensorboard=tensorboard, wandb_project=wandb_project, resume_step=resume_step
-    )
+def open_writer(run_dir: Path, *, resume_step: int | None = None) -> MetricsWriter:
+    return MetricsWriter(run_dir, Trackers({}), resume_step=resume_step)
 
 
 def write_steps(writer: MetricsWriter, steps: range, offset: float = 0.0) -> None:
@@ -119,49 +111,3 @@ def test_fresh_run_in_a_used_folder_keeps_the_earlier_numbers_apart(tmp_path: Pa
     names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
     values = [json.loads((tmp_path / name).read_text())["a"] for name in names]
     assert values == [1.1, 1.2, 1.3]
-
-
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    write_steps(open_writer(tmp_path, tensorboard=True), range(1, 6))
-    write_steps(open_writer(tmp_path, tensorboard=True, resume_step=4), range(4, 7), offset=100.0)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    points = [(event.step, event.value) for event in events.Scalars("a")]
-    assert points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0)]
-
-
-def test_wandb_that_is_not_installed_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [])  # also on a machine that has it
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ValueError, match=r"logging\.wandb_project='p': needs the package wandb"):
-        open_writer(tmp_path / "run", wandb_project="p")
-    assert not (tmp_path / "run").exists()
-
-
-def test_wandb_gets_every_step_and_the_same_run_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "packages"
-    package.mkdir()
-    (package / "wandb.py").write_text(  # stands in for the real one, which talks to a server
-        "calls = []\n"
-        "class Run:\n"
-        "    def log(self, data, *, step): calls.append(('log', step, data))\n"
-        "    def finish(self): calls.append(('finish',))\n"
-        "def init(**options):\n"
-        "    calls.append(('init', options))\n"
-        "    return Run()\n"
-    )
-    monkeypatch.syspath_prepend(package)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    write_steps(open_writer(tmp_path / "run", wandb_project="p"), range(1, 2))
-    write_steps(open_writer(tmp_path / "run", wandb_project="p", resume_step=2), range(2, 3))
-    calls = sys.modules.pop("wandb").calls
-    assert [call[0] for call in calls] == ["init", "log", "finish"] * 2
-    assert calls[0][1] == calls[3][1]
-    assert (calls[0][1]["project"], calls[0][1]["resume"]) == ("p", "allow")
-    assert [calls[1][1:], calls[4][1:]] == [(1, {"a": 1.0}), (2, {"a": 2.0})]

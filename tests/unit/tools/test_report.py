@@ -16,6 +16,7 @@ from tlt_megatron.config.schema import RunConfig, SpeculationSection, SpotSectio
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.speculation_log import SpeculationLog, add_pass_spans, sum_passes
 from tools.report import main
 from tools.run_report.data import read_run
@@ -93,7 +94,7 @@ def make_run(
         text if with_trace else text.replace("trace: true", "trace: false")
     )
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    metrics = MetricsWriter(folder, tensorboard=False, wandb_project="", resume_step=None)
+    metrics = MetricsWriter(folder, Trackers({}), resume_step=None)
     metrics.write(0, {"eval/accuracy": 0.4375})
     log = SpeculationLog(folder, resume_step=None)
     for step in (1, 2, 3):

@@ -1,0 +1,216 @@
+"""Trackers get the metrics of a run, and the first responses of each step if the run writes responses.
+
+A tracker is a class with the methods of `Tracker`, made on rank 0. `logging.trackers` names it by a name of
+config/extensions.py or by an import path. A package is imported when its tracker is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+COLUMNS = ("prompt", "response", "reward", "data_source", "logprob_diff", "finish_reason")
+Row = Mapping[str, Any]  # a response, as in rollouts/step_*.jsonl
+Settings = Mapping[str, Mapping[str, object]]
+
+
+class Tracker(Protocol):
+    """Made as `Class(run_dir=..., project=..., config=..., resume_step=...)`.
+
+    `config` are all settings by section. `resume_step` is the first step that a resumed run does; None for a fresh run.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics. Values may be NaN or infinite; a step may be logged twice, with other names."""
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        """Log responses as a table, or do nothing."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Trackers:
+    """The trackers of a run, by name. One that fails is reported and no longer used."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics to all trackers."""
+        self._call(f"step {step}", lambda tracker: tracker.log(step, metrics))
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        """Log responses to all trackers."""
+        self._call(f"step {step}", lambda tracker: tracker.log_responses(step, rows))
+
+    def close(self) -> None:
+        """Close all trackers."""
+        self._call("the end of the run", lambda tracker: tracker.close())
+
+    def _call(self, when: str, function: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                function(tracker)
+            except Exception as error:  # of the package, or of the user's code: the run goes on
+                del self._trackers[name]
+                log.warning(
+                    "logging.trackers: %s failed at %s and gets no more metrics: %r. The run goes on; metrics.jsonl has all"
+                    " metrics",
+                    *(name, when, error),
+                )
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Restore the signal handlers that the body replaces: a package must not take Ctrl-C from the run."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+class TensorBoard:
+    """Writes <run_dir>/tensorboard. Steps that a resumed run does again are hidden."""
+
+    def __init__(
+        self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=resume_step or 0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        """Do nothing: TensorBoard has no tables."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Writes to Weights & Biases, the same run after a resume. WANDB_MODE=offline needs no network."""
+
+    def __init__(
+        self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
+    ) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        folder = run_dir.resolve()
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=f"{folder.name}-{zlib.crc32(str(folder).encode()):08x}",
+            dir=str(folder),
+            config=dict(config),
+            resume="allow",  # steps that it already has are dropped
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        data = [[row[name] for name in COLUMNS] for row in rows]
+        self._run.log({"responses": self._wandb.Table(columns=list(COLUMNS), data=data)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlFlow:
+    """Writes to MLflow: to MLFLOW_TRACKING_URI, else without a server to <run_dir>/mlflow.db and mlartifacts.
+
+    A resumed run is a run of its own, because MLflow keeps both values of a step that is done again.
+    """
+
+    def __init__(
+        self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
+    ) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        folder, uri = run_dir.resolve(), os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = None if uri else (folder / "mlartifacts").as_uri()
+        self._mlflow = mlflow
+        self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{folder}/mlflow.db")
+        found = self._client.get_experiment_by_name(project)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(project, artifacts)
+        )
+        name = folder.name if resume_step is None else f"{folder.name}-from-step-{resume_step}"
+        self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
+        self._client.log_dict(self._run_id, dict(config), "config.yaml")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        entries = [
+            self._mlflow.entities.Metric(_mlflow_name(name), value, now_ms, step)
+            for name, value in metrics.items()
+        ]
+        self._client.log_batch(self._run_id, metrics=entries)
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        table = {name: [row[name] for row in rows] for name in COLUMNS}
+        self._client.log_table(self._run_id, table, f"responses/step_{step:07d}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _mlflow_name(name: str) -> str:
+    """Return the name with "_" for the characters that MLflow refuses: "mean@4" becomes "mean_4"."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+class SwanLab:
+    """Writes to SwanLab as SWANLAB_MODE says, else without network to <run_dir>/swanlog.
+
+    `swanlab watch` shows that folder if the package swanlab[dashboard] is installed.
+    """
+
+    def __init__(
+        self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
+    ) -> None:
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        folder = run_dir.resolve()
+        default = "offline" if find_spec("swanboard") is None else "local"
+        self._swanlab = swanlab
+        swanlab.init(
+            project=project,
+            experiment_name=folder.name,
+            logdir=str(folder / "swanlog"),
+            mode=os.environ.get("SWANLAB_MODE") or default,
+            config=dict(config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def log_responses(self, step: int, rows: Sequence[Row]) -> None:
+        texts = [
+            self._swanlab.Text("\n\n".join(f"{name}: {row[name]}" for name in COLUMNS))
+            for row in rows
+        ]
+        self._swanlab.log({"responses": texts}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
