@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import textwrap
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
@@ -187,6 +188,21 @@ def test_the_configuration_page_explains_every_setting() -> None:
 def test_every_place_names_the_same_version() -> None:
     for file in ("setup.py", "CITATION.cff", "CHANGELOG.md", "docs/releasing.md"):
         assert __version__ in text(REPO / file), file
+
+
+@functools.cache
+def metrics() -> list[str]:
+    """The names of the page of metrics; * stands for any text."""
+    cells = re.findall(r"^\| (`[^|]+) \|", text(REPO / "docs" / "metrics.md"), re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_metrics_that_a_page_names_are_on_the_page_of_metrics(page: Path) -> None:
+    groups = {name.partition("/")[0] for name in metrics() if "/" in name}
+    named = [part for part in code(page) if re.fullmatch(r"[a-z_-]+(/[\w@*]+)+", part)]
+    named = [name for name in named if name.partition("/")[0] in groups]
+    assert [n for n in named if not any(fnmatch(n, m) or fnmatch(m, n) for m in metrics())] == []
 
 
 def unknown_words(line: str) -> list[str]:
