@@ -38,6 +38,7 @@ GENERATED = {
 }
 PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+_LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]* (?:src|href)=\"?https?:[^>]*>")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -52,6 +53,15 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page with links between pages."""
     return resolve_links(markdown, page.file.src_uri)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuse a page that loads a file from another host."""
+    from mkdocs.exceptions import PluginError
+
+    if loaded := _LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads {loaded.group()}: must load local files only")
+    return output
 
 
 def pages() -> dict[str, str]:
