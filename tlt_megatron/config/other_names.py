@@ -13,6 +13,7 @@ _CORRECTION, _OVERLONG = "algorithm.rollout_correction.", "reward_model.overlong
 
 # ours: (verl's key, slime's flag, TRL's argument); "": none
 NAMES: dict[str, tuple[str, str, str]] = {
+    "model.path": ("actor_rollout_ref.model.path", "hf-checkpoint", ""),
     "data.train": ("data.train_files", "prompt-data", "train_dataset"),
     "data.eval": ("data.val_files", "eval-prompt-data", "eval_dataset"),
     "data.input_key": ("data.prompt_key", "input-key", ""),
@@ -67,14 +68,14 @@ NAMES: dict[str, tuple[str, str, str]] = {
     ),
     "algorithm.rollout_is": (
         f"{_CORRECTION}rollout_is",
-        "use-tis",
+        "",
         "vllm_importance_sampling_mode",
     ),
-    "algorithm.rollout_rs": (f"{_CORRECTION}rollout_rs", "custom-tis-function-path", ""),
+    "algorithm.rollout_rs": (f"{_CORRECTION}rollout_rs", "", ""),
     "algorithm.rollout_rs_threshold": (f"{_CORRECTION}rollout_rs_threshold", "", ""),
     "algorithm.rollout_rs_threshold_lower": (
         f"{_CORRECTION}rollout_rs_threshold_lower",
-        "tis-clip-low",
+        "",
         "vllm_importance_sampling_clip_min",
     ),
     "algorithm.rollout_token_veto_threshold": (
@@ -95,7 +96,7 @@ NAMES: dict[str, tuple[str, str, str]] = {
         "steps_per_generation",
     ),
     "algorithm.num_epochs": (f"{_ACTOR}ppo_epochs", "", "num_iterations"),
-    "algorithm.recompute_log_probs": (f"{_CORRECTION}bypass_mode", "use-rollout-logprobs", ""),
+    "algorithm.recompute_log_probs": ("", "", ""),
     "algorithm.skip_zero_advantages": ("", "", ""),
     "algorithm.max_logprob_diff": ("", "ci-train-rollout-logprob-abs-diff-threshold", ""),
     "reward.function": ("custom_reward_function.path", "custom-rm-path", "reward_funcs"),

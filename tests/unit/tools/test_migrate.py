@@ -14,12 +14,13 @@ set -x
 # GRPO on a cluster
 folder=${MY_UNSET_FOLDER:-"${MY_UNSET_HOME:-/data}"}
 train=$folder/dapo.parquet
+length=$((1024 * (2 - 1)))
 python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     algorithm.adv_estimator=grpo \\
     algorithm.use_kl_in_reward=False \\
     data.train_files="['$train']" \\
     data.val_files=/data/aime.parquet \\
-    data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=4096 \\
+    data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=$((length * 4)) \\
     actor_rollout_ref.model.path=${MY_UNSET_MODEL:-Qwen/Qwen3-8B} \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
@@ -35,12 +36,25 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     trainer.default_local_dir=$MY_UNSET_FOLDER/out \\
     +actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
     custom_reward_function.path=reward.py custom_reward_function.name=score \\
+    algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=$((length / 2)) \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 \\
+    algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=3.0 \\
+    algorithm.rollout_correction.rollout_rs=seq_mean_k1 \\
+    algorithm.rollout_correction.rollout_rs_threshold="0.99_1.001" \\
+    algorithm.rollout_correction.bypass_mode=True \\
+    actor_rollout_ref.actor.policy_loss.loss_mode=vanilla \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=2 \\
     trainer.logger='["console","wandb"]' \\
     trainer.test_freq=-1 trainer.save_freq=20 trainer.total_training_steps=400 $@
 """
 VERL_YAML = """
 data: {train_files: /data/train.parquet, train_batch_size: 64, max_prompt_length: 512}
-algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false, gamma: 1.0}
+algorithm:
+  {adv_estimator: grpo, norm_adv_by_std_in_grpo: false, gamma: 1.0, rollout_is: null, rollout_rs: token_k3,
+   rollout_token_veto_threshold: 1.0e-4, filter_groups: {enable: false, metric: seq_reward}}
+reward_model: {overlong_buffer: {enable: false, len: 512, penalty_factor: 1.0}}
 actor_rollout_ref:
   model: {path: /models/policy}
   actor: {use_kl_loss: false, kl_loss_coef: 0.001, loss_agg_mode: seq-mean-token-sum, optim: {lr: 2.0e-6}}
@@ -80,18 +94,25 @@ EVAL_ARGS=(
 PERF_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --max-tokens-per-gpu 9216)
 GRPO_ARGS=(--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --eps-clip 0.2 --eps-clip-high=0.28)
 OPTIMIZER_ARGS=(--lr 1e-6 --adam-beta2 0.98)
-ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --colocate ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
+ray stop --force
+pkill -9 python
+ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --actor-num-nodes 1 \\
+   --actor-num-gpus-per-node 4 --colocate ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]}
 """
 VERL_OURS = """
 model.path: Qwen/Qwen3-8B, data.train: /data/dapo.parquet, data.eval: /data/aime.parquet, data.max_prompt_tokens: 1024,
 rollout.num_prompts: 256, rollout.num_samples: 8, rollout.max_new_tokens: 4096, rollout.top_k: 0, rollout.engine: sglang,
 rollout.dtype: bfloat16, algorithm.num_minibatches: 4, algorithm.clip_low: 0.2, algorithm.clip_high: 0.28,
 algorithm.kl_coef: 0.001, algorithm.kl_placement: loss, algorithm.aggregation: token_mean, parallel.tensor: 2,
+algorithm.tis_cap: 3.0, algorithm.rollout_is: sequence, algorithm.rollout_rs: geometric,
+algorithm.rollout_rs_threshold: 1.001, algorithm.rollout_rs_threshold_lower: 0.99, algorithm.dynamic_sampling: True,
+algorithm.dynamic_sampling_metric: acc, reward.overlong_tokens: 512, reward.overlong_penalty: 0.5,
 optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
 """
 YAML_OURS = """
 model.path: /models/policy, data.train: /data/train.parquet, rollout.num_prompts: 64, rollout.num_samples: 4,
-algorithm.advantage: dr_grpo, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
+algorithm.advantage: dr_grpo, algorithm.tis_cap: 0.0, algorithm.rollout_token_veto_threshold: 0.0001,
+reward.overlong_tokens: 0, algorithm.dynamic_sampling: False, algorithm.dynamic_sampling_metric: reward, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
 """
 SLIME_OURS = """
 model.path: /data/Qwen3-4B, data.train: /data/dapo-math-17k.jsonl, data.label_key: label, reward.function: math,
@@ -104,23 +125,27 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "expected", "listed"),
+    ("name", "source", "expected", "ranks", "listed"),
     [
         (
             "run.sh",
             VERL_SCRIPT,
             VERL_OURS,
+            "8 --nnodes 2",
             (
                 "trainer.logger: ['console', 'wandb']",
                 "trainer.default_local_dir: '$MY_UNSET_FOLDER/out'",
+                "algorithm.rollout_correction.bypass_mode: True",
             ),
         ),
         (
             "ppo.yaml",
             VERL_YAML,
             YAML_OURS,
+            "N",
             (
                 "algorithm.gamma: 1.0",
+                "algorithm.rollout_rs: 'token_k3'  (see algorithm.rollout_rs)",
                 "loss_agg_mode: 'seq-mean-token-sum'",
                 "rollout.name: 'vllm'",
                 "rollout.prompt_length: '${data.max_prompt_length}'",
@@ -130,7 +155,12 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             "slime.sh",
             SLIME_SCRIPT,
             SLIME_OURS,
-            ("balance_data: True", "load: '/data/Qwen3-4B_slime/'  (see checkpoint.resume)"),
+            "4",
+            (
+                "balance_data: True",
+                "load: '/data/Qwen3-4B_slime/'  (see checkpoint.resume)",
+                "force: True",  # without the words of the next line
+            ),
         ),
     ],
 )
@@ -140,6 +170,7 @@ def test_a_run_of_theirs_becomes_one_of_ours(
     name: str,
     source: str,
     expected: str,
+    ranks: str,
     listed: tuple[str, ...],
 ) -> None:
     (tmp_path / name).write_text(source)
@@ -154,6 +185,7 @@ def test_a_run_of_theirs_becomes_one_of_ours(
     for line in listed:
         assert line in printed
         assert line in out.read_text()
+    assert printed.endswith(f"tlt train {out} --nproc-per-node {ranks}\n")
 
 
 @pytest.mark.parametrize(
