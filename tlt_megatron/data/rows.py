@@ -183,14 +183,14 @@ def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:
 
 
 def _data_source(raw: dict[str, object]) -> str:
-    value = raw.get("data_source")
-    if value is None:
-        value = _look_up(raw, "metadata.source_name")
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise _RowError(f"data_source={value!r} must be a string")
-    return value
+    for key in ("data_source", "metadata.data_source", "metadata.source_name"):
+        value = _look_up(raw, key)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise _RowError(f"{key}={value!r} must be a string")
+        return value
+    return ""
 
 
 def _prompt_id(raw: dict[str, object]) -> str:
