@@ -204,17 +204,21 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list
 
 
 def _counters(rank: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return counter events of the decode passes: running requests and tokens/s. A rollout ends with zeros."""
+    """Return counter events of the decode passes. A rollout ends with zeros."""
+    names = ["running requests", "tokens/s"]
+    if any("kv_tokens" in row["args"] for row in rows):
+        names.append("KV tokens")
     counters = []
     for row in rows:
         ts, args = row["ts"], row["args"]
-        if row.get("dur") and "batch_size" in args and "committed" in args:
-            values = (args["batch_size"], round(1e6 * args["committed"] / row["dur"]))
+        if row["dur"] and "batch_size" in args and "committed" in args:
+            speed = round(1e6 * args["committed"] / row["dur"])
+            values = (args["batch_size"], speed, args.get("kv_tokens", 0))
         elif row["name"] == "ROLLOUT":
-            ts, values = ts + row.get("dur", 0), (0, 0)
+            ts, values = ts + row["dur"], (0, 0, 0)
         else:
             continue
-        for name, value in zip(("running requests", "tokens/s"), values, strict=True):
+        for name, value in zip(names, values, strict=False):
             counters.append({"ph": "C", "name": name, "pid": rank, "ts": ts, "args": {name: value}})
     return counters
 

@@ -53,6 +53,7 @@ def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
         end_s = last.start_s + last.seconds
         if following:  # the sum may round past the start of the next span, and spans must nest
             end_s = min(end_s, following[0].start_s)
+        known = [p.kv_tokens for p in run if p.kv_tokens is not None]
         timeline.add_span(
             "DECODE" if first.strategy == _OFF else f"VERIFY({first.strategy})",
             first.start_s,
@@ -61,6 +62,7 @@ def add_pass_spans(timeline: Timeline, passes: Sequence[PassRecord]) -> None:
             passes=len(run),
             committed=sum(p.num_committed for p in run),
             reason=", ".join(dict.fromkeys(p.reason for p in run)),
+            **({"kv_tokens": max(known)} if known else {}),
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
 
 _NUM_STEPS = 5  # a state must last for so many steps
+_MIN_FALL = 0.1  # of the reward, as a share of the range of rewards
 _MIN_ENTROPY = 0.001  # nats per token
 _MAX_STALL = 0.05  # of the step time
 _DIFF = "train/train_rollout_logprob_abs_diff"
@@ -19,6 +21,7 @@ def find_alarms(rows: Sequence[Row], config: Sections) -> list[str]:
     """Return a sentence for each alarm. `rows` are metrics by step, ascending; None is a value that was not finite."""
     found = [
         _not_finite(rows),
+        _reward_fell(rows),
         _no_spread(rows),
         _low_entropy(rows),
         _engines_differ(rows, config),
@@ -44,6 +47,19 @@ def _not_finite(rows: Sequence[Row]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     before = f" Before it {len(bad) - 1} steps had such values." if len(bad) > 1 else ""
     return f"Step {step:.0f} has values that are not finite: {', '.join(names[:4])}{more}.{before}"
+
+
+def _reward_fell(rows: Sequence[Row]) -> str:
+    """Compare the last steps with the best ones before them, on the scale of the rewards seen so far."""
+    names = (f"critic/rewards/{name}" for name in ("mean", "min", "max"))
+    means, lows, highs = ([row[n] for row in rows if row.get(n) is not None] for n in names)
+    parts = [fmean(means[i : i + _NUM_STEPS]) for i in range(len(means) - _NUM_STEPS + 1)]
+    if len(parts) <= _NUM_STEPS or not lows or not highs:
+        return ""
+    low, best, now = min(lows), max(parts[:-_NUM_STEPS]), parts[-1]
+    if now - low >= (best - low) / 2 or best - now < _MIN_FALL * (max(highs) - low):
+        return ""
+    return f"The mean reward of the last {_NUM_STEPS} steps is {now:.3g}. It was {best:.3g} before."
 
 
 def _no_spread(rows: Sequence[Row]) -> str:

@@ -225,11 +225,12 @@ def test_spans_added_afterwards_nest_in_the_span_that_encloses_them(tmp_path: Pa
 
 
 def test_the_trace_counts_running_requests_and_marks_the_steps(tmp_path: Path) -> None:
-    for rank in (0, 1):
+    for rank in (0, 1):  # the engine of rank 1 does not know its KV memory
         timeline = open_timeline(tmp_path, rank)
+        kv = [{"kv_tokens": 640}, {"kv_tokens": 128}] if rank == 0 else [{}, {}]
         timeline.add_span("SYNC", 0.0, 1.0, version=4)
-        timeline.add_span("DECODE", 2.0, 2.5, batch_size=8, committed=16)
-        timeline.add_span("VERIFY(4_1_4)", 2.5, 3.0, batch_size=2, committed=5)
+        timeline.add_span("DECODE", 2.0, 2.5, batch_size=8, committed=16, **kv[0])
+        timeline.add_span("VERIFY(4_1_4)", 2.5, 3.0, batch_size=2, committed=5, **kv[1])
         timeline.add_span("ROLLOUT", 1.5, 3.5)
         timeline.add_span("SYNC", 4.0, 5.0, version=5)
         timeline.close()
@@ -242,7 +243,9 @@ def test_the_trace_counts_running_requests_and_marks_the_steps(tmp_path: Path) -
         assert {name: sorted(points) for name, points in counted.items()} == {
             "running requests": [(2_000_000, 8), (2_500_000, 2), (3_500_000, 0)],
             "tokens/s": [(2_000_000, 32), (2_500_000, 10), (3_500_000, 0)],
-        }
+        } | (
+            {"KV tokens": [(2_000_000, 640), (2_500_000, 128), (3_500_000, 0)]} if rank == 0 else {}
+        )
     (marker,) = [e for e in events if e["ph"] == "i"]
     assert (marker["name"], marker["ts"], marker["s"]) == ("step 5", 1_000_000, "g")
     assert {e["cat"] for e in spans(events)} == {"SYNC", "ROLLOUT", "DECODE", "VERIFY"}

@@ -197,6 +197,7 @@ FLOAT32 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "float32"}}
 BFLOAT16 = {"model": {"dtype": "float32"}, "rollout": {"dtype": "bfloat16"}}
 DIFF = "train/train_rollout_logprob_abs_diff"
 HEALTHY = {
+    "critic/rewards/mean": 0.8,
     "critic/rewards/min": 0.0,
     "critic/rewards/max": 1.0,
     "rollout/entropy": 0.3,
@@ -212,8 +213,11 @@ HEALTHY = {
     "change, num_steps, config, expected",
     [
         ({}, 5, FLOAT32, []),
-        ({"actor/grad_norm": None}, 1, FLOAT32, ["Step 9 has values that are not finite: actor/grad_norm."]),
+        ({"actor/grad_norm": None}, 1, FLOAT32, ["Step 10 has values that are not finite: actor/grad_norm."]),
         ({"b": None}, 3, FLOAT32, ["finite: b. Before it 2 steps had such values"]),
+        ({"critic/rewards/mean": 0.3}, 5, FLOAT32, ["last 5 steps is 0.3. It was 0.8 before"]),
+        ({"critic/rewards/mean": 0.3}, 3, FLOAT32, []),
+        ({"critic/rewards/mean": 0.5}, 5, FLOAT32, []),
         ({"critic/rewards/max": 0.0}, 4, FLOAT32, []),
         ({"critic/rewards/max": 0.0}, 5, FLOAT32, ["same reward for 5 steps (now 0)"]),
         ({"critic/rewards/min": 1.0}, 5, FLOAT32, ["same reward for 5 steps (now 1)"]),
@@ -233,8 +237,8 @@ def test_alarms_say_what_goes_wrong(
     config: dict[str, dict[str, object]],
     expected: list[str],
 ) -> None:
-    """`change` holds for the last `num_steps` of nine steps."""
-    rows = [{"step": step, **HEALTHY, **(change if step > 9 - num_steps else {})} for step in range(1, 10)]  # fmt: skip
+    """`change` holds for the last `num_steps` of ten steps."""
+    rows = [{"step": step, **HEALTHY, **(change if step > 10 - num_steps else {})} for step in range(1, 11)]  # fmt: skip
     alarms = find_alarms(rows, config)
     assert len(alarms) == len(expected)
     assert all(part in alarm for part, alarm in zip(expected, alarms, strict=True))

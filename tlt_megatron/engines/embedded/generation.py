@@ -171,6 +171,7 @@ class Generation:
                 reason=step.reason,
                 num_committed=step.batch_size + sum(step.accepted),
                 accepted_by_depth=tuple(depths),
+                kv_tokens=(self._cache.num_pages - self._cache.num_free) * self._cache.page_size,
             )
         )
 
