@@ -121,7 +121,8 @@ def measure_policy(
         batch = [_micro_batch(num_tokens)] * num_micro_batches
 
         def update() -> None:
-            schedule.run_forward_backward(wrapped, batch, 1.0, mcore_policy.tiny_loss, groups)
+            predict = schedule.label_logprobs(1.0, groups)
+            schedule.run_forward_backward(wrapped, batch, predict, mcore_policy.tiny_loss, groups)
 
         before = live.now
         update()

@@ -171,6 +171,8 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [P] float32, of the sampled distribution
     ref_logprobs: Tensor | None = None  # [P] float32
     kept: KeptTokens | None = None  # log-probs and entropy are of these tokens; None: of all
+    old_values: Tensor | None = None  # [P] float32, of the critic before its update
+    returns: Tensor | None = None  # [P] float32, what the critic learns to predict
     loss_count: int = 0  # this micro-batch's share of the loss divisor (tokens or sequences)
 
     @property
@@ -192,6 +194,13 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValues:
+    """What a forward pass of the critic returns for each label of a micro-batch."""
+
+    values: Tensor  # [P] float32, the expected return before the label is drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
     """A loss as numerator and denominator, so that the split into micro-batches does not change it.
 
@@ -205,6 +214,7 @@ class LossResult:
 
 
 LossFunction = Callable[[TokenLogprobs, MicroBatch], LossResult]
+ValueLossFunction = Callable[[TokenValues, MicroBatch], LossResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 class ExtensionPoint(NamedTuple):
     """A setting that names a function or a class."""
 
-    parameters: tuple[str, ...]  # it is called with these keywords; () if its owner checks the call
+    # a user's is called with these keywords; () if its owner checks the call
+    parameters: tuple[str, ...]
     built_in: dict[str, str]  # name -> import path
 
 
@@ -39,6 +40,7 @@ REGISTRY = {
             "rloo": "tlt_megatron.rewards.advantage:rloo",
             "reinforce_plus_plus": "tlt_megatron.rewards.advantage:reinforce_plus_plus",
             "reinforce_plus_plus_baseline": "tlt_megatron.rewards.advantage:reinforce_plus_plus_baseline",
+            "gae": "tlt_megatron.rewards.advantage:gae",
         },
     ),
     "algorithm.loss": ExtensionPoint(
@@ -113,7 +115,7 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     function = getattr(module, name)
     if not callable(function):
         raise ValueError(f"{key}={spec!r}: {type(function).__name__} is not callable")
-    if not point.parameters:
+    if spec in point.built_in or not point.parameters:
         return function
     signature = inspect.signature(function)
     try:

@@ -20,20 +20,8 @@ def check_layout(config: RunConfig, world_size: int) -> None:
             f"parallel.tensor={tp} x parallel.pipeline={pp} = {tp * pp} does not divide the {world_size} ranks"
         )
     model = load_model_config(config.model.path)
-    for name, size in (
-        ("num_attention_heads", model.num_heads),
-        ("num_key_value_heads", model.num_kv_heads),
-        ("vocab_size", model.vocab_size),
-        ("intermediate_size", model.ffn_size),
-    ):
-        if size % tp:
-            raise ValueError(
-                f"parallel.tensor={tp} does not divide {name}={size} of {config.model.path}"
-            )
-    if model.num_layers % pp:
-        raise ValueError(
-            f"parallel.pipeline={pp} does not divide num_hidden_layers={model.num_layers} of {config.model.path}"
-        )
+    for path in config.trained_paths:
+        _check_cuts(path, tp, pp)
     slack = sglang_slack(config)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + slack
     behind = f" + {slack} of sglang's slack" if slack else ""
@@ -46,6 +34,22 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     if 0 < config.rollout.kv_cache_tokens < longest:
         raise ValueError(
             f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one full sequence of {longest} tokens"
+        )
+
+
+def _check_cuts(path: str, tp: int, pp: int) -> None:
+    model = load_model_config(path)
+    for name, size in (
+        ("num_attention_heads", model.num_heads),
+        ("num_key_value_heads", model.num_kv_heads),
+        ("vocab_size", model.vocab_size),
+        ("intermediate_size", model.ffn_size),
+    ):
+        if size % tp:
+            raise ValueError(f"parallel.tensor={tp} does not divide {name}={size} of {path}")
+    if model.num_layers % pp:
+        raise ValueError(
+            f"parallel.pipeline={pp} does not divide num_hidden_layers={model.num_layers} of {path}"
         )
 
 

@@ -15,6 +15,7 @@ from tlt_megatron.config.ranges import (
     PositiveInt,
     Section,
     Share,
+    Unit,
     one_of,
 )
 
@@ -52,8 +53,11 @@ class AlgorithmSection(Section):
     """Advantage and policy loss."""
 
     # Each is a name, path/to/file.py:function or package.module:function.
-    # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | import path
+    # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gae (with a
+    # critic, section `critic`) | import path
     advantage: str = "grpo"
+    gamma: Fraction = 1.0  # gae: discount of a reward per token
+    lam: Unit = 1.0  # gae: 0 trusts the critic, 1 the rewards
     loss: str = "ppo"  # ppo | gspo | cispo | import path
     # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_low: Fraction = 0.2
@@ -117,6 +121,10 @@ class AlgorithmSection(Section):
         self.require(limit is None or limit > 0, "max_logprob_diff", "> 0 (null: by dtype)")
 
     @property
+    def has_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
     def has_correction(self) -> bool:
         """Return whether the loss is corrected for the rollout engine's distribution."""
         return bool(self.tis_cap or self.rollout_token_veto_threshold) or self.rollout_rs != "none"
@@ -144,9 +152,10 @@ class AlgorithmSection(Section):
     def can_skip(self) -> bool:
         """Return whether responses of zero advantage are skipped in the update.
 
-        Entropy, KL and a loss function of the user can give them a gradient. Then all are computed.
+        Entropy, KL and a loss function of the user can give them a gradient, and a critic learns
+        from all responses. Then all are computed.
         """
-        has_only_advantages = self.entropy_coef == 0 and self.kl_coef == 0
+        has_only_advantages = not (self.entropy_coef or self.kl_coef or self.has_critic)
         is_built_in = self.loss in REGISTRY["algorithm.loss"].built_in
         return self.skip_zero_advantages and has_only_advantages and is_built_in
 
@@ -172,6 +181,29 @@ class OptimizerSection(Section):
             self.decay == "constant" or self.decay_steps > self.warmup_steps,
             "decay_steps",
             f"> warmup_steps={self.warmup_steps} where decay={self.decay!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSection(Section):
+    """The critic of `algorithm.advantage=gae`. Its other settings are those of the policy."""
+
+    path: str = ""  # folder of a Hugging Face model, its initial weights; empty: model.path
+    lr: Positive = 1e-5  # constant
+    weight_decay: NonNegative = 0.01  # not on norms
+    clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
+    cliprange_value: Positive = 0.5  # values move by at most so much in the updates of a step
+    warmup_steps: NonNegativeInt = 0  # first RL steps, in which only the critic learns
+
+    def optimizer(self, policy: OptimizerSection) -> OptimizerSection:
+        """Return the critic's optimizer: the policy's betas and eps, everything else its own."""
+        return OptimizerSection(
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+            beta1=policy.beta1,
+            beta2=policy.beta2,
+            eps=policy.eps,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from tlt_megatron.config.extensions import check_extension
 from tlt_megatron.config.policy_sections import (
     AlgorithmSection,
+    CriticSection,
     McoreSection,
     ModelSection,
     OptimizerSection,
@@ -321,11 +322,21 @@ class RunConfig:
     spot: SpotSection = field(default_factory=SpotSection)
     sglang: SglangSection = field(default_factory=SglangSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     mcore: McoreSection = field(default_factory=McoreSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     eval: EvalSection = field(default_factory=EvalSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
+
+    @property
+    def trained_paths(self) -> list[str]:
+        """Return the folders of the models that are trained: the policy's, and the critic's."""
+        return [self.model.path, *([self.critic_path] if self.algorithm.has_critic else [])]
+
+    @property
+    def critic_path(self) -> str:
+        return self.critic.path or self.model.path
 
     @property
     def ranks_per_engine(self) -> int:

@@ -1,4 +1,4 @@
-"""Memory that the Megatron policy takes on a rank, computed from sizes. Called by trainer/memory_ledger.py."""
+"""Memory that policy and critic take on a rank, computed from sizes. Called by trainer/memory_ledger.py."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def policy_claims(
     longest: int,
     resumes: bool,
     is_cuda: bool,
+    critic: ModelSizes | None = None,
 ) -> list[MemoryClaim]:
     """Return the claims of the fullest rank. `resumes`: it may load a checkpoint.
+
+    `critic` has the sizes of a critic, counted as a model whose embeddings are tied.
 
     `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest` is the length of its longest
     sequence in tokens.
@@ -51,6 +54,11 @@ def policy_claims(
     micro_tokens = max(longest, min(mcore.micro_batch_tokens, batch_tokens))
     micro_batch = f"mcore.micro_batch_tokens={mcore.micro_batch_tokens}"
     activations, logits = _bytes_of_a_pass(sizes, micro_tokens, item, parallel, mcore, is_cuda)
+    largest_own = own
+    if critic is not None:  # it trains and is loaded when the policy is not
+        passes = _bytes_of_a_pass(critic, micro_tokens, item, parallel, mcore, is_cuda)
+        activations = max(activations, passes[0])
+        largest_own = max(own, _parameters_of_a_rank(critic, parallel))
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
     optimizer = own * _OPTIMIZER_BYTES[model.dtype] // num_shards
@@ -63,7 +71,7 @@ def policy_claims(
     largest = max(sizes.table, 2 * sizes.hidden * sizes.ffn) // parallel.tensor
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shards > 1))
     if resumes:  # a load comes before anything is away
-        buffers = max(buffers, own * _LOAD_BYTES // num_shards - away)
+        buffers = max(buffers, largest_own * _LOAD_BYTES // num_shards - away)
     return [
         MemoryClaim(name="policy", num_bytes=own * item, lower=layout),
         MemoryClaim(
@@ -114,6 +122,53 @@ def policy_claims(
             name="exported layer",
             num_bytes=2 * max(sizes.layer, sizes.table) * 4,
             phases=frozenset({Phase.WEIGHT_SYNC}),
+        ),
+        *_critic_claims(critic, own, model, parallel, mcore, num_shards, is_cuda),
+    ]
+
+
+def _critic_claims(
+    critic: ModelSizes | None,
+    policy_own: int,
+    model: ModelSection,
+    parallel: ParallelSection,
+    mcore: McoreSection,
+    num_shards: int,
+    is_cuda: bool,
+) -> list[MemoryClaim]:
+    """Return what a critic takes beside a policy that has `policy_own` parameters on the rank.
+
+    With `mcore.offload_in_rollouts` each of them is away in the update of the other.
+    """
+    if critic is None:
+        return []
+    own = _parameters_of_a_rank(critic, parallel)
+    trained, held_in, away = own, ALL_PHASES, 0
+    if mcore.offload_in_rollouts:
+        trained, held_in = max(0, own - policy_own), frozenset({Phase.UPDATE})
+        away = max(own, policy_own) * is_cuda
+    optimizer = _OPTIMIZER_BYTES[model.dtype]
+    layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
+    offload = f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}"
+    return [
+        MemoryClaim(name="critic", num_bytes=own * _ITEM_BYTES[model.dtype], lower=layout),
+        MemoryClaim(
+            name="critic's gradients",
+            num_bytes=trained * _GRAD_BYTES,
+            phases=held_in,
+            lower=offload,
+        ),
+        MemoryClaim(
+            name="critic's optimizer",
+            num_bytes=trained * optimizer // num_shards,
+            phases=held_in,
+            lower=offload,
+        ),
+        MemoryClaim(
+            name="critic's optimizer outside of its updates",
+            num_bytes=away * optimizer // num_shards,
+            in_host=True,
+            lower="mcore.offload_in_rollouts=True",
         ),
     ]
 

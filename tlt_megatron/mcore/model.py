@@ -15,6 +15,7 @@ from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.model_shape import check_megatron_rope
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu, transformer_engine
+from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.runtime.device import Device
 
@@ -58,11 +59,13 @@ def build_model(
     section: McoreSection,
     dtype: torch.dtype,
     device: Device,
+    has_value_head: bool = False,
 ) -> GPTModel:
     """Build this rank's pipeline stage: the embedding on the first, the output layer on the last.
 
     Needs `initialize_model_parallel`. Every rank must call it. The output [B, T, V / tp] is this
-    rank's shard of the vocabulary. ValueError for a setting or a model that Megatron cannot
+    rank's shard of the vocabulary; with `has_value_head` it is one value per position, [B, T, 1],
+    and the embedding is not tied. ValueError for a setting or a model that Megatron cannot
     represent.
     """
     transformer = transformer_config(
@@ -80,10 +83,13 @@ def build_model(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        share_embeddings_and_output_weights=config.tie_word_embeddings and not has_value_head,
         position_embedding_type="rope",
         **rope,
     )
+    if has_value_head and model.post_process:
+        # frees the layer that Megatron made; annotated as that layer's class
+        model.output_layer = ValueHead(transformer)  # pyright: ignore[reportAttributeAccessIssue]
     return model.to(device.torch_device)
 
 

@@ -1,37 +1,28 @@
 """The policy on Megatron-core, one per rank: satisfies policy.interfaces.PolicyModel.
 
-It owns this rank's pipeline stage (in float32, or in bfloat16 with float32 master weights) and its
-optimizer. If asked, it also keeps a host copy of the initial weights as the reference policy. Every
-method is a collective of all ranks.
+If asked, it also keeps a host copy of the initial weights as the reference policy. Every method is
+a collective of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
-from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
-from tlt_megatron.mcore.model import build_model
-from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
-from tlt_megatron.mcore.schedule import run_forward, run_forward_backward
-from tlt_megatron.mcore.weight_map import load_hf_weights
-from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.mcore.schedule import label_logprobs, run_forward
+from tlt_megatron.mcore.trained_model import TrainedModel
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import LossFunction, MicroBatch, OptimizerStats, TokenLogprobs
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from tlt_megatron.types import LossFunction, MicroBatch, TokenLogprobs
 
 
-class McorePolicyModel:
+class McorePolicyModel(TrainedModel):
     """A trainable policy over this rank's shard of the Hugging Face folder `model.path`.
 
     `groups` must come from `initialize_model_parallel` with the same `parallel`. `keep_reference`
@@ -49,30 +40,21 @@ class McorePolicyModel:
         device: Device,
         keep_reference: bool,
     ) -> None:
-        from megatron.core.transformer.module import Float16Module
-
-        dtype = _DTYPES[model.dtype]
-        self._groups = groups
-        self._config = load_model_config(model.path)
-        self._stage = build_model(
-            self._config, parallel=parallel, section=mcore, dtype=dtype, device=device
+        super().__init__(
+            model=model,
+            parallel=parallel,
+            mcore=mcore,
+            optimizer=optimizer,
+            groups=groups,
+            device=device,
+            has_value_head=False,
         )
-        load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
-        wrapped = self._stage
-        if dtype != torch.float32:
-            wrapped = Float16Module(self._stage.config, self._stage)
-        self._model = wrap_data_parallel(wrapped, mcore)
-        self._optimizer = PolicyOptimizer(self._model, optimizer, dtype)
         self._reference: dict[str, Tensor] | None = None
         if keep_reference:
             self._reference = {
                 name: parameter.detach().to("cpu", copy=True)
                 for name, parameter in self._stage.named_parameters()
             }
-        self._has_gradients = False
-        self._device = device
-        self._offloads = mcore.offload_in_rollouts
-        self._is_away = False
 
     def infer_logprobs(
         self,
@@ -85,14 +67,14 @@ class McorePolicyModel:
         """See PolicyModel. ValueError for `reference` without `keep_reference` or with a tap."""
         if not reference:
             with self._tapping(tap, micro_batches):
-                return run_forward(self._model, micro_batches, temperature, self._groups)
+                return self._infer(micro_batches, temperature)
         if tap is not None:
             raise ValueError("tap with reference=True: a drafter learns from the policy alone")
         if self._reference is None:
             raise ValueError("reference=True: the policy was built with keep_reference=False")
         self._exchange_weights(self._reference)
         try:
-            return run_forward(self._model, micro_batches, temperature, self._groups)
+            return self._infer(micro_batches, temperature)
         finally:
             self._exchange_weights(self._reference)
 
@@ -104,50 +86,19 @@ class McorePolicyModel:
         *,
         tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
-        """See PolicyModel. Metrics that only other data-parallel ranks have are zero.
-
-        A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are
-        already summed and divided by the count.
-        """
-        if self._is_away:
-            raise RuntimeError("forward_backward was called between leave_device and enter_device")
-        if self._has_gradients:
-            raise RuntimeError("forward_backward was called twice without optimizer_step")
-        self._has_gradients = True
+        """See PolicyModel. Metrics that only other data-parallel ranks have are zero."""
         with self._tapping(tap, micro_batches):
-            return run_forward_backward(
-                self._model, micro_batches, temperature, loss_fn, self._groups
-            )
-
-    def optimizer_step(self) -> OptimizerStats:
-        """See PolicyModel. If the gradient is not finite, only zero the gradients."""
-        if not self._has_gradients:
-            raise RuntimeError("optimizer_step was called without forward_backward before it")
-        self._has_gradients = False
-        return self._optimizer.step()
-
-    def leave_device(self) -> None:
-        """See PolicyModel. Cached memory goes too: an engine in another process cannot take it."""
-        if self._offloads and not self._is_away:
-            self._is_away = True
-            self._optimizer.offload(self._device.is_cuda)
-        self._device.release_cached()
-
-    def enter_device(self) -> None:
-        if self._is_away:
-            self._is_away = False
-            self._optimizer.reload(self._device.is_cuda)
+            predict = label_logprobs(temperature, self._groups)
+            return self._forward_backward(micro_batches, predict, loss_fn)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter_hf_weights(self._stage, self._config, self._groups)
 
-    def save(self, path: Path) -> None:
-        save_checkpoint(path, self._stage, self._optimizer, self._groups)
-
-    def load(self, path: Path) -> None:
-        """See PolicyModel. The reference keeps the initial weights."""
-        load_checkpoint(path, self._stage, self._optimizer, self._groups)
-        self._has_gradients = False
+    def _infer(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[TokenLogprobs]:
+        predict = label_logprobs(temperature, self._groups)
+        return run_forward(self._model, micro_batches, predict, TokenLogprobs, self._groups)
 
     def _tapping(
         self, tap: HiddenStateTap | None, micro_batches: Sequence[MicroBatch]

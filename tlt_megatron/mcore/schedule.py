@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,42 @@ from torch import Tensor, nn
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import KeptTokens, LossFunction, MicroBatch, TokenLogprobs
+from tlt_megatron.types import KeptTokens, LossResult, MicroBatch, TokenLogprobs, TokenValues
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 ForwardStep = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable[..., object]]]
+T = TypeVar("T", TokenLogprobs, TokenValues)
+# Makes the record of a micro-batch from the output [1, P', ...] of the last stage, P' >= P.
+Predict = Callable[[MicroBatch, Tensor], T]
+
+
+def label_logprobs(temperature: float, groups: ProcessGroups) -> Predict[TokenLogprobs]:
+    """Return the Predict of a policy, whose output is logits [1, P', V] (shard of V)."""
+
+    def predict(micro_batch: MicroBatch, logits_1PV: Tensor) -> TokenLogprobs:
+        logits_PV = logits_1PV[0, : micro_batch.num_tokens]
+        return vocab_parallel_logprobs(
+            logits_PV, micro_batch.labels, temperature, groups.tp, micro_batch.kept
+        )
+
+    return predict
+
+
+def token_values(micro_batch: MicroBatch, values_1P1: Tensor) -> TokenValues:
+    """The Predict of a critic, whose output is values [1, P', 1]."""
+    return TokenValues(values=values_1P1[0, : micro_batch.num_tokens, 0].float())
 
 
 def run_forward(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], temperature: float, groups: ProcessGroups
-) -> list[TokenLogprobs]:
-    """Run forward without gradients; return the results on the CPU of every peer.
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    predict: Predict[T],
+    record: type[T],
+    groups: ProcessGroups,
+) -> list[T]:
+    """Run forward without gradients; return each `record` on the CPU of every peer.
 
     All tensor- and pipeline-parallel peers must call this with the same micro-batches.
     Data-parallel ranks need not call it together.
@@ -39,9 +63,9 @@ def run_forward(
         return []
     device = next(model.parameters()).device
 
-    def keep(micro_batch: MicroBatch, logits_1PV: Tensor, *, non_loss_data: bool) -> TokenLogprobs:
+    def keep(micro_batch: MicroBatch, output_1PX: Tensor, *, non_loss_data: bool) -> T:
         assert non_loss_data  # Megatron's flag for a value that is not a loss
-        return _label_logprobs(micro_batch, logits_1PV, temperature, groups)
+        return predict(micro_batch, output_1PX)
 
     was_training = model.training
     model.eval()
@@ -52,14 +76,14 @@ def run_forward(
             )
     finally:
         model.train(was_training)
-    return _share_over_stages(kept, micro_batches, groups, device)
+    return _share_over_stages(kept, record, micro_batches, groups, device)
 
 
 def run_forward_backward(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
-    temperature: float,
-    loss_fn: LossFunction,
+    predict: Predict[T],
+    loss_fn: Callable[[T, MicroBatch], LossResult],
     groups: ProcessGroups,
 ) -> dict[str, float]:
     """Accumulate and reduce the gradients of all ranks, divided by the sum of all counts.
@@ -71,9 +95,8 @@ def run_forward_backward(
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}
 
-    def reduce(micro_batch: MicroBatch, logits_1PV: Tensor) -> tuple[Tensor, Tensor, None]:
-        logprobs = _label_logprobs(micro_batch, logits_1PV, temperature, groups)
-        loss = loss_fn(logprobs, micro_batch)
+    def reduce(micro_batch: MicroBatch, output_1PX: Tensor) -> tuple[Tensor, Tensor, None]:
+        loss = loss_fn(predict(micro_batch, output_1PX), micro_batch)
         if loss.loss_sum.dtype != torch.float32 or loss.loss_sum.ndim != 0:
             raise ValueError(
                 f"loss_sum is {loss.loss_sum.dtype} of shape {tuple(loss.loss_sum.shape)}: must be a float32 scalar"
@@ -99,7 +122,7 @@ def _run_schedule(
     forward_step: ForwardStep,
     *,
     is_forward_only: bool,
-) -> list[TokenLogprobs]:
+) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return get_forward_backward_func()(
@@ -119,7 +142,7 @@ def _forward_step(
 ) -> ForwardStep:
     """Return Megatron's forward_step_func.
 
-    It runs the model on the next micro-batch; on the last stage, `finish` gets the logits.
+    It runs the model on the next micro-batch; on the last stage, `finish` gets its output.
     """
     from megatron.core.utils import get_model_config
 
@@ -173,23 +196,15 @@ def _to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     return dataclasses.replace(micro_batch, **moved, kept=kept)
 
 
-def _label_logprobs(
-    micro_batch: MicroBatch, logits_1PV: Tensor, temperature: float, groups: ProcessGroups
-) -> TokenLogprobs:
-    logits_PV = logits_1PV[0, : micro_batch.num_tokens]
-    return vocab_parallel_logprobs(
-        logits_PV, micro_batch.labels, temperature, groups.tp, micro_batch.kept
-    )
-
-
 def _share_over_stages(
-    kept: list[TokenLogprobs],
+    kept: list[T],
+    record: type[T],
     micro_batches: Sequence[MicroBatch],
     groups: ProcessGroups,
     device: torch.device,
-) -> list[TokenLogprobs]:
+) -> list[T]:
     """Broadcast the last stage's results to every stage, in one collective."""
-    names = [field.name for field in dataclasses.fields(TokenLogprobs)]
+    names = [field.name for field in dataclasses.fields(record)]
     sizes = [micro_batch.num_tokens for micro_batch in micro_batches]
     if groups.pp.is_last:
         rows = [torch.cat([getattr(value, name) for value in kept]) for name in names]
@@ -199,7 +214,7 @@ def _share_over_stages(
     if groups.pp.size > 1:
         dist.broadcast(table, src=groups.pp.global_ranks[-1], group=groups.pp.of_torch)
     return [
-        TokenLogprobs(**dict(zip(names, columns.clone(), strict=True)))
+        record(**dict(zip(names, columns.clone(), strict=True)))
         for columns in table.cpu().split(sizes, dim=1)
     ]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.model_shape import ModelConfig, tensor_shapes
+from tlt_megatron.mcore.value_head import ValueHead
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -68,6 +69,8 @@ _LAYER_ROWS = (
 EMBEDDING_ROW = Row(
     ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.ROWS
 )
+# Hugging Face has no tensor for it: it keeps its initial value
+VALUE_HEAD_ROW = Row(("output_layer.weight",), (), Layout.WHOLE)
 FINAL_NORM_ROW = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), Layout.WHOLE)
 
 
@@ -103,7 +106,9 @@ def stage_rows(model: GPTModel, config: ModelConfig) -> list[Row]:
         rows += layer_rows(config, local_index, layer)
     if model.post_process:
         rows.append(FINAL_NORM_ROW)
-        if not (model.pre_process and config.tie_word_embeddings):
+        if isinstance(model.output_layer, ValueHead):
+            rows.append(VALUE_HEAD_ROW)
+        elif not (model.pre_process and config.tie_word_embeddings):
             rows.append(lm_head_row(config))
     return rows
 
@@ -183,7 +188,7 @@ def load_hf_weights(
         wrong = _wrong_tensors(row, config, tensors)
         if parameter is None:
             wrong.append(f"Megatron's model has no {' or '.join(row.mcore_names)}")
-        elif not wrong:
+        elif tensors and not wrong:
             shard = split(row, list(tensors.values()), config, groups.tp.rank, groups.tp.size)
             assert shard.shape == parameter.shape, (row.mcore_names, shard.shape, parameter.shape)
             parameter.data.copy_(shard)

@@ -90,6 +90,8 @@ def attach_targets(
     advantages: Sequence[Tensor],
     old_logprobs: Sequence[Tensor] | None,
     ref_logprobs: Sequence[Tensor] | None,
+    old_values: Sequence[Tensor] | None = None,
+    returns: Sequence[Tensor] | None = None,
     aggregation: str,
     max_new_tokens: int,
 ) -> MicroBatch:
@@ -106,13 +108,19 @@ def attach_targets(
         "sequence_mean": [1.0 / length for length in lengths],
         "sequence_sum": [1.0 / max_new_tokens for _ in lengths],
     }[aggregation]
+
+    def packed(values: Sequence[Tensor] | None) -> Tensor | None:
+        return None if values is None else _on_labels(rollouts, values)
+
     weights_T = [torch.full((n,), weight) for n, weight in zip(lengths, weights, strict=True)]
     return dataclasses.replace(
         batch,
         loss_weights=_on_labels(rollouts, weights_T),
         advantages=_on_labels(rollouts, advantages),
-        old_logprobs=None if old_logprobs is None else _on_labels(rollouts, old_logprobs),
-        ref_logprobs=None if ref_logprobs is None else _on_labels(rollouts, ref_logprobs),
+        old_logprobs=packed(old_logprobs),
+        ref_logprobs=packed(ref_logprobs),
+        old_values=packed(old_values),
+        returns=packed(returns),
         loss_count=count_loss(rollouts, aggregation),
     )
 

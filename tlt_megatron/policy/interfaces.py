@@ -1,4 +1,6 @@
-"""The policy as the algorithm sees it. `McorePolicyModel` and test fakes satisfy the protocol."""
+"""Policy and critic as the algorithm sees them. The models of `mcore/` and test fakes satisfy the
+protocols.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,45 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from tlt_megatron.types import LossFunction, MicroBatch, OptimizerStats, TokenLogprobs
+from tlt_megatron.types import (
+    LossFunction,
+    MicroBatch,
+    OptimizerStats,
+    TokenLogprobs,
+    TokenValues,
+    ValueLossFunction,
+)
 
 if TYPE_CHECKING:
     from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 
 
-class PolicyModel(Protocol):
-    """A trainable policy over this rank's shard. Every method is a collective of the model's ranks.
+class TrainedModel(Protocol):
+    """What is trained, on this rank. Every method is a collective of the model's ranks.
 
     Tensor- and pipeline-parallel peers pass the same micro-batches. Each data-parallel peer passes
     its own share.
     """
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Clip the gradients, step the optimizer and its schedule, zero the gradients."""
+        ...
+
+    def leave_device(self) -> None:
+        """Free what only updates need, until `enter_device`. Called before an engine takes memory."""
+
+    def enter_device(self) -> None:
+        """Be ready for log-probs and updates again."""
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, at this or another TP x PP x DP."""
+
+
+class PolicyModel(TrainedModel, Protocol):
+    """A trainable policy over this rank's shard."""
 
     def infer_logprobs(
         self,
@@ -52,22 +81,20 @@ class PolicyModel(Protocol):
         """
         ...
 
-    def optimizer_step(self) -> OptimizerStats:
-        """Clip the gradients, step the optimizer and its schedule, zero the gradients."""
-        ...
-
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full (unsharded) tensors under their Hugging Face names, on every rank."""
         ...
 
-    def leave_device(self) -> None:
-        """Free what only updates need, until `enter_device`. Called before an engine takes memory."""
 
-    def enter_device(self) -> None:
-        """Be ready for log-probs and updates again."""
+class CriticModel(TrainedModel, Protocol):
+    """A trainable critic over this rank's shard: the expected return at each position."""
 
-    def save(self, path: Path) -> None:
-        """Write weights, optimizer and schedule into the empty folder `path` (torch_dist)."""
+    def infer_values(self, micro_batches: Sequence[MicroBatch]) -> list[TokenValues]:
+        """Run forward only; the result is on every pipeline stage, on the CPU."""
+        ...
 
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote, at this or another TP x PP x DP."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction
+    ) -> dict[str, float]:
+        """As that of PolicyModel, with values."""
+        ...

@@ -6,7 +6,6 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.advantages import RolloutKey, compute_advantages
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
@@ -27,6 +26,7 @@ from tlt_megatron.policy.batching import (
     response_slices,
     split_evenly,
 )
+from tlt_megatron.policy.critic import CriticTrainer, value_metrics
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.loss import kl_estimate, policy_loss
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 
 log = logging.getLogger(__name__)
-
-RolloutKey = tuple[int, int]  # (index of the group in the batch, sample_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +75,8 @@ class Inference:
     skipped: frozenset[RolloutKey]  # on all ranks
     old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: from the update's forward
     ref_logprobs: dict[RolloutKey, Tensor] | None
+    values: dict[RolloutKey, Tensor] | None  # [T] float32 of every response; with a critic
+    returns: dict[RolloutKey, Tensor] | None
     tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
 
@@ -94,8 +94,12 @@ class PolicyTrainer:
         temperature: float,
         max_new_tokens: int,
         health: TrainingHealth | None = None,
+        critic: CriticTrainer | None = None,
     ) -> None:
-        """`health` stops a run that trains wrongly. Without it, the numbers are only reported."""
+        """`health` stops a run that trains wrongly. Without it, the numbers are only reported.
+
+        `critic` is given where `section.has_critic`.
+        """
         self.model = model
         self.section = section
         self.groups = groups
@@ -103,6 +107,7 @@ class PolicyTrainer:
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.health = health
+        self.critic = critic
         # mean absolute difference of the two engines' log-probs, of each response of the newest
         # batch that had a pass
         self.engine_differences: dict[RolloutKey, float] = {}
@@ -112,25 +117,38 @@ class PolicyTrainer:
         """Return whether the newest update had finite numbers; True before the first update."""
         return self.health is None or self.health.num_bad == 0
 
+    def infer_values(self, scored: Sequence[ScoredGroup]) -> dict[RolloutKey, Tensor]:
+        """Return the critic's values [T] of every response of the batch."""
+        assert self.critic is not None
+        packs = [pack for minibatch in self._plans(scored) for pack in minibatch.packs]
+        values = self.critic.infer_values([pack.batch for pack in packs])
+        return self._gather(_by_key(packs, values))
+
     def infer_logprobs(
-        self, scored: Sequence[ScoredGroup], tap: HiddenStateTap | None = None
+        self,
+        scored: Sequence[ScoredGroup],
+        tap: HiddenStateTap | None = None,
+        *,
+        values: dict[RolloutKey, Tensor] | None = None,
+        has_update: bool = True,
     ) -> Inference:
         """Run the forward-only passes of policy and reference that the update needs.
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
         update is the policy's first pass, the tap is passed to the update instead, and a pass here
-        gives it the long tail of what the update skips.
+        gives it the long tail of what the update skips. `values` are those of the critic, if there
+        is one. Without `has_update`, `update` will not be called.
         """
         section = self.section
-        advantages = {} if section.has_kl_reward else self._advantages(scored, {})
+        advantages, returns = {}, None
+        if not section.has_kl_reward:
+            advantages, returns = compute_advantages(scored, section, {}, values)
         skipped = self._choose_skipped(scored, advantages)
-        minibatches = tuple(
-            self._plan(scored, indices, skipped) for indices in self._indices(scored)
-        )
+        minibatches = self._plans(scored, skipped)
         packs = [pack for minibatch in minibatches for pack in minibatch.packs]
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
-        if section.has_logprob_pass:
+        if section.has_logprob_pass or not has_update:
             packs += [pack for minibatch in minibatches for pack in self._pack(minibatch.skipped)]
             batches = [pack.batch for pack in packs]
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
@@ -145,7 +163,8 @@ class PolicyTrainer:
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
             ref_logprobs = _by_key(packs, [r.logprobs for r in reference])
         if section.has_kl_reward:
-            advantages = self._advantages(scored, self._kl_penalties(old_logprobs, ref_logprobs))
+            penalties = self._kl_penalties(old_logprobs, ref_logprobs)
+            advantages, returns = compute_advantages(scored, section, penalties, values)
         return Inference(
             scored=tuple(scored),
             minibatches=minibatches,
@@ -153,9 +172,24 @@ class PolicyTrainer:
             skipped=skipped,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
+            values=values,
+            returns=returns,
             tap=tap,
             metrics=metrics,
         )
+
+    def update_critic(self, inference: Inference) -> dict[str, float]:
+        """Run the critic's optimizer steps, over the mini-batches of `update`; return metrics."""
+        assert self.critic is not None
+        assert inference.values is not None
+        assert inference.returns is not None
+        metrics = value_metrics(inference.values, inference.returns, inference.advantages)
+        minibatches = [
+            [self._with_targets(pack, inference) for pack in minibatch.packs]
+            for minibatch in inference.minibatches
+        ]
+        step = _step_of(inference.scored)
+        return metrics | self.critic.update(step, minibatches * self.section.num_epochs)
 
     def update(self, inference: Inference) -> dict[str, float]:
         """Run num_epochs passes of num_minibatches optimizer steps; return metrics of the batch.
@@ -229,6 +263,11 @@ class PolicyTrainer:
                 zeros -= {(i, scored[i].group.rollouts[0].sample_index) for i in indices}
         return broadcast_object(frozenset(zeros), self.groups.world)
 
+    def _plans(
+        self, scored: Sequence[ScoredGroup], skipped: frozenset[RolloutKey] = frozenset()
+    ) -> tuple[Minibatch, ...]:
+        return tuple(self._plan(scored, indices, skipped) for indices in self._indices(scored))
+
     def _plan(
         self, scored: Sequence[ScoredGroup], indices: range, skipped: frozenset[RolloutKey]
     ) -> Minibatch:
@@ -269,35 +308,11 @@ class PolicyTrainer:
             advantages=[inference.advantages[key] for key in pack.keys],
             old_logprobs=of_pack(inference.old_logprobs),
             ref_logprobs=of_pack(inference.ref_logprobs),
+            old_values=of_pack(inference.values),
+            returns=of_pack(inference.returns),
             aggregation=self.section.aggregation,
             max_new_tokens=self.max_new_tokens,
         )
-
-    def _advantages(
-        self, scored: Sequence[ScoredGroup], penalties: dict[RolloutKey, Tensor]
-    ) -> dict[RolloutKey, Tensor]:
-        """Return the advantages [T] of every rollout, from rewards less KL `penalties` [T]."""
-        section = self.section
-        rewards = [
-            [
-                _token_rewards(rollout, reward, penalties.get((i, rollout.sample_index)))
-                for rollout, reward in zip(s.group.rollouts, s.rewards, strict=True)
-            ]
-            for i, s in enumerate(scored)
-        ]
-        computed = load_extension("algorithm.advantage", section.advantage)(rewards=rewards)
-        for i, pair in enumerate(itertools.zip_longest(computed, rewards, fillvalue=())):
-            shapes, expected = ([list(each.shape) for each in group] for group in pair)
-            if shapes != expected:
-                raise ValueError(
-                    f"algorithm.advantage={section.advantage!r}: returned the shapes {shapes} for prompt {i} of the batch, "
-                    f"must be {expected}"
-                )
-        return {
-            (i, rollout.sample_index): advantage.float()
-            for i, s in enumerate(scored)
-            for rollout, advantage in zip(s.group.rollouts, computed[i], strict=True)
-        }
 
     def _kl_penalties(
         self,
@@ -312,6 +327,10 @@ class PolicyTrainer:
             * kl_estimate(self.section.kl_estimator, old, ref_logprobs[key])
             for key, old in old_logprobs.items()
         }
+        return self._gather(mine)
+
+    def _gather(self, mine: dict[RolloutKey, Tensor]) -> dict[RolloutKey, Tensor]:
+        """Return the tensors of every rank's share."""
         return {k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()}
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
@@ -351,13 +370,6 @@ class PolicyTrainer:
 def _step_of(scored: Sequence[ScoredGroup]) -> int:
     """Return the RL step, from 1. The policy version is the number of RL steps done before it."""
     return scored[0].group.rollouts[0].policy_version + 1
-
-
-def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) -> Tensor:
-    """Return [T] float64: the reward at the last token, minus the penalty of each token."""
-    reward_T = torch.zeros(rollout.token_ids.numel(), dtype=torch.float64)
-    reward_T[-1] = reward
-    return reward_T if penalty_T is None else reward_T - penalty_T
 
 
 def _engine_differences(

@@ -3,8 +3,9 @@
 Each function takes `rewards[i][g]`, [T] float64, of response g to prompt i, for the whole batch. It
 returns the advantages in the same layout, float32. The reward of a response is at its last token. A
 KL penalty in the reward is subtracted at each token. The policy trainer calls the function on every
-rank, so the statistics of groups and of the batch are the same everywhere. Except
+rank, so the statistics of groups and of the batch are the same everywhere. Except `gae` and
 `reinforce_plus_plus`, they treat a response as one action: the reward is summed over its tokens.
+`gae` needs the values of a critic, and also returns what the critic is to learn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Rewards = Sequence[Sequence[Tensor]]
 STD_EPS = 1e-6
@@ -42,6 +44,33 @@ def reinforce_plus_plus_baseline(rewards: Rewards) -> list[list[Tensor]]:
     """r - mean of the siblings, whitened over all tokens of the batch (Hu 2025, REINFORCE++ with
     baseline)."""
     return _whiten(_by_group(rewards, lambda r_G: r_G - r_G.mean()))
+
+
+def gae(
+    rewards: Rewards, values: Rewards, gamma: float, lam: float
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 11-12, 16).
+
+    With d_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the last token:
+    A_t = sum over l of (gamma lam)^l d_(t+l). `values[i][g]` is [T], V_t before token t is drawn.
+    Returns the advantages, whitened over all tokens of the batch as in verl's `masked_whiten`, and
+    the returns A_t + V_t before that, both float32.
+    """
+    # Zeros behind the end of a response stand for no reward and no value there.
+    flat = [value_T.double() for group in values for value_T in group]
+    rewards_TB = pad_sequence([reward_T for group in rewards for reward_T in group])
+    values_TB = pad_sequence(flat)
+    advantages_TB = rewards_TB - values_TB
+    advantages_TB[:-1] += gamma * values_TB[1:]
+    for t in range(len(advantages_TB) - 2, -1, -1):
+        advantages_TB[t] += gamma * lam * advantages_TB[t + 1]
+    columns = iter(advantages_TB.unbind(1))
+    advantages = [[next(columns)[: value_T.numel()] for value_T in group] for group in values]
+    returns = [
+        [(advantage_T + value_T).float() for advantage_T, value_T in zip(*pair, strict=True)]
+        for pair in zip(advantages, values, strict=True)
+    ]
+    return _whiten(advantages), returns
 
 
 def _whiten(values: Rewards) -> list[list[Tensor]]:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +20,11 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
+from tlt_megatron.mcore.critic_model import McoreCriticModel
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
+from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.dapo import BatchRules
@@ -142,11 +144,18 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     step = saved.step if saved else 0
     worker = _build_worker(site, rewards, tokenizer, first_step=step)
     model = _build_policy(config, groups, site.device)
+    critic = _build_critic(config, groups, site.device) if config.algorithm.has_critic else None
     checkpoints = CheckpointManager(
-        run_dir / CHECKPOINTS, model, keep=config.checkpoint.keep, world=world, about=about
+        run_dir / CHECKPOINTS,
+        model,
+        keep=config.checkpoint.keep,
+        world=world,
+        about=about,
+        critic=critic,
     )
     folder = checkpoints.restore(saved) if saved else None
-    model.leave_device()  # the engine is awake: its memory is taken
+    for each in filter(None, (model, critic)):
+        each.leave_device()  # the engine is awake: its memory is taken
     settings = _loop_settings(config, tokenizer)
     with worker.phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
@@ -154,7 +163,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
         settings,
         sampler=PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed),
         worker=worker,
-        policy_trainer=_build_policy_trainer(config, model, groups),
+        policy_trainer=_build_policy_trainer(config, model, critic, groups),
         evaluator=Evaluator(worker, held_out, _eval_sampling(config, tokenizer)),
         checkpoints=checkpoints,
         drafter=_build_drafter(site, worker),
@@ -319,8 +328,23 @@ def _build_policy(config: RunConfig, groups: ProcessGroups, device: Device) -> M
     )
 
 
+def _build_critic(config: RunConfig, groups: ProcessGroups, device: Device) -> McoreCriticModel:
+    return McoreCriticModel(
+        model=replace(config.model, path=config.critic_path),
+        parallel=config.parallel,
+        mcore=config.mcore,
+        optimizer=config.critic.optimizer(config.optimizer),
+        groups=groups,
+        device=device,
+        has_value_head=True,
+    )
+
+
 def _build_policy_trainer(
-    config: RunConfig, model: McorePolicyModel, groups: ProcessGroups
+    config: RunConfig,
+    model: McorePolicyModel,
+    critic: McoreCriticModel | None,
+    groups: ProcessGroups,
 ) -> PolicyTrainer:
     return PolicyTrainer(
         model,
@@ -334,6 +358,7 @@ def _build_policy_trainer(
             max_diff=config.algorithm.max_logprob_diff,
             dtypes=(config.model.dtype, config.rollout.dtype),
         ),
+        critic=CriticTrainer(critic, config.critic, groups) if critic else None,
     )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ and a pointer file.
 
-A checkpoint holds policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, and
-the drafter's folders. It is written to a .tmp folder, fsynced, given its manifest and renamed; then
+A checkpoint holds policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, the
+critic in critic/ as the policy, and the drafter's folders. It is written to a .tmp folder, fsynced, given its manifest and renamed; then
 the pointer moves. So a crash at any time leaves the last good checkpoint loadable. A load verifies
 every file and takes the newest intact checkpoint, by the order of writing.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tlt_megatron.policy.batching import balance_by_size
-from tlt_megatron.policy.interfaces import PolicyModel
+from tlt_megatron.policy.interfaces import TrainedModel
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.durable import replace_text, sync_path, sync_tree
 from tlt_megatron.runtime.process_groups import Group
@@ -127,15 +127,16 @@ class CheckpointManager:
     def __init__(
         self,
         root: Path,
-        model: PolicyModel,
+        model: TrainedModel,
         *,
         keep: int,
         world: Group,
         about: Mapping[str, object] | None = None,
+        critic: TrainedModel | None = None,
     ) -> None:
         """`about` (`identity.py`) is added to the state of every checkpoint. `keep=0` keeps all."""
         self.root = root
-        self.model = model
+        self.models = {"policy": model} | ({"critic": critic} if critic else {})
         self.keep = keep
         self.world = world
         self._about = dict(about or {})
@@ -164,7 +165,8 @@ class CheckpointManager:
         text = json.dumps({**self._about, "step": step, **state})
         self._together(lambda: self._prepare(temporary), final)
         try:
-            self.model.save(temporary / "policy")  # makes collectives: no rank may leave early
+            for name, model in self.models.items():  # makes collectives: no rank may leave early
+                model.save(temporary / name)
         except (OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and _TORCH_WRITER not in str(error):
                 raise  # a collective, say
@@ -177,18 +179,22 @@ class CheckpointManager:
         return final
 
     def restore(self, saved: SavedRun) -> Path:
-        """Load the weights and the optimizer state of `saved` into the model. Returns its folder.
+        """Load the weights and the optimizer states of `saved` into the models. Returns its folder.
 
         A crash may have come between the manifest and the rename. If the folder is this run's, the
         rename is done first, so that a new save of the same step does not delete the checkpoint
-        before it is written again.
+        before it is written again. A critic that is not in the checkpoint starts anew.
         """
         folder, final = saved.folder, self.folder(saved.step)
         is_own = folder.parent.resolve() == self.root.resolve()
         if is_own and folder.name == f"{final.name}.tmp":
             self._together(lambda: self._publish(saved.folder, final, saved.step), final)
             folder = final
-        self.model.load(folder / "policy")
+        for name, model in self.models.items():
+            if name == "policy" or _on_first((folder / name).is_dir, self.world):
+                model.load(folder / name)
+            elif self.world.is_first:
+                log.warning("%s holds no %s: it starts anew", folder, name)
         if is_own and folder.name == final.name:
             self._current = saved.step
         log.info("restored %s", folder)
@@ -218,7 +224,8 @@ class CheckpointManager:
         if self.world.is_first:
             self.root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / "policy").mkdir(parents=True)
+            for name in self.models:
+                (temporary / name).mkdir(parents=True)
 
     def _write_rest(
         self, temporary: Path, text: str, save_part: Callable[[Path], None] | None

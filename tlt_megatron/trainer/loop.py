@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
@@ -23,7 +24,7 @@ from tlt_megatron.trainer.identity import Resumed
 from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
 
@@ -113,19 +114,19 @@ class RLTrainer:
             self.evaluate()
 
     def train_step(self) -> None:
-        """Run one RL step: prompts, rollouts, rewards, drafter, log-probs, update, weights."""
+        """Run one RL step: prompts, rollouts, rewards, drafter, log-probs, updates, weights."""
         self.report.begin_step()
         collected = self._collect()
         if self.drafter is not None:
             with self.phases("PUBLISH", "publish_drafter"):
                 self.drafter.publish(collected.metrics)
         self.engine.sleep()
+        inference = self._infer(collected.groups)
+        learned = self._update_critic(inference)
         self.policy_trainer.model.enter_device()
-        with self.phases("LOGPROB", "old_log_prob"):
-            tap = self.drafter.make_tap() if self.drafter else None
-            inference = self.policy_trainer.infer_logprobs(collected.groups, tap)
         with self.phases("UPDATE", "update_actor"):
-            update = self.policy_trainer.update(inference)
+            if self._has_policy_update:
+                learned |= self.policy_trainer.update(inference)
         self.policy_trainer.model.leave_device()
         self.engine.wake()
         self.step += 1
@@ -133,7 +134,7 @@ class RLTrainer:
         self.report.end_step(
             self.step,
             collected,
-            inference.metrics | update,
+            inference.metrics | learned,
             self.policy_trainer.engine_differences,
         )
 
@@ -164,6 +165,34 @@ class RLTrainer:
             raise
         self.last_prompts.append(drawn)
         return collected
+
+    @property
+    def _has_policy_update(self) -> bool:
+        """Return False in the first steps, in which only the critic learns, if there is one."""
+        critic = self.policy_trainer.critic
+        return critic is None or self.step >= critic.section.warmup_steps
+
+    def _infer(self, scored: Sequence[ScoredGroup]) -> Inference:
+        """Run the forward-only passes of critic, policy and reference."""
+        values = None
+        if self.policy_trainer.critic is not None:
+            with self.phases("VALUES", "values"):
+                values = self.policy_trainer.infer_values(scored)
+        with self.phases("LOGPROB", "old_log_prob"):
+            tap = self.drafter.make_tap() if self.drafter else None
+            return self.policy_trainer.infer_logprobs(
+                scored, tap, values=values, has_update=self._has_policy_update
+            )
+
+    def _update_critic(self, inference: Inference) -> dict[str, float]:
+        critic = self.policy_trainer.critic
+        if critic is None:
+            return {}
+        critic.model.enter_device()
+        with self.phases("CRITIC", "update_critic"):
+            metrics = self.policy_trainer.update_critic(inference)
+        critic.model.leave_device()
+        return metrics
 
     def _push_policy(self) -> None:
         """Load the policy of this step into every engine."""

@@ -6,6 +6,7 @@ Called by the launcher before anything is allocated. The loop reports the measur
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import torch
 
@@ -55,6 +56,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             longest=longest,
             resumes=config.checkpoint.resume != "never",
             is_cuda=device.is_cuda,
+            critic=_critic_sizes(config),
         ),
         *_engine_claims(config, model, sizes, device),
     ]
@@ -75,18 +77,30 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
 
 
 def describe_checkpoint(config: RunConfig, world_size: int) -> str:
-    """Return a line about the bytes of a policy checkpoint and the seconds for which it blocks the run."""
-    total, fullest = checkpoint_bytes(
-        ModelSizes(load_model_config(config.model.path)),
-        model=config.model,
-        parallel=config.parallel,
-        mcore=config.mcore,
-        num_data_parallel=world_size // (config.parallel.tensor * config.parallel.pipeline),
-    )
+    """Return a line about the bytes of a checkpoint and the seconds for which it blocks the run."""
+    total = fullest = 0
+    for sizes in (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config)):
+        if sizes is not None:
+            part = checkpoint_bytes(
+                sizes,
+                model=config.model,
+                parallel=config.parallel,
+                mcore=config.mcore,
+                num_data_parallel=world_size // (config.parallel.tensor * config.parallel.pipeline),
+            )
+            total, fullest = total + part[0], fullest + part[1]
     return (
         f"A checkpoint has {total / 1e9:,.1f} GB. The fullest rank writes {fullest / 1e9:,.1f} GB:"
         f" {fullest / _WRITE_BYTES_PER_S:,.0f} s at {_WRITE_BYTES_PER_S / 1e9:g} GB/s of a rank."
     )
+
+
+def _critic_sizes(config: RunConfig) -> ModelSizes | None:
+    """Return the sizes of the critic, which has an embedding and no output layer."""
+    if not config.algorithm.has_critic:
+        return None
+    model = load_model_config(config.critic_path)
+    return ModelSizes(replace(model, tie_word_embeddings=True))
 
 
 def check_memory(ledger: MemoryLedger, free_bytes: int, host_free_bytes: int, world: Group) -> None:

@@ -31,6 +31,8 @@ _TIMINGS = {  # timing_s/*: name, colour
     "reward": ("rewards", palette.PURPLE),
     "old_log_prob": ("log-probs", palette.YELLOW),
     "ref": ("reference log-probs", "#B8AE2F"),
+    "values": ("values", palette.OTHER),
+    "update_critic": ("update of the critic", palette.OTHER),
     "update_actor": ("update", palette.GREEN),
     "update_weights": ("weight sync", palette.BLACK),
     "publish_drafter": ("publish drafter", palette.OTHER),

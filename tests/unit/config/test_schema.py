@@ -31,7 +31,7 @@ from tlt_megatron.config.load import load_config
         ("rollout.top_p=1.01", r"rollout\.top_p=1\.01: must be in \(0, 1\]"),
         ("rollout.top_k=-1", r"rollout\.top_k=-1: must be >= 0"),
         ("rollout.kv_cache_tokens=-1", r"rollout\.kv_cache_tokens=-1: must be >= 0"),
-        ("algorithm.advantage=gae", r"algorithm\.advantage='gae': must be one of grpo, "),
+        ("algorithm.advantage=vtrace", r"algorithm\.advantage='vtrace': must be one of grpo, "),
         ("algorithm.aggregation=mean", r"algorithm\.aggregation='mean': must be one of "),
         ("algorithm.kl_placement=x", r"algorithm\.kl_placement='x': must be one of loss, reward"),
         ("algorithm.kl_estimator=k4", r"algorithm\.kl_estimator='k4': must be one of k1, k2, k3"),

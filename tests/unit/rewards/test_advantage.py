@@ -96,3 +96,31 @@ def test_group_baselines_sum_the_penalty_of_a_response_into_its_reward() -> None
     penalties = [[torch.tensor([0.25, 0.25]), torch.tensor([0.0])]]
     advantages = compute_advantages("dr_grpo", [(1.0, 0.0)], [(2, 1)], penalties)
     assert firsts(advantages)[0] == [0.25, -0.25]
+
+
+def test_gae_sums_the_discounted_errors_of_the_critic() -> None:
+    rewards = [[torch.tensor([0.0, 0.0, 1.0]).double()], [torch.tensor([-1.0]).double()]]
+    values = [[torch.tensor([0.5, 0.25, 0.75])], [torch.tensor([0.0])]]
+    gae = load_extension("algorithm.advantage", "gae")
+    advantages, returns = gae(rewards=rewards, values=values, gamma=0.5, lam=0.5)
+    # errors: 0 + 0.5 * 0.25 - 0.5 = -0.375, 0 + 0.5 * 0.75 - 0.25 = 0.125, 1 - 0.75 = 0.25
+    # advantages: 0.25, 0.125 + 0.25 * 0.25 = 0.1875, -0.375 + 0.25 * 0.1875 = -0.328125; and -1
+    raw = torch.tensor([-0.328125, 0.1875, 0.25, -1.0])
+    assert torch.equal(returns[0][0], torch.tensor([0.171875, 0.4375, 1.0]))
+    assert torch.equal(returns[1][0], torch.tensor([-1.0]))
+    # mean -57/256, so in 256ths the differences are -27, 105, 121, -199
+    std = math.sqrt((27**2 + 105**2 + 121**2 + 199**2) / 3) / 256
+    expected = torch.tensor([-27.0, 105.0, 121.0, -199.0]) / 256 / std
+    assert torch.allclose(raw - raw.mean(), expected * std)
+    assert torch.allclose(torch.cat([advantages[0][0], advantages[1][0]]), expected, atol=1e-5)
+    assert advantages[0][0].dtype == returns[0][0].dtype == torch.float32
+
+
+def test_undiscounted_gae_without_a_critic_is_the_whitened_reward_to_go() -> None:
+    rewards = [[torch.tensor([0.5, 0.0, 1.0]).double(), torch.tensor([0.25]).double()]]
+    values = [[torch.zeros(3), torch.zeros(1)]]
+    gae = load_extension("algorithm.advantage", "gae")
+    advantages, returns = gae(rewards=rewards, values=values, gamma=1.0, lam=1.0)
+    assert [r.tolist() for r in returns[0]] == [[1.5, 1.0, 1.0], [0.25]]
+    [expected] = load_extension("algorithm.advantage", "reinforce_plus_plus")(rewards=rewards)
+    assert all(map(torch.equal, advantages[0], expected))

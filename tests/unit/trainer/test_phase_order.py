@@ -88,7 +88,8 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
     inference = SimpleNamespace(metrics={})
     policy_trainer = SimpleNamespace(
         model=policy,
-        infer_logprobs=lambda groups, tap: inference,
+        critic=None,
+        infer_logprobs=lambda *_, **__: inference,
         update=update,
         engine_differences={},
     )

@@ -1,0 +1,81 @@
+"""Whole runs of PPO: a resumed run is the straight one, speculation changes no token, warm-up trains the critic alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.test_speculative_run import make_drafter
+from tests.tiny_task import answers, metric_rows, run, weights
+from tlt_megatron.models.hf_io import HfReader
+
+pytestmark = pytest.mark.e2e
+
+PPO = (
+    "algorithm.advantage=gae",
+    "algorithm.lam=0.95",
+    "algorithm.num_minibatches=2",
+    "critic.lr=1e-3",
+    "critic.warmup_steps=1",
+    "algorithm.kl_coef=0.01",
+    "algorithm.kl_placement=reward",
+    "data.eval=",
+    "logging.tensorboard=false",
+)
+
+
+@pytest.fixture(scope="module")
+def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps at DP2 without a break."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    run(2, config, run_dir, *PPO)
+    return run_dir
+
+
+def learned(run_dir: Path) -> list[dict[str, float]]:
+    """What a run measured of actor and critic in each step."""
+    return [
+        {name: value for name, value in row.items() if name.startswith(("critic/", "actor/"))}
+        for row in metric_rows(run_dir)
+    ]
+
+
+def test_only_the_critic_learns_in_warm_up(config: Path, straight: Path) -> None:
+    first, *others = learned(straight)
+    assert "actor/pg_loss" not in first
+    assert first["critic/vf_loss"] > 0
+    assert first["critic/values/max"] == 0.0
+    assert all(row["actor/grad_norm"] > 0 and row["critic/values/max"] != 0 for row in others)
+    assert all("train/train_rollout_logprob_abs_diff" in row for row in metric_rows(straight))
+    assert all(row["timing_s/update_critic"] > 0 for row in metric_rows(straight))
+    before = dict(HfReader(config.parent / "model").items())
+    assert any(not torch.equal(before[name], new) for name, new in weights(straight).items())
+    trace = json.loads((straight / "trace.json").read_text())["traceEvents"]
+    assert {"VALUES", "CRITIC"} <= {event["name"] for event in trace if event["ph"] == "X"}
+
+
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(
+    config: Path, straight: Path, tmp_path: Path
+) -> None:
+    run(2, config, tmp_path, *PPO, "run.num_steps=2")
+    folder = tmp_path / "checkpoints" / "iter_0000002"
+    written = json.loads((folder / "manifest.json").read_text())["files"]
+    assert {"critic/__0_0.distcp", "critic/__1_0.distcp", "critic/.metadata"} <= written.keys()
+    run(2, config, tmp_path, *PPO, "--resume", "auto")
+    assert answers(tmp_path) == answers(straight)
+    assert learned(tmp_path) == learned(straight)
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(tmp_path)[name], tensor), name
+
+
+def test_speculation_changes_no_token(config: Path, straight: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(config.parent / "model", tmp_path / "drafter")
+    speculation = ("speculation.enabled=true", f"speculation.drafter={drafter}")
+    fixed = ("speculation.strategies=['3_1_3']", "speculation.selector=fixed")
+    run(2, config, tmp_path / "run", *PPO, *speculation, *fixed)
+    assert answers(tmp_path / "run") == answers(straight)
+    assert learned(tmp_path / "run") == learned(straight)
+    assert all(row["rollout/spec_accept_length"] > 1 for row in metric_rows(tmp_path / "run"))

@@ -1,0 +1,75 @@
+"""The critic's loss and statistics against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlt_megatron.policy.batching import attach_targets, pack_rollouts
+from tlt_megatron.policy.critic import value_loss, value_metrics
+from tlt_megatron.types import FinishReason, MicroBatch, Rollout, TokenValues
+
+
+def make_batch(aggregation: str) -> MicroBatch:
+    """Responses of two tokens and of one, behind prompts of two and of one."""
+    rollouts = [
+        Rollout(
+            prompt_id="p",
+            draw_index=0,
+            sample_index=g,
+            prompt_ids=(7,) * (2 - g),
+            token_ids=torch.tensor([3, 4][: 2 - g]),
+            logprobs=torch.zeros(2 - g),
+            policy_logprobs=torch.zeros(2 - g),
+            finish_reason=FinishReason.STOP,
+            policy_version=0,
+        )
+        for g in range(2)
+    ]
+    return attach_targets(
+        pack_rollouts(rollouts),
+        rollouts,
+        advantages=[torch.zeros(2), torch.zeros(1)],
+        old_logprobs=None,
+        ref_logprobs=None,
+        old_values=[torch.tensor([0.0, 1.0]), torch.tensor([0.5])],
+        returns=[torch.tensor([1.0, 1.0]), torch.tensor([0.0])],
+        aggregation=aggregation,
+        max_new_tokens=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "loss_sum", "count"), [("token_mean", 0.52, 3), ("sequence_mean", 0.35, 2)]
+)
+def test_value_loss_takes_the_larger_error_and_no_prompt(
+    aggregation: str, loss_sum: float, count: int
+) -> None:
+    batch = make_batch(aggregation)
+    # a value stands where its token is predicted; the others would change the loss
+    values = torch.tensor([9.0, 0.5, 0.8, 9.0, 0.6, 9.0], requires_grad=True)[: batch.num_tokens]
+    assert batch.returns is not None
+    assert batch.returns.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    result = value_loss(TokenValues(values=values), batch, cliprange_value=0.2)
+    # squared errors: 0.5, with the value clipped to 0.2 0.8; 0.2; 0.6 -> 1/2 of 0.64, 0.04, 0.36
+    assert float(result.loss_sum) == pytest.approx(loss_sum)
+    assert result.count == count
+    assert float(result.metrics["vf_clipfrac"]) == 1
+    assert float(result.metrics["vpred"]) == pytest.approx(1.9)
+    assert float(result.metrics["num_tokens"]) == 3
+    (gradient,) = torch.autograd.grad(result.loss_sum, values)
+    # of a clipped token none
+    weight = 1.0 if count == 3 else 0.5
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.2 * weight, 0.0, 0.6, 0.0])
+
+
+def test_statistics_of_values_and_returns() -> None:
+    values = {(0, 0): torch.tensor([0.0, 1.0]), (0, 1): torch.tensor([2.0])}
+    returns = {(0, 1): torch.tensor([3.0]), (0, 0): torch.tensor([0.0, 3.0])}
+    metrics = value_metrics(values, returns, values)
+    assert metrics["critic/values/mean"] == 1.0
+    assert (metrics["critic/values/min"], metrics["critic/values/max"]) == (0.0, 2.0)
+    assert (metrics["critic/returns/mean"], metrics["critic/returns/max"]) == (2.0, 3.0)
+    # errors 0 2 1: variance 2/3; returns 0 3 3: variance 2
+    assert metrics["critic/vf_explained_var"] == pytest.approx(2 / 3, abs=1e-5)
+    assert metrics["critic/advantages/max"] == 2.0

@@ -1,0 +1,112 @@
+"""What the policy and the critic share: a pipeline stage, its data parallelism and its optimizer.
+
+The stage is in float32, or in bfloat16 with float32 master weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
+from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
+from tlt_megatron.mcore.model import build_model
+from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
+from tlt_megatron.mcore.schedule import Predict, T, run_forward_backward
+from tlt_megatron.mcore.weight_map import load_hf_weights
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TrainedModel:
+    """This rank's shard of the Hugging Face folder `model.path`. Every method is a collective.
+
+    `groups` must come from `initialize_model_parallel` with the same `parallel`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelSection,
+        parallel: ParallelSection,
+        mcore: McoreSection,
+        optimizer: OptimizerSection,
+        groups: ProcessGroups,
+        device: Device,
+        has_value_head: bool,
+    ) -> None:
+        from megatron.core.transformer.module import Float16Module
+
+        dtype = _DTYPES[model.dtype]
+        self._groups = groups
+        self._config = load_model_config(model.path)
+        self._stage = build_model(
+            self._config,
+            parallel=parallel,
+            section=mcore,
+            dtype=dtype,
+            device=device,
+            has_value_head=has_value_head,
+        )
+        load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
+        wrapped = self._stage
+        if dtype != torch.float32:
+            wrapped = Float16Module(self._stage.config, self._stage)
+        self._model = wrap_data_parallel(wrapped, mcore)
+        self._optimizer = PolicyOptimizer(self._model, optimizer, dtype)
+        self._has_gradients = False
+        self._device = device
+        self._offloads = mcore.offload_in_rollouts
+        self._is_away = False
+
+    def optimizer_step(self) -> OptimizerStats:
+        """See PolicyModel. If the gradient is not finite, only zero the gradients."""
+        if not self._has_gradients:
+            raise RuntimeError("optimizer_step was called without forward_backward before it")
+        self._has_gradients = False
+        return self._optimizer.step()
+
+    def leave_device(self) -> None:
+        """See PolicyModel. Cached memory goes too: an engine in another process cannot take it."""
+        if self._offloads and not self._is_away:
+            self._is_away = True
+            self._optimizer.offload(self._device.is_cuda)
+        self._device.release_cached()
+
+    def enter_device(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            self._optimizer.reload(self._device.is_cuda)
+
+    def save(self, path: Path) -> None:
+        save_checkpoint(path, self._stage, self._optimizer, self._groups)
+
+    def load(self, path: Path) -> None:
+        """See PolicyModel. A reference policy keeps the initial weights."""
+        load_checkpoint(path, self._stage, self._optimizer, self._groups)
+        self._has_gradients = False
+
+    def _forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        predict: Predict[T],
+        loss_fn: Callable[[T, MicroBatch], LossResult],
+    ) -> dict[str, float]:
+        """Accumulate the gradients; return metric sums.
+
+        A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are
+        already summed and divided by the count.
+        """
+        if self._is_away:
+            raise RuntimeError("forward_backward was called between leave_device and enter_device")
+        if self._has_gradients:
+            raise RuntimeError("forward_backward was called twice without optimizer_step")
+        self._has_gradients = True
+        return run_forward_backward(self._model, micro_batches, predict, loss_fn, self._groups)

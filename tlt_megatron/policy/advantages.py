@@ -1,0 +1,70 @@
+"""The advantages of a scored batch, by `algorithm.advantage`. The policy trainer calls it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.types import Rollout, ScoredGroup
+
+RolloutKey = tuple[int, int]  # (index of the group in the batch, sample_index)
+
+
+def compute_advantages(
+    scored: Sequence[ScoredGroup],
+    section: AlgorithmSection,
+    penalties: Mapping[RolloutKey, Tensor],
+    values: Mapping[RolloutKey, Tensor] | None,
+) -> tuple[dict[RolloutKey, Tensor], dict[RolloutKey, Tensor] | None]:
+    """Return the advantages [T] of every rollout, from rewards less KL `penalties` [T].
+
+    With a critic's `values` [T], also the returns [T]. ValueError if a function of the user returns
+    other shapes.
+    """
+    rewards = [
+        [
+            _token_rewards(rollout, reward, penalties.get((i, rollout.sample_index)))
+            for rollout, reward in zip(s.group.rollouts, s.rewards, strict=True)
+        ]
+        for i, s in enumerate(scored)
+    ]
+    function = load_extension("algorithm.advantage", section.advantage)
+    if values is not None:
+        nested = [
+            [values[i, r.sample_index] for r in s.group.rollouts] for i, s in enumerate(scored)
+        ]
+        computed, returns = function(
+            rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
+        )
+        return _by_rollout(scored, computed), _by_rollout(scored, returns)
+    computed = function(rewards=rewards)
+    for i, pair in enumerate(itertools.zip_longest(computed, rewards, fillvalue=())):
+        shapes, expected = ([list(each.shape) for each in group] for group in pair)
+        if shapes != expected:
+            raise ValueError(
+                f"algorithm.advantage={section.advantage!r}: returned the shapes {shapes} for prompt {i} of the batch, "
+                f"must be {expected}"
+            )
+    return _by_rollout(scored, computed), None
+
+
+def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) -> Tensor:
+    """Return [T] float64: the reward at the last token, minus the penalty of each token."""
+    reward_T = torch.zeros(rollout.token_ids.numel(), dtype=torch.float64)
+    reward_T[-1] = reward
+    return reward_T if penalty_T is None else reward_T - penalty_T
+
+
+def _by_rollout(
+    scored: Sequence[ScoredGroup], values: Sequence[Sequence[Tensor]]
+) -> dict[RolloutKey, Tensor]:
+    return {
+        (i, rollout.sample_index): value_T.float()
+        for i, s in enumerate(scored)
+        for rollout, value_T in zip(s.group.rollouts, values[i], strict=True)
+    }

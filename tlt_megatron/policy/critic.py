@@ -1,0 +1,105 @@
+"""The critic of PPO: values of the responses, and its own updates. The policy trainer calls it."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.schema import CriticSection
+from tlt_megatron.policy.advantages import RolloutKey
+from tlt_megatron.policy.interfaces import CriticModel
+from tlt_megatron.runtime.collectives import sum_metrics
+from tlt_megatron.runtime.process_groups import ProcessGroups
+from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, TokenValues
+
+log = logging.getLogger(__name__)
+
+_VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all returns are equal
+
+
+class CriticTrainer:
+    """A CriticModel with its settings. Every method is a collective of the model's ranks."""
+
+    def __init__(self, model: CriticModel, section: CriticSection, groups: ProcessGroups) -> None:
+        self.model = model
+        self.section = section
+        self.groups = groups
+
+    def infer_values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the values [P] of each micro-batch."""
+        return [predicted.values for predicted in self.model.infer_values(batches)]
+
+    def update(self, step: int, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        """Run one optimizer step per mini-batch, of this rank's micro-batches; return metrics."""
+        totals: dict[str, float] = defaultdict(float)
+        stats: list[OptimizerStats] = []
+        loss_fn = partial(value_loss, cliprange_value=self.section.cliprange_value)
+        for batches in minibatches:
+            for name, value in self.model.forward_backward(batches, loss_fn).items():
+                totals[name] += value
+            stats.append(self.model.optimizer_step())
+        num_skipped = sum(each.is_skipped for each in stats)
+        if num_skipped and self.groups.world.is_first:
+            log.warning(
+                "step %d: %d of %d updates of the critic were skipped, gradient norm %s: it is unchanged",
+                *(step, num_skipped, len(stats), stats[-1].grad_norm),
+            )
+        sums = sum_metrics(totals, [self.groups.dp])
+        loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
+        return {
+            "critic/vf_loss": sums["vf_loss"] / loss_count,
+            "critic/vf_clipfrac": sums["vf_clipfrac"] / num_tokens,
+            "critic/vpred_mean": sums["vpred"] / num_tokens,
+            "critic/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
+            "critic/lr": stats[-1].lr,
+            "critic/num_skipped_updates": float(num_skipped),
+        }
+
+
+def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: float) -> LossResult:
+    """Return the clipped squared error of the values, weighted as the policy loss.
+
+    Per token 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), with V_old before the update
+    (Schulman et al.'s PPO code; verl's `compute_value_loss`).
+    """
+    old_P, returns_P = batch.old_values, batch.returns
+    assert old_P is not None
+    assert returns_P is not None
+    values_P = predicted.values
+    clipped_P = values_P.clamp(old_P - cliprange_value, old_P + cliprange_value)
+    plain_P = (values_P - returns_P).square()
+    bounded_P = (clipped_P - returns_P).square()
+    loss_sum = 0.5 * (torch.maximum(plain_P, bounded_P) * batch.loss_weights).sum()
+    mask_P = batch.loss_mask
+    metrics = {
+        "vf_loss": loss_sum.detach(),
+        "vf_clipfrac": ((bounded_P > plain_P) * mask_P).sum(),
+        "vpred": (values_P.detach() * mask_P).sum(),
+        "num_tokens": mask_P.sum(),
+        "loss_count": torch.tensor(batch.loss_count),
+    }
+    return LossResult(loss_sum=loss_sum, count=batch.loss_count, metrics=metrics)
+
+
+def value_metrics(
+    values: Mapping[RolloutKey, Tensor],
+    returns: Mapping[RolloutKey, Tensor],
+    advantages: Mapping[RolloutKey, Tensor],
+) -> dict[str, float]:
+    """Return statistics over all tokens of a batch, given [T] of each response."""
+    metrics: dict[str, float] = {}
+    flat = {"values": values, "returns": returns, "advantages": advantages}
+    tokens = {name: torch.cat([each[k] for k in values]).double() for name, each in flat.items()}
+    for name, tokens_N in tokens.items():
+        metrics[f"critic/{name}/mean"] = float(tokens_N.mean())
+        metrics[f"critic/{name}/max"] = float(tokens_N.max())
+        metrics[f"critic/{name}/min"] = float(tokens_N.min())
+    error = (tokens["returns"] - tokens["values"]).var(correction=0)
+    variance = tokens["returns"].var(correction=0)
+    metrics["critic/vf_explained_var"] = 1 - float(error / (variance + _VARIANCE_EPS))
+    return metrics
