@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Message = Mapping[str, object]  # of a chat: at least the texts role and content
+
+
 class FinishReason(StrEnum):
     """Why a response ended."""
 
@@ -70,6 +73,7 @@ class Prompt:
     data_source: str = ""
     ground_truth: str = ""
     extra_info: Mapping[str, object] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()  # of a chat prompt; (): the prompt is plain text
     # For a prompt that continues a response: `token_ids` end with what the response has so far.
     first_sample: int = 0  # sample_index of the first of its responses
     first_position: int = 0  # noise position of their first token: the tokens that they continue
@@ -106,10 +110,11 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One response.
+    """One response, or one conversation with an environment.
 
     `logprobs` refer to the sampled distribution, after temperature, top-p and top-k. `policy_logprobs` refer to the
-    raw policy: temperature 1, no cut.
+    raw policy: temperature 1, no cut. The tokens of a conversation are all turns of the policy with the observations
+    between them. The first and the last token are the policy's.
     """
 
     prompt_id: str
@@ -126,11 +131,25 @@ class Rollout:
     ] = ()  # tokens out per verify pass, bonus token included; () for plain decoding
     kept: KeptTokens | None = None  # None: top-p and top-k are off
     verify_starts: tuple[int, ...] = ()  # of each verify pass: the index of its first token
+    # [T] bool, False on observation tokens, whose logprobs are 0; None: the policy drew all tokens
+    loss_mask: Tensor | None = None
+    num_turns: int = 1  # of the policy
+    messages: tuple[Message, ...] = ()  # of a conversation, prompt included; () without environment
+    has_failed: bool = False  # the environment failed: the conversation ended, and its reward is 0
 
     @property
     def num_tokens(self) -> int:
         """Return the number of prompt and response tokens."""
         return len(self.prompt_ids) + self.token_ids.numel()
+
+    @property
+    def num_generated(self) -> int:
+        """Return the number of response tokens that the policy drew."""
+        return self.token_ids.numel() if self.loss_mask is None else int(self.loss_mask.sum())
+
+    def generated(self, values: Tensor) -> Tensor:
+        """Return those of `values` [T] that belong to tokens of the policy."""
+        return values if self.loss_mask is None else values[self.loss_mask]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

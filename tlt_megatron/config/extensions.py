@@ -32,6 +32,9 @@ REGISTRY = {
             "exact": "tlt_megatron.rewards.builtin:score_exact",
         },
     ),
+    "rollout.environment": ExtensionPoint(
+        ("messages", "data_source", "ground_truth", "extra_info"), {}
+    ),
     "algorithm.advantage": ExtensionPoint(
         ("rewards",),
         {

@@ -23,8 +23,10 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     for path in config.trained_paths:
         _check_cuts(path, tp, pp)
     slack = sglang_slack(config)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + slack
-    behind = f" + {slack} of sglang's slack" if slack else ""
+    observations = config.rollout.observation_tokens
+    longest = config.longest_context + config.rollout.max_new_tokens + slack
+    behind = f" + rollout.max_observation_tokens={observations}" if observations else ""
+    behind += f" + {slack} of sglang's slack" if slack else ""
     if longest > model.max_position_embeddings:
         raise ValueError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="

@@ -47,6 +47,22 @@ NAMES: dict[str, tuple[str, str, str]] = {
     "rollout.cuda_graphs": (f"{_ROLLOUT}enforce_eager", "sglang-disable-cuda-graph", ""),
     "rollout.keep_graphs": (f"{_ROLLOUT}free_cache_engine", "", "vllm_enable_sleep_mode"),
     "rollout.batch_invariant": ("", "sglang-enable-deterministic-inference", ""),
+    "rollout.environment": (
+        f"{_ROLLOUT}multi_turn.interaction_config_path",
+        "custom-generate-function-path",
+        "tools",
+    ),
+    "rollout.environment_timeout_s": ("", "", ""),
+    "rollout.max_turns": (
+        f"{_ROLLOUT}multi_turn.max_assistant_turns",
+        "",
+        "max_tool_calling_iterations",
+    ),
+    "rollout.max_observation_tokens": (
+        f"{_ROLLOUT}multi_turn.max_tool_response_length",
+        "",
+        "",
+    ),
     "algorithm.advantage": (
         "algorithm.adv_estimator",
         "advantage-estimator",

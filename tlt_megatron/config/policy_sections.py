@@ -17,6 +17,7 @@ from tlt_megatron.config.ranges import (
     Share,
     Unit,
     one_of,
+    require,
 )
 
 # Log-probs of training and rollouts may differ by so much if algorithm.max_logprob_diff is null.
@@ -46,6 +47,42 @@ class ParallelSection(Section):
     def check(self) -> None:
         is_split = not self.sequence or self.tensor > 1
         self.require(is_split, "sequence", "false where parallel.tensor is 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection(Section):
+    """How responses are scored."""
+
+    function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
+    # instead of `function`: name or path -> weight in the reward, which is the weighted sum
+    functions: dict[str, float] = field(default_factory=dict)
+    num_workers: PositiveInt = 1  # worker processes per rank
+    timeout_s: Positive = 30.0  # for one response
+    # raise: end the run, naming the prompt; zero: reward 0, counted
+    on_error: Annotated[str, one_of("raise", "zero")] = "raise"
+    # DAPO's soft punishment: the reward falls by up to overlong_penalty over the last
+    # overlong_tokens before rollout.max_new_tokens; 0: off. Not in evaluations
+    overlong_tokens: NonNegativeInt = 0
+    overlong_penalty: NonNegative = 1.0  # what the longest response loses
+
+    def check(self) -> None:
+        for spec, weight in self.weights.items():
+            check_extension("reward.function", spec)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            require(is_number, f"reward.functions.{spec}", weight, "a number")
+        names = [spec.rpartition(":")[2] for spec in self.weights]
+        is_unique = len(set(names)) == len(names)
+        self.require(is_unique, "functions", f"functions with different names, not {names}")
+        self.require(
+            not self.functions or self.function == "math",
+            "function",
+            "left out where reward.functions is set",
+        )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weight of every function by its setting."""
+        return self.functions or {self.function: 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

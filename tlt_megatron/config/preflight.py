@@ -46,7 +46,7 @@ def check_files(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         if key == "reward.function":
             value = config.reward.weights
-        for spec in [value] if isinstance(value, str) else value:
+        for spec in filter(None, [value] if isinstance(value, str) else value):
             check_extension_file(key, spec)
     _check_trackers(config.logging.all_trackers)
     _check_prompts("data.train", config.data.train)

@@ -17,6 +17,7 @@ from tlt_megatron.config.policy_sections import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    RewardSection,
 )
 from tlt_megatron.config.ranges import (
     Fraction,
@@ -48,42 +49,6 @@ class DataSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSection(Section):
-    """How responses are scored."""
-
-    function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
-    # instead of `function`: name or path -> weight in the reward, which is the weighted sum
-    functions: dict[str, float] = field(default_factory=dict)
-    num_workers: PositiveInt = 1  # worker processes per rank
-    timeout_s: Positive = 30.0  # for one response
-    # raise: end the run, naming the prompt; zero: reward 0, counted
-    on_error: Annotated[str, one_of("raise", "zero")] = "raise"
-    # DAPO's soft punishment: the reward falls by up to overlong_penalty over the last
-    # overlong_tokens before rollout.max_new_tokens; 0: off. Not in evaluations
-    overlong_tokens: NonNegativeInt = 0
-    overlong_penalty: NonNegative = 1.0  # what the longest response loses
-
-    def check(self) -> None:
-        for spec, weight in self.weights.items():
-            check_extension("reward.function", spec)
-            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            require(is_number, f"reward.functions.{spec}", weight, "a number")
-        names = [spec.rpartition(":")[2] for spec in self.weights]
-        is_unique = len(set(names)) == len(names)
-        self.require(is_unique, "functions", f"functions with different names, not {names}")
-        self.require(
-            not self.functions or self.function == "math",
-            "function",
-            "left out where reward.functions is set",
-        )
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Return the weight of every function by its setting."""
-        return self.functions or {self.function: 1.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection(Section):
     """Generation. An RL step draws `num_prompts` prompts, each with `num_samples` responses."""
 
@@ -103,9 +68,24 @@ class RolloutSection(Section):
     # embedded, on GPUs: KV, weights and graphs stay during updates, so graphs are captured once
     keep_graphs: bool = False
     batch_invariant: bool = False  # embedded: a row's numbers do not depend on other rows
+    # empty: one turn | path/to/file.py:function | package.module:function, which answers each turn
+    # of the policy; max_new_tokens then limits the policy's tokens of the whole conversation
+    environment: str = ""
+    environment_timeout_s: Positive = 30.0  # for one answer; reward.on_error says what follows
+    max_turns: PositiveInt = 4  # of the policy, at most
+    # of all observations of a conversation; one that does not fit ends it
+    max_observation_tokens: PositiveInt = 1024
+
+    @property
+    def observation_tokens(self) -> int:
+        """Return the most observation tokens of a conversation; 0 without an environment."""
+        return self.max_observation_tokens if self.environment else 0
 
     def check(self) -> None:
         check_extension("rollout.engine", self.engine)
+        if self.environment:
+            check_extension("rollout.environment", self.environment)
+            self.require(self.max_turns > 1, "max_turns", "> 1 where rollout.environment is set")
         self.require(0 < self.temperature <= 10, "temperature", "in (0, 10] for training")
 
 
@@ -337,6 +317,11 @@ class RunConfig:
     @property
     def critic_path(self) -> str:
         return self.critic.path or self.model.path
+
+    @property
+    def longest_context(self) -> int:
+        """Return the most positions before and between the policy's own tokens."""
+        return self.data.max_prompt_tokens + self.rollout.observation_tokens
 
     @property
     def ranks_per_engine(self) -> int:

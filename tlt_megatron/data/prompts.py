@@ -159,6 +159,7 @@ def load_prompts(
                 data_source=row.data_source,
                 ground_truth=row.ground_truth,
                 extra_info=row.extra_info,
+                messages=() if isinstance(row.prompt, str) else tuple(row.prompt),
             )
         )
     if world.is_first:

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.tokenizer import Message
+from tlt_megatron.types import Message
 
 _BATCH_ROWS = 1024
 _VERL_LABEL = "reward_model.ground_truth"

@@ -7,7 +7,7 @@ to a string prompt: a prompt that needs a BOS token must contain it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tlt_megatron.config.model_shape import read_eos_token_ids, read_json
+from tlt_megatron.types import Message
 
 log = logging.getLogger(__name__)
 
-Message = Mapping[str, object]
+
+_TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
 
 
 class Tokenizer:
@@ -72,6 +74,36 @@ class Tokenizer:
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
         assert isinstance(text, str)  # of one conversation
         return text
+
+    def check_turns(self) -> None:
+        """Raise ValueError if the chat template writes earlier turns of a conversation in another way later on."""
+        prompt = {"role": "user", "content": "x"}
+        turn = [{"role": "assistant", "content": _TURN}, {"role": "user", "content": "y"}]
+        begin = self.render([prompt])
+        short = self.render([prompt, *turn]).split(_TURN)
+        long = self.render([prompt, *turn, *turn]).split(_TURN)
+        if not (short[0] == long[0] == begin and short[1:] == long[1:2] == long[2:]):
+            raise ValueError(
+                f"the chat template of {self._path} writes earlier turns in another way later on, so an observation cannot be"
+                f" appended to the tokens before it: a conversation is {long!r} where it began as {[begin, *short[1:]]!r}."
+                " Give string prompts, or change chat_template.jinja"
+            )
+
+    def encode_observation(
+        self, messages: Sequence[Message], last_token: int, *, is_chat: bool
+    ) -> tuple[int, ...]:
+        """Return what follows a turn of the policy that ended with `last_token`: the observation and the next turn's begin.
+
+        With `is_chat` as the chat template writes it, else the plain texts. ValueError if the template refuses a message.
+        """
+        if not is_chat:
+            text = "".join(str(message["content"]) for message in messages)
+            return tuple(self.encode_texts([text])[0])
+        begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
+        text = self.render([*begin, *messages]).partition(_TURN)[2]
+        # the template ends a turn with the stop token, which the policy drew itself
+        text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
+        return tuple(self.encode_texts([text])[0])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a response, by default without stop and other special tokens."""

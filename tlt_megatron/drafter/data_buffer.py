@@ -27,7 +27,7 @@ from tlt_megatron.drafter.packing import (
 
 log = logging.getLogger(__name__)
 
-_TENSORS = ("token_ids", "features", "final_hidden")
+_TENSORS = ("token_ids", "features", "final_hidden", "loss_mask")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -342,12 +342,13 @@ def _compact(sequence: DraftSequence, dtype: torch.dtype) -> DraftSequence:
         kept = tensor.detach()[:num_states]
         return torch.empty(kept.shape, dtype=dtype).copy_(kept)
 
-    hidden = sequence.final_hidden
+    hidden, mask = sequence.final_hidden, sequence.loss_mask
     return DraftSequence(
         token_ids=sequence.token_ids.detach().to("cpu", torch.int64, copy=True),
         features=states(sequence.features),
         final_hidden=None if hidden is None else states(hidden),
         loss_start=sequence.loss_start,
+        loss_mask=None if mask is None else mask.to("cpu", copy=True),
     )
 
 

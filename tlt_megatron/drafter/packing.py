@@ -31,6 +31,8 @@ class DraftSequence:
     features: Tensor
     final_hidden: Tensor | None = None  # [T or T-1, D] after the final norm; None: `features`
     loss_start: int = 0  # first token whose prediction is trained, usually the response's first
+    # [T] bool, False on observations, which are context alone; None: there are none
+    loss_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.token_ids.numel()
@@ -45,22 +47,28 @@ class DraftSequence:
     def of_rollout(rollout: Rollout, features_TF: Tensor, hidden_size: int) -> DraftSequence:
         """Build from the engine's states [T - 1, F]: the final state (D columns), then any taps."""
         has_taps = features_TF.shape[1] > hidden_size
+        mask = rollout.loss_mask
+        if mask is not None:
+            mask = torch.cat((mask.new_zeros(len(rollout.prompt_ids)), mask))
         return DraftSequence(
             token_ids=torch.cat((torch.tensor(rollout.prompt_ids), rollout.token_ids)),
             features=features_TF[:, hidden_size:] if has_taps else features_TF,
             final_hidden=features_TF[:, :hidden_size] if has_taps else None,
             loss_start=len(rollout.prompt_ids),
+            loss_mask=mask,
         )
 
     def window(self, start: int, num_rows: int) -> DraftSequence:
         """Return these rows as a sequence of its own, which attends to nothing before `start`."""
         states = slice(start, start + num_rows + 1)
-        hidden = self.final_hidden
+        tokens = slice(start, start + num_rows + _MIN_TOKENS - 1)
+        hidden, mask = self.final_hidden, self.loss_mask
         return DraftSequence(
-            token_ids=self.token_ids[start : start + num_rows + _MIN_TOKENS - 1],
+            token_ids=self.token_ids[tokens],
             features=self.features[states],
             final_hidden=None if hidden is None else hidden[states],
             loss_start=max(0, self.loss_start - start),
+            loss_mask=None if mask is None else mask[tokens],
         )
 
     @property
@@ -109,8 +117,8 @@ def pack_batch(sequences: Sequence[DraftSequence]) -> DraftBatch:
     device = sequences[0].features.device
     positions = [torch.arange(length) for length in lengths]
     masks = [
-        position + 2 >= sequence.loss_start
-        for position, sequence in zip(positions, sequences, strict=True)
+        (position + 2 >= s.loss_start) & (True if s.loss_mask is None else s.loss_mask[2 : n + 2])
+        for position, (s, _, n) in zip(positions, rows, strict=True)
     ]
     return DraftBatch(
         token_ids=torch.cat([s.token_ids[1 : n + 1] for s, _, n in rows]).to(device),

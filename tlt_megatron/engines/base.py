@@ -55,6 +55,9 @@ class PassRecord:
     kv_tokens: int | None = None  # that the KV memory in use has room for; None: not known
 
 
+MorePrompts = Callable[[], Sequence[Prompt] | None]
+
+
 class GenerationStopped(RuntimeError):
     """`should_stop` ended the generation. Its requests are dropped; the engine can be used again."""
 
@@ -85,6 +88,7 @@ class RolloutEngine(Protocol):
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
         """Answer all prompts and return one group per prompt, in the order of the prompts.
 
@@ -92,6 +96,9 @@ class RolloutEngine(Protocol):
         [prompt + response - 1, F]. `between_passes` is called about once per pass and may load drafter weights. An engine in
         another process may never call these two. If `should_stop`, called about once per pass, returns True,
         GenerationStopped is raised.
+        `more_prompts` is also called about once per pass. It returns prompts to answer in the same call, or None when there
+        will be no more; their groups come last. With its responses, such a prompt may be longer than the longest of
+        `prompts` by `RolloutSection.observation_tokens`.
         RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt cannot fit into KV memory.
         """
         ...

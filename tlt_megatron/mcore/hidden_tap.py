@@ -38,6 +38,7 @@ class TappedSequence:
     prompt_length: int
     features: Tensor  # [T-1, D] after the final norm or [T-1, nD] after n layers, on the host
     final_hidden: Tensor | None  # [T-1, D] after the final norm; None if `features` holds it
+    loss_mask: Tensor | None  # [T] bool, False on observations; None if there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +279,13 @@ def _find_holders(stage: GPTModel, sources: Sequence[int], pp: Group) -> dict[in
 def _tapped(place: TapPlace, batch: MicroBatch, states: Sequence[Tensor]) -> TappedSequence:
     *aux, final_TD = states
     rows = slice(place.start, place.end)
-    is_response = batch.loss_mask[rows] > 0
+    is_label = batch.loss_mask[rows].cpu() > 0
+    prompt_length = int(is_label.int().argmax()) + 1
+    loss_mask = is_label.roll(1)  # of the tokens; the last token has no label
     return TappedSequence(
         token_ids=batch.token_ids[rows].cpu(),
-        prompt_length=int(is_response.int().argmax()) + 1,
+        prompt_length=prompt_length,
         features=torch.cat(aux, dim=1) if aux else final_TD,
         final_hidden=final_TD if aux else None,
+        loss_mask=None if loss_mask[prompt_length:].all() else loss_mask,
     )

@@ -23,7 +23,8 @@ def compute_advantages(
 ) -> tuple[dict[RolloutKey, Tensor], dict[RolloutKey, Tensor] | None]:
     """Return the advantages [T] of every rollout, from rewards less KL `penalties` [T].
 
-    With a critic's `values` [T], also the returns [T]. ValueError if a function of the user returns
+    They are computed from the policy's tokens alone, so no statistic of the batch counts an
+    observation; those get 0. With a critic's `values` [T], also the returns [T]. ValueError if a function of the user returns
     other shapes.
     """
     rewards = [
@@ -35,8 +36,9 @@ def compute_advantages(
     ]
     function = load_extension("algorithm.advantage", section.advantage)
     if values is not None:
+        known = of_policy(scored, values)
         nested = [
-            [values[i, r.sample_index] for r in s.group.rollouts] for i, s in enumerate(scored)
+            [known[i, r.sample_index] for r in s.group.rollouts] for i, s in enumerate(scored)
         ]
         computed, returns = function(
             rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
@@ -53,18 +55,38 @@ def compute_advantages(
     return _by_rollout(scored, computed), None
 
 
+def of_policy(
+    scored: Sequence[ScoredGroup], values: Mapping[RolloutKey, Tensor]
+) -> dict[RolloutKey, Tensor]:
+    """Return those of `values` [T] of each rollout that belong to tokens of the policy."""
+    return {
+        (i, rollout.sample_index): rollout.generated(values[i, rollout.sample_index])
+        for i, s in enumerate(scored)
+        for rollout in s.group.rollouts
+    }
+
+
 def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) -> Tensor:
-    """Return [T] float64: the reward at the last token, minus the penalty of each token."""
-    reward_T = torch.zeros(rollout.token_ids.numel(), dtype=torch.float64)
+    """Return float64: the reward at the last token, minus the penalty of each token of the policy."""
+    reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
     reward_T[-1] = reward
-    return reward_T if penalty_T is None else reward_T - penalty_T
+    return reward_T if penalty_T is None else reward_T - rollout.generated(penalty_T)
 
 
 def _by_rollout(
     scored: Sequence[ScoredGroup], values: Sequence[Sequence[Tensor]]
 ) -> dict[RolloutKey, Tensor]:
     return {
-        (i, rollout.sample_index): value_T.float()
+        (i, rollout.sample_index): _with_observations(rollout, each.float())
         for i, s in enumerate(scored)
-        for rollout, value_T in zip(s.group.rollouts, values[i], strict=True)
+        for rollout, each in zip(s.group.rollouts, values[i], strict=True)
     }
+
+
+def _with_observations(rollout: Rollout, values: Tensor) -> Tensor:
+    """Return [T]: `values` at the tokens of the policy, 0 at observations."""
+    if rollout.loss_mask is None:
+        return values
+    values_T = values.new_zeros(rollout.token_ids.numel())
+    values_T[rollout.loss_mask] = values
+    return values_T

@@ -61,7 +61,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> MicroBatch:
         labels=torch.cat([torch.cat([s[1:], s.new_zeros(1)]) for s in sequences]),
         position_ids=torch.cat([torch.arange(s.numel()) for s in sequences]),
         cu_seqlens=torch.tensor([0, *(s.numel() for s in sequences)]).cumsum(0).int(),
-        loss_mask=_on_labels(rollouts, [torch.ones(r.token_ids.numel()) for r in rollouts]),
+        loss_mask=_on_labels(rollouts, [_loss_mask(r) for r in rollouts]),
         loss_weights=zeros_P,
         advantages=zeros_P,
         old_logprobs=zeros_P,
@@ -100,9 +100,9 @@ def attach_targets(
 
     Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean
     1/T, counted in sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens,
-    counted in sequences (Dr. GRPO).
+    counted in sequences (Dr. GRPO). T counts the policy's tokens; observations have weight 0.
     """
-    lengths = [rollout.token_ids.numel() for rollout in rollouts]
+    lengths = [rollout.num_generated for rollout in rollouts]
     weights = {
         "token_mean": [1.0 for _ in lengths],
         "sequence_mean": [1.0 / length for length in lengths],
@@ -112,7 +112,7 @@ def attach_targets(
     def packed(values: Sequence[Tensor] | None) -> Tensor | None:
         return None if values is None else _on_labels(rollouts, values)
 
-    weights_T = [torch.full((n,), weight) for n, weight in zip(lengths, weights, strict=True)]
+    weights_T = [weight * _loss_mask(r) for r, weight in zip(rollouts, weights, strict=True)]
     return dataclasses.replace(
         batch,
         loss_weights=_on_labels(rollouts, weights_T),
@@ -128,7 +128,7 @@ def attach_targets(
 def count_loss(rollouts: Sequence[Rollout], aggregation: str) -> int:
     """Return the share of `rollouts` in the loss divisor: tokens for token_mean, else responses."""
     if aggregation == "token_mean":
-        return sum(rollout.token_ids.numel() for rollout in rollouts)
+        return sum(rollout.num_generated for rollout in rollouts)
     return len(rollouts)
 
 
@@ -140,6 +140,12 @@ def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:
         slices.append(slice(first, first + rollout.token_ids.numel()))
         start += rollout.num_tokens
     return slices
+
+
+def _loss_mask(rollout: Rollout) -> Tensor:
+    """Return [T] float32, 1 on tokens of the policy."""
+    mask = rollout.loss_mask
+    return torch.ones(rollout.token_ids.numel()) if mask is None else mask.float()
 
 
 def _on_labels(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> Tensor:

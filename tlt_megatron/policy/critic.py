@@ -91,7 +91,7 @@ def value_metrics(
     returns: Mapping[RolloutKey, Tensor],
     advantages: Mapping[RolloutKey, Tensor],
 ) -> dict[str, float]:
-    """Return statistics over all tokens of a batch, given [T] of each response."""
+    """Return statistics over all tokens of the policy in a batch, given those of each response."""
     metrics: dict[str, float] = {}
     flat = {"values": values, "returns": returns, "advantages": advantages}
     tokens = {name: torch.cat([each[k] for k in values]).double() for name, each in flat.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.advantages import RolloutKey, compute_advantages
+from tlt_megatron.policy.advantages import RolloutKey, compute_advantages, of_policy
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
@@ -183,7 +183,8 @@ class PolicyTrainer:
         assert self.critic is not None
         assert inference.values is not None
         assert inference.returns is not None
-        metrics = value_metrics(inference.values, inference.returns, inference.advantages)
+        tokens = (inference.values, inference.returns, inference.advantages)
+        metrics = value_metrics(*(of_policy(inference.scored, each) for each in tokens))
         minibatches = [
             [self._with_targets(pack, inference) for pack in minibatch.packs]
             for minibatch in inference.minibatches
@@ -378,7 +379,9 @@ def _engine_differences(
     """Compare `policy_logprobs`, [P] of each pack, with those that the rollouts came with."""
     training = _by_key(packs, policy_logprobs)
     return {
-        key: EngineDifference.of(training[key], rollout.policy_logprobs)
+        key: EngineDifference.of(
+            rollout.generated(training[key]), rollout.generated(rollout.policy_logprobs)
+        )
         for pack in packs
         for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
     }

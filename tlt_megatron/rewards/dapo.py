@@ -36,7 +36,7 @@ class BatchRules:
             return group
         free = self.max_new_tokens - self.overlong_tokens
         added = [
-            min(0.0, (free - r.token_ids.numel()) / self.overlong_tokens) * self.overlong_penalty
+            min(0.0, (free - r.num_generated) / self.overlong_tokens) * self.overlong_penalty
             for r in group.group.rollouts
         ]
         details = [{**own, _OVERLONG: a} for own, a in zip(group.details, added, strict=True)]

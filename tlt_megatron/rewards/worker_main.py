@@ -1,15 +1,16 @@
-"""The program of a reward worker, a child of its keeper (keeper.py). It loads the functions and scores until told to end.
+"""The program of a reward worker, a child of its keeper (keeper.py). It loads the functions and calls them until told to end.
 
 Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to or close. In: {"task",
-"arguments"}. Out: {"is_async"} or {"failed"}, then for each task its number and the fields of `worker_process.Outcome` that are
-not their default. The main thread runs the function, because functions may use signals (math-verify does). An error on the
-socket ends the process.
+"function", "timeout_s", "arguments"}; the function is "reward" or "environment". Out: {"is_async"} or {"failed"}, then for each
+task its number and the fields of `worker_process.Outcome` that are not their default. The main thread runs the function,
+because functions may use signals (math-verify does). An error on the socket ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import inspect
 import json
 import os
 import resource
@@ -18,14 +19,12 @@ import sys
 import time
 import traceback
 
-from tlt_megatron.config.extensions import REGISTRY
+from tlt_megatron.rewards.environment import Answer, load_environment, read_answer
 from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
-from tlt_megatron.rewards.reward import WeightedRewards, name_setting
-
-_ARGUMENTS = REGISTRY["reward.function"].parameters
+from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
-_Result = tuple[float, dict[str, float]] | BaseException
+_Result = tuple[float, dict[str, float]] | Answer | BaseException
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
 
 
@@ -52,75 +51,97 @@ class _Channel:
         while data:
             data = data[os.write(self._fd, data) :]
 
-    def send_score(
+    def send_result(
         self, task: int, start: float, result: _Result, *, is_late: bool = False
     ) -> None:
-        """Send the result of a task. `result` is a reward with its further numbers, or an exception."""
+        """Send the result of a task: a reward with its further numbers, an answer, or an exception."""
         seconds = time.perf_counter() - start
         if isinstance(result, tuple):
             score, details = result
             self.send(task=task, score=score, details=details, seconds=seconds)
+        elif isinstance(result, Answer):
+            self.send(task=task, answer=[result.observation, result.is_done], seconds=seconds)
         else:
             failure = "timeout" if is_late else "error"
             detail = "".join(traceback.format_exception(result))[-_MAX_DETAIL:]
             self.send(task=task, failure=failure, detail=detail, seconds=seconds)
 
 
-def main(weights: dict[str, float], timeout_s: float, life_fd: int, control_fd: int) -> None:
-    """Score tasks until the socket closes, as a child of a keeper. Exit status 1 if a function cannot be loaded."""
+class _Functions:
+    """The functions of a run: rewards, and the environment if there is one."""
+
+    def __init__(self, weights: dict[str, float], environment: str) -> None:
+        self._rewards = WeightedRewards(weights)
+        self._environment = load_environment(environment) if environment else None
+        self.is_async = self._rewards.is_async or (
+            self._environment is not None and is_async(self._environment)
+        )
+
+    def call(self, task: dict) -> _Result:
+        """Return the result of a task, if no function is async."""
+        if task["function"] == "reward":
+            return self._rewards.score(**task["arguments"])
+        assert self._environment is not None
+        return read_answer(self._environment(**task["arguments"]))
+
+    async def call_async(self, task: dict) -> _Result:
+        """Return the same as `call`."""
+        if task["function"] == "reward":
+            return await self._rewards.score_async(**task["arguments"])
+        assert self._environment is not None
+        result = self._environment(**task["arguments"])
+        return read_answer(await result if inspect.isawaitable(result) else result)
+
+
+def main(weights: dict[str, float], environment: str, life_fd: int, control_fd: int) -> None:
+    """Run tasks until the socket closes, as a child of a keeper. Exit status 1 if a function cannot be loaded."""
     keep(life_fd, control_fd)
     _outlive_signals()
     channel = _Channel(control_fd)
     try:
-        rewards = WeightedRewards(weights)
+        functions = _Functions(weights, environment)
     except BaseException as error:  # also SystemExit: a user's module may raise anything
         traceback.print_exception(error)  # to the rank's log; the terminal gets one line
         is_named = isinstance(error, ValueError)
         line = str(error) if is_named else f"{name_setting(weights)} fails to load: {error!r}"
         channel.send(failed=line[-_MAX_DETAIL:])
         sys.exit(1)
-    channel.send(is_async=rewards.is_async)
-    if rewards.is_async:
-        asyncio.run(_serve_async(channel, rewards, timeout_s))
+    channel.send(is_async=functions.is_async)
+    if functions.is_async:
+        asyncio.run(_serve_async(channel, functions))
     else:
-        _serve(channel, rewards)
+        _serve(channel, functions)
 
 
-def _serve(channel: _Channel, rewards: WeightedRewards) -> None:
+def _serve(channel: _Channel, functions: _Functions) -> None:
     while (task := channel.receive()) is not None:
         start = time.perf_counter()
         try:
-            result: _Result = rewards.score(**_arguments(task))
+            result = functions.call(task)
         except BaseException as error:  # a function that calls exit() must not end the worker
             result = error
-        channel.send_score(task["task"], start, result)
+        channel.send_result(task["task"], start, result)
 
 
-async def _serve_async(channel: _Channel, rewards: WeightedRewards, timeout_s: float) -> None:
+async def _serve_async(channel: _Channel, functions: _Functions) -> None:
     running: set[asyncio.Task[None]] = set()
     while (task := await asyncio.to_thread(channel.receive)) is not None:
-        job = asyncio.create_task(_score_async(channel, rewards, timeout_s, task))
+        job = asyncio.create_task(_call_async(channel, functions, task))
         running.add(job)  # the loop keeps weak references only
         job.add_done_callback(running.discard)
 
 
-async def _score_async(
-    channel: _Channel, rewards: WeightedRewards, timeout_s: float, task: dict
-) -> None:
+async def _call_async(channel: _Channel, functions: _Functions, task: dict) -> None:
     start = time.perf_counter()
-    limit = asyncio.timeout(timeout_s)
+    limit = asyncio.timeout(task["timeout_s"])
     try:
         async with limit:
-            result: _Result = await rewards.score_async(**_arguments(task))
+            result = await functions.call_async(task)
     except asyncio.CancelledError:
         raise
     except BaseException as error:
         result = error
-    channel.send_score(task["task"], start, result, is_late=limit.expired())
-
-
-def _arguments(task: dict) -> dict[str, object]:
-    return dict(zip(_ARGUMENTS, task["arguments"], strict=True))
+    channel.send_result(task["task"], start, result, is_late=limit.expired())
 
 
 def _outlive_signals() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
+from tlt_megatron.rewards.environment import Answer, read_answer
 from tlt_megatron.rewards.reward import name_setting, read_result
 
 _START_TIMEOUT_S = 300.0  # to import the user's module
@@ -29,38 +30,38 @@ _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from anot
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from tlt_megatron.rewards.worker_main import main; "
-    "main(json.loads(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))"
+    "main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of one response. `failure` is "", "error" or "timeout".
+    """The result of one call: the reward of a response, or the answer to a turn. `failure` is "", "error" or "timeout".
 
-    `is_shared`: the worker ended while it scored several responses, and any of them may be the cause.
+    `is_shared`: the worker ended during several calls, and any of them may be the cause.
     """
 
     score: float = 0.0
     details: dict[str, float] = field(default_factory=dict)  # further numbers of the functions
     failure: str = ""
     detail: str = ""  # traceback, timeout or exit status
-    seconds: float = 0.0  # in the reward function
+    seconds: float = 0.0  # in the function
+    answer: Answer | None = None  # of the environment
     is_shared: bool = False
 
 
 class WorkerProcess:
-    """Starts at construction, inside a running event loop. Call `load`, then `score` as often as needed, then `close`."""
+    """Starts at construction, inside a running event loop. Await `load`, then `call` as often as needed, then `close`."""
 
     def __init__(
         self,
         weights: Mapping[str, float],
-        timeout_s: float,
+        environment: str,
         folder: str,
         on_output: Callable[[bytes], None],
     ) -> None:
         self.is_async = False
         self._weights = dict(weights)
-        self._timeout_s = timeout_s
         self._num_tasks = 0
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
         self._loaded: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
@@ -71,7 +72,7 @@ class WorkerProcess:
         texts = json.dumps([str(entry) for entry in sys.path]), json.dumps(self._weights)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM, *texts, repr(timeout_s), *map(str, fds)],
+                [sys.executable, "-u", "-c", _PROGRAM, *texts, environment, *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -99,15 +100,17 @@ class WorkerProcess:
         if failure is not None:
             raise failure
 
-    async def score(self, arguments: bytes) -> Outcome:
-        """Score one response; `arguments` is JSON. A worker that is late is ended and takes no more."""
+    async def call(self, function: str, arguments: bytes, timeout_s: float) -> Outcome:
+        """Call "reward" or "environment"; `arguments` is JSON. A worker that is late is ended and takes no more."""
         self._num_tasks += 1
         answer = self._answers[self._num_tasks] = asyncio.get_running_loop().create_future()
-        self._writer.write(b'{"task": %d, "arguments": %b}\n' % (self._num_tasks, arguments))
+        head = json.dumps({"task": self._num_tasks, "function": function, "timeout_s": timeout_s})
+        self._writer.write(b'%b, "arguments": %b}\n' % (head[:-1].encode(), arguments))
         # `wait` reports answers that came in time, even if this thread resumed after the deadline.
-        await asyncio.wait([answer], timeout=self._timeout_s + _ASYNC_GRACE_S * self.is_async)
+        await asyncio.wait([answer], timeout=timeout_s + _ASYNC_GRACE_S * self.is_async)
         if not answer.done():
-            self._end("timeout", f"no score within timeout_s={self._timeout_s}")
+            what = "score" if function == "reward" else "answer"
+            self._end("timeout", f"no {what} within timeout_s={timeout_s}")
         return await answer
 
     async def close(self) -> None:
@@ -143,6 +146,8 @@ class WorkerProcess:
             score, _ = read_result(message.pop("score", 0.0))
             further = message.pop("details", {})  # one of several functions may be named "score"
             details = {name: read_result(value)[0] for name, value in further.items()}
+            if "answer" in message:
+                message["answer"] = read_answer(message["answer"])
             outcome = Outcome(score=score, details=details, **message)
             answer = self._answers.pop(task)
             if not answer.done():  # cancelled by the pool's end

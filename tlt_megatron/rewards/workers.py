@@ -1,7 +1,7 @@
-"""Scores responses in worker processes while the trainer decodes. Called by the rollout worker of each rank.
+"""Scores responses and answers turns in worker processes while the trainer decodes. Called by the rollout worker of each rank.
 
-`submit` each response when it ends, and `collect` once per batch. The trainer never runs a reward function itself. If one
-hangs, leaks or crashes, only its worker is lost and replaced. An event loop in a separate thread drives the workers.
+`submit` each response when it ends, and `collect` once per batch; `answer` each turn of a conversation. The trainer never runs
+such a function itself. If one hangs, leaks or crashes, only its worker is lost and replaced. An event loop in a separate thread drives the workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -22,7 +22,7 @@ from typing import Any, Self
 from tlt_megatron.rewards.keeper import STOP_SIGNALS
 from tlt_megatron.rewards.reward import name_setting
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
-from tlt_megatron.types import Prompt
+from tlt_megatron.types import Message, Prompt
 
 log = logging.getLogger(__name__)
 # Not one of our loggers: a user's prints belong in the rank's log file, not on the terminal
@@ -50,7 +50,8 @@ class RewardPool:
     `functions` is the setting of a function (see `reward.load_reward`), or the weight of each by its setting.
     `on_error` handles a function that raises, exceeds `timeout_s` or kills its worker. "raise" makes `collect` raise
     RuntimeError. "zero" makes the reward 0.0, counts the failure and logs it once for each prompt. Output of the function and
-    its programs goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` per batch.
+    its programs goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` per batch. The workers also run the function of
+    `environment`, with its own timeout and the same `on_error`.
     Example: `with RewardPool("math", num_workers=2, timeout_s=30.0, on_error="raise") as pool: ...`
     """
 
@@ -61,6 +62,8 @@ class RewardPool:
         num_workers: int,
         timeout_s: float,
         on_error: str,
+        environment: str = "",
+        environment_timeout_s: float = 30.0,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or on_error not in ("raise", "zero"):
             raise ValueError(
@@ -68,10 +71,12 @@ class RewardPool:
                 f"on_error={on_error!r} one of raise, zero"
             )
         self._weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
-        self._timeout_s = timeout_s
+        self._environment = environment
+        self._timeouts_s = {"reward": timeout_s, "environment": environment_timeout_s}
         self._on_error = on_error
         self._folder = os.getcwd()  # relative paths mean the same in a worker started later
         self._batch: dict[Hashable, Future[Outcome]] = {}
+        self._turns: list[Future[Outcome]] = []  # being answered
         self._scored: list[Outcome] = []  # since `take_stats`
         self._wait_seconds = 0.0
         self._is_closed = False
@@ -105,9 +110,23 @@ class RewardPool:
             raise RuntimeError("the reward pool is closed")
         if rollout_key in self._batch:
             raise ValueError(f"rollout_key={rollout_key!r}: submitted twice in one batch")
-        row = (prompt.data_source, solution_str, prompt.ground_truth, dict(prompt.extra_info))
-        arguments = json.dumps(row, default=_as_text).encode()
-        self._batch[rollout_key] = self._call(self._score(arguments, prompt.prompt_id, rollout_key))
+        arguments = _arguments(prompt, solution_str=solution_str)
+        work = self._run("reward", arguments, prompt.prompt_id, f"rollout {rollout_key!r}")
+        self._batch[rollout_key] = self._call(work)
+
+    def answer(
+        self, prompt: Prompt, sample_index: int, turn: int, messages: Sequence[Message]
+    ) -> Future[Outcome]:
+        """Ask the environment for its answer to `messages`, which end with the policy's turn `turn`; never waits.
+
+        If the environment fails, the result says how, or it is a RuntimeError with on_error="raise".
+        """
+        where = f"turn {turn} of rollout {(prompt.draw_index, sample_index)!r}"
+        arguments = _arguments(prompt, messages=[dict(message) for message in messages])
+        future = self._call(self._run("environment", arguments, prompt.prompt_id, where))
+        self._turns = [turn for turn in self._turns if not turn.done()]
+        self._turns.append(future)
+        return future
 
     def wait_scored(self, should_stop: Callable[[], bool]) -> bool:
         """Wait until `collect` would not wait. Returns False if `should_stop` returns True first.
@@ -151,7 +170,7 @@ class RewardPool:
         if self._is_closed:
             return
         self._is_closed = True
-        for future in (self._loaded, *self._batch.values()):
+        for future in (self._loaded, *self._batch.values(), *self._turns):
             future.cancel()
         self._call(self._end_workers()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -194,26 +213,31 @@ class RewardPool:
         """Return the worker in a seat. If the last one has ended, start a new one."""
         async with seat.lock:
             if seat.worker is None or seat.worker.is_lost:
-                arguments = self._weights, self._timeout_s, self._folder, self._log_output
+                arguments = self._weights, self._environment, self._folder, self._log_output
                 seat.worker = WorkerProcess(*arguments)
                 self._workers = [worker for worker in self._workers if not worker.is_lost]
                 self._workers.append(seat.worker)
                 await seat.worker.load()
             return seat.worker
 
-    async def _score(self, arguments: bytes, prompt_id: str, key: Hashable) -> Outcome:
-        """Return the outcome of one response. With on_error="raise", a failure raises RuntimeError."""
+    async def _run(self, function: str, arguments: bytes, prompt_id: str, where: str) -> Outcome:
+        """Return the outcome of one call. With on_error="raise", a failure raises RuntimeError."""
+        call = function, arguments, self._timeouts_s[function]
         seat = await self._free.get()
         try:
-            outcome = await (await self._worker_of(seat)).score(arguments)
+            outcome = await (await self._worker_of(seat)).call(*call)
             if outcome.is_shared:  # any of several may have ended the worker
                 async with self._alone_lock:
-                    outcome = await (await self._worker_of(self._alone)).score(arguments)
+                    outcome = await (await self._worker_of(self._alone)).call(*call)
         finally:
             self._free.put_nowait(seat)
         if outcome.failure:
-            where = f"prompt_id={prompt_id!r} (rollout {key!r})"
-            text = f"{name_setting(self._weights)} failed on {where}: {outcome.detail.rstrip()}"
+            setting = f"rollout.environment={self._environment!r}"
+            if function == "reward":
+                setting = name_setting(self._weights)
+            text = (
+                f"{setting} failed on prompt_id={prompt_id!r} ({where}): {outcome.detail.rstrip()}"
+            )
             if self._on_error == "raise":
                 raise RuntimeError(text)
             if prompt_id not in self._logged_prompt_ids:
@@ -255,6 +279,16 @@ def _raise_first_error(futures: list[Future]) -> None:
     if error := next(filter(None, errors), None):
         # A new exception each time: raising the same object twice collects tracebacks.
         raise type(error)(*error.args)
+
+
+def _arguments(prompt: Prompt, **further: object) -> bytes:
+    """Return the arguments of a function as JSON."""
+    row = {
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": dict(prompt.extra_info),
+    }
+    return json.dumps({**row, **further}, default=_as_text).encode()
 
 
 def _as_text(value: object) -> str:

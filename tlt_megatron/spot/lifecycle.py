@@ -130,6 +130,7 @@ class DrafterLifecycle:
                 features=tapped.features,
                 final_hidden=tapped.final_hidden,
                 loss_start=tapped.prompt_length,
+                loss_mask=tapped.loss_mask,
             )
             self.buffer.add(sequence, self.buffer.step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from tlt_megatron.runtime.trackers import Trackers, signals_kept
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import attach_drafter
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
+from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
@@ -126,6 +127,8 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
+            environment=config.rollout.environment,
+            environment_timeout_s=config.rollout.environment_timeout_s,
         )
     )
     tokenizer = load_tokenizer(config.model.path)
@@ -136,6 +139,8 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
         resumed = compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
     held_out = _load_held_out(config, tokenizer, world)
+    if config.rollout.environment:
+        _check_conversations(tokenizer, (*prompts.rows, *held_out))
     rewards.wait_ready()
 
     seed_everything(config.run.seed)
@@ -182,6 +187,16 @@ def _load_held_out(config: RunConfig, tokenizer: Tokenizer, world: Group) -> tup
     return found.prompts(config.eval.num_prompts)
 
 
+def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Refuse a tokenizer with which no conversation goes on after the first turn."""
+    if not tokenizer.stop_token_ids:
+        raise ValueError(
+            "rollout.environment: the model folder names no eos token, which must end each turn"
+        )
+    if any(prompt.messages for prompt in prompts):
+        tokenizer.check_turns()
+
+
 def _check_extensions(config: RunConfig) -> None:
     """Refuse a user's function or class that cannot be used, before models are built."""
     load_extension("algorithm.advantage", config.algorithm.advantage)
@@ -210,6 +225,9 @@ def _build_worker(
         enabled=world.is_first,
     )
     stack.callback(progress.close)
+    conversations = None
+    if config.rollout.environment:
+        conversations = Conversations(engine, rewards, tokenizer, config.rollout)
     return RolloutWorker(
         engine,
         rewards,
@@ -218,6 +236,7 @@ def _build_worker(
         phases=Phases(timeline, progress, site.device, site.heartbeat.enter),
         ranks_per_engine=config.ranks_per_engine,
         should_stop=lambda: site.stop.is_requested,
+        conversations=conversations,
     )
 
 

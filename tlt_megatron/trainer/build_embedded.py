@@ -33,7 +33,7 @@ def build_embedded_engine(
         model,
         config.rollout,
         device,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=config.longest_context,
         tap_layers=drafter_tap_layers(config, model),
         make_speculation=partial(_speculation_over, config, model) if is_on else None,
     )

@@ -52,7 +52,7 @@ def build_sglang_engine(
             config.sglang,
             device,
             rank=world.rank,
-            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_prompt_tokens=config.longest_context,
             speculation=speculation,
             replica=replica,
         )

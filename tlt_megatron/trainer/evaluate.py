@@ -36,7 +36,7 @@ class Evaluator:
             [final_answer(self.worker.decode(r.token_ids.tolist())) for r in g.group.rollouts]
             for g in groups
         ]
-        lengths = [r.token_ids.numel() for g in groups for r in g.group.rollouts]
+        lengths = [r.num_generated for g in groups for r in g.group.rollouts]
         return {
             "eval/accuracy": fmean(rewards),
             **pass_at_k(num_right, self.params.num_samples),

@@ -39,7 +39,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
     model = load_model_config(config.model.path)
     sizes = ModelSizes(model)
     num_replicas = world_size // (config.parallel.tensor * config.parallel.pipeline)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_context + config.rollout.max_new_tokens
     sequences = config.rollout.num_prompts * config.rollout.num_samples
     per_update = -(-sequences // config.algorithm.num_minibatches)
     library_bytes = _LIBRARY_BYTES[device.torch_device.type]
@@ -131,7 +131,7 @@ def _engine_claims(
         strategies,
         device=device,
         has_graphs=has_graphs,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=config.longest_context,
         num_taps=len(drafter_tap_layers(config, model)),
     )
     weights_in = _AWAKE if device.is_cuda else ALL_PHASES
@@ -176,7 +176,7 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list
     """
     rollout, item, ranks = config.rollout, _item_bytes(config), config.ranks_per_engine
     kv_tokens = rollout.kv_cache_tokens or rollout.max_batch_size * (
-        config.data.max_prompt_tokens + rollout.max_new_tokens
+        config.longest_context + rollout.max_new_tokens
     )
     kv_layers = sizes.num_layers
     weights = sizes.total

@@ -62,10 +62,8 @@ class RunReport:
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
         num_tokens = metrics["rollout/num_tokens"]
         metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / self.world.size
-        num_response_tokens = sum(
-            r.token_ids.numel() for g in collected.groups for r in g.group.rollouts
-        )
-        for phase, count in (("gen", num_response_tokens), ("update_actor", num_tokens)):
+        num_generated = sum(r.num_generated for g in collected.groups for r in g.group.rollouts)
+        for phase, count in (("gen", num_generated), ("update_actor", num_tokens)):
             seconds = metrics[f"timing_s/{phase}"]
             metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds / count
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)

@@ -61,6 +61,12 @@ class RolloutLog:
                         "reward": reward,
                         "logprob_diff": difference,
                     }
+                    if rollout.messages:
+                        row["num_turns"] = rollout.num_turns
+                        row["messages"] = [dict(message) for message in rollout.messages]
+                        row["has_failed"] = rollout.has_failed
+                    if rollout.loss_mask is not None:
+                        row["loss_mask"] = rollout.loss_mask.int().tolist()
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     if len(first) < _NUM_SAMPLES:
                         first.append(row)

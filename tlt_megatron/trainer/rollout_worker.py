@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
+from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
+from tlt_megatron.trainer.conversations import AnswerStats, Conversations
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
-from tlt_megatron.types import (
-    FinishReason,
-    KeptTokens,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    ScoredGroup,
-)
+from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +48,9 @@ class RolloutWorker:
         phases: Phases,
         ranks_per_engine: int = 1,
         should_stop: Callable[[], bool] = lambda: False,
+        conversations: Conversations | None = None,
     ) -> None:
-        """If an engine spans several ranks, the first of them gets all its prompts.
+        """`conversations` is given only with an environment. If an engine spans several ranks, the first of them gets all its prompts.
 
         Each rank calls `should_stop` on its own, about once per pass.
         """
@@ -63,6 +61,7 @@ class RolloutWorker:
         self.phases = phases
         self.ranks_per_engine = ranks_per_engine
         self.should_stop = should_stop
+        self.conversations = conversations
 
     def collect(
         self,
@@ -144,12 +143,17 @@ class RolloutWorker:
 
         def score(rollout: Rollout) -> None:
             key = (rollout.draw_index, rollout.sample_index)
-            text = self.decode(rollout.token_ids.tolist())
-            self.rewards.submit(key, by_draw[rollout.draw_index], text)
+            prompt = by_draw[rollout.draw_index]
+            if rollout.messages:
+                info = {**prompt.extra_info, "messages": rollout.messages}
+                prompt = dataclasses.replace(prompt, extra_info=info)
+            if not rollout.has_failed:
+                self.rewards.submit(key, prompt, self.decode(rollout.token_ids.tolist()))
 
         mine = self._share_of(prompts)
+        generate = (self.conversations or self.engine).generate
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
-            groups = self.engine.generate(
+            groups = generate(
                 mine,
                 params,
                 policy_version=policy_version,
@@ -168,13 +172,17 @@ class RolloutWorker:
             outcomes = self.rewards.collect()
         scored = []
         for group in groups:
-            found = [outcomes[r.draw_index, r.sample_index] for r in group.rollouts]
+            found = [
+                Outcome() if r.has_failed else outcomes[r.draw_index, r.sample_index]
+                for r in group.rollouts
+            ]
             rewards, details = zip(*((each.score, each.details) for each in found), strict=True)
             scored.append(ScoredGroup(group=group, rewards=rewards, details=details))
         return _Share(
             groups=scored,
             rewards=self.rewards.take_stats(),
             engine=self.engine.stats(),
+            answers=self.conversations.take_stats() if self.conversations else None,
             passes=sum_passes(passes, step=step, rank=self.replicas.rank),
         )
 
@@ -192,6 +200,7 @@ class _Share:
     groups: list[ScoredGroup]
     rewards: RewardStats
     engine: EngineStats
+    answers: AnswerStats | None  # None without an environment
     passes: list[PassTotals]
 
 
@@ -233,6 +242,18 @@ def _engine_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
         "rollout/eager_passes": float(sum(s.num_eager_passes for s in engines)),
         "reward/num_errors": float(sum(share.rewards.num_errors for share in shares)),
         "reward/num_timeouts": float(sum(share.rewards.num_timeouts for share in shares)),
+        **_answer_metrics([share.answers for share in shares if share.answers is not None]),
+    }
+
+
+def _answer_metrics(answers: Sequence[AnswerStats]) -> dict[str, float]:
+    """Return the metrics of the environment's answers; {} without an environment."""
+    if not answers:
+        return {}
+    return {
+        "rollout/tool_seconds": sum(each.seconds for each in answers),
+        "rollout/tool_errors": float(sum(each.num_errors for each in answers)),
+        "rollout/tool_timeouts": float(sum(each.num_timeouts for each in answers)),
     }
 
 
@@ -263,7 +284,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the metrics of rewards and lengths of a batch."""
     rollouts = [r for g in groups for r in g.group.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
-    lengths = torch.tensor([r.token_ids.numel() for r in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
     prompts = torch.tensor([len(g.group.prompt.token_ids) for g in groups], dtype=torch.float64)
     cut = torch.tensor([r.finish_reason == FinishReason.LENGTH for r in rollouts]).double()
     metrics = {"response_length/clip_ratio": float(cut.mean())}
@@ -278,8 +299,13 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     metrics["response_length/median"] = float(lengths.median())
     metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
     # a sample of the entropy over all tokens; actor/entropy omits responses without a gradient
-    metrics["rollout/entropy"] = -float(torch.cat([r.logprobs for r in rollouts]).mean())
-    metrics |= _kept_metrics([r.kept for r in rollouts if r.kept is not None])
+    metrics["rollout/entropy"] = -float(
+        torch.cat([r.generated(r.logprobs) for r in rollouts]).mean()
+    )
+    metrics |= _kept_metrics([r.generated(r.kept.counts) for r in rollouts if r.kept is not None])
+    if any(r.messages for r in rollouts):
+        metrics["rollout/num_turns/mean"] = fmean(r.num_turns for r in rollouts)
+        metrics["rollout/num_turns/max"] = float(max(r.num_turns for r in rollouts))
     accepted = [n for r in rollouts for n in r.accept_lengths]
     if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
@@ -290,11 +316,13 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return metrics
 
 
-def _kept_metrics(kept: Sequence[KeptTokens]) -> dict[str, float]:
-    """Return the size of the sets that top-p and top-k kept, and the share of tokens without a recorded set."""
+def _kept_metrics(kept: Sequence[Tensor]) -> dict[str, float]:
+    """Return the size of the sets that top-p and top-k kept, and the share of tokens without a recorded set.
+
+    `kept` holds `KeptTokens.counts` of the policy's tokens."""
     if not kept:
         return {}
-    counts = torch.cat([each.counts for each in kept]).double()
+    counts = torch.cat(list(kept)).double()
     is_recorded = counts > 0
     return {
         "rollout/kept_set_size": float(counts.sum() / is_recorded.sum().clamp(min=1)),

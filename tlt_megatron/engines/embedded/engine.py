@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import EngineStats, GenerationStopped, PassRecord, group_rollouts
+from tlt_megatron.engines.base import (
+    EngineStats,
+    GenerationStopped,
+    MorePrompts,
+    PassRecord,
+    group_rollouts,
+)
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
-from tlt_megatron.engines.embedded.generation import Generation, make_rollout
+from tlt_megatron.engines.embedded.generation import Generation, Intake, make_rollout
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.prefill import features_of
-from tlt_megatron.engines.embedded.scheduler import make_requests
+from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
@@ -29,6 +35,8 @@ from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+
+_IDLE_S = 0.002  # between two calls of `more_prompts` while there is nothing to generate
 
 
 class EmbeddedEngine:
@@ -259,6 +267,7 @@ class EmbeddedEngine:
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `max_new_tokens[prompt][sample]` sets lower limits for single requests.
 
@@ -267,25 +276,40 @@ class EmbeddedEngine:
         self._require_awake()
         model = self._model_of(policy_version)
         started = time.perf_counter()
-        speculation = self._speculation
-        cache = self._ready_cache(prompts, params, keeps_features=on_features is not None)
         aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
-        requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
+        intake = Intake(prompts, params, max_new_tokens, more_prompts, aligned_to=aligned_to)
+        longest_later = 0
+        if intake.is_open:
+            known = max((len(p.token_ids) + p.limit(params) for p in prompts), default=0)
+            longest_later = known + self._section.observation_tokens
+        keeps_features = on_features is not None
+        cache = self._ready_cache(prompts, params, longest_later, keeps_features=keeps_features)
+        scheduler = Scheduler(
+            intake.requests,
+            cache,
+            max_batch_size=self._section.max_batch_size,
+            prefill_chunk_tokens=self._section.prefill_chunk_tokens,
+            longest_later=longest_later,
+        )
         run = Generation(
             model,
             cache,
-            requests,
+            scheduler,
             params,
-            section=self._section,
             graphs=self._graphs,
-            speculation=speculation,
+            speculation=self._speculation,
             wait=self._device.synchronize,
         )
         self._passes = run.passes
-        rollouts: list[Rollout | None] = [None] * len(requests)
-        while not run.is_done:
+        rollouts: dict[int, Rollout] = {}
+        while intake.is_open or not run.is_done:
             if should_stop is not None and should_stop():
-                raise GenerationStopped(f"{sum(r is None for r in rollouts)} requests dropped")
+                raise GenerationStopped(f"{len(intake.requests) - len(rollouts)} requests dropped")
+            if intake.is_open:
+                intake.poll(scheduler)
+                if run.is_done:
+                    time.sleep(_IDLE_S)
+                    continue
             ended = run.sample()
             for end in ended:
                 rollout = make_rollout(end, params, policy_version)
@@ -298,14 +322,22 @@ class EmbeddedEngine:
                 between_passes()
             run.advance(ended)
         self._stats = run.stats(time.perf_counter() - started)
-        return group_rollouts(prompts, params, [r for r in rollouts if r is not None])
+        ordered = [rollouts[order] for order in range(len(rollouts))]
+        return group_rollouts(intake.prompts, params, ordered)
 
     def _ready_cache(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, keeps_features: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        longest_later: int,
+        *,
+        keeps_features: bool,
     ) -> KvCache:
         """Check that each request fits into the KV on its own. Then allocate the KV if needed, and clear it."""
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
-        longest = 0
+        longest = longest_later
+        # a page more for its partial pages at the end of a later prompt and of its response
+        needed_later = -(-longest_later // PAGE_TOKENS) + 1 + self._arithmetic.aligns_pages
         for prompt in prompts:
             num_tokens, limit = len(prompt.token_ids), prompt.limit(params)
             longest = max(longest, num_tokens + limit)
@@ -315,6 +347,8 @@ class EmbeddedEngine:
             if self._arithmetic.aligns_pages:
                 num_own += num_tokens % PAGE_TOKENS  # the copy of the prompt's last partial page
             needed = -(-num_tokens // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
+            if longest_later:
+                needed = max(needed, needed_later)
             if needed > num_pages:
                 raise ValueError(
                     f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={limit}"

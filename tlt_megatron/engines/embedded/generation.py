@@ -9,19 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import EngineStats, PassRecord
+from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.pass_clock import PassClock
 from tlt_megatron.engines.embedded.prefill import prefill
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
-from tlt_megatron.types import FinishReason, KeptTokens, Rollout, SamplingParams
+from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +34,47 @@ class _Step:
     first_by_depth: Sequence[int] | None  # see `StrategySelector.observe`
 
 
+class Intake:
+    """The prompts and requests of a call: those of its start, then those of `more_prompts`."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        max_new_tokens: Sequence[Sequence[int]] | None,
+        more_prompts: MorePrompts | None,
+        *,
+        aligned_to: int,
+    ) -> None:
+        """For `max_new_tokens`, of the first prompts, and `aligned_to` see `make_requests`."""
+        self.prompts = list(prompts)
+        self.requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
+        self._params = params
+        self._more_prompts = more_prompts
+        self._aligned_to = aligned_to
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether more prompts may come."""
+        return self._more_prompts is not None
+
+    def poll(self, scheduler: Scheduler) -> None:
+        """Give `scheduler` the requests that have come since the last call."""
+        assert self._more_prompts is not None
+        prompts = self._more_prompts()
+        if prompts is None:
+            self._more_prompts = None
+            scheduler.close()
+            return
+        first_order = len(self.requests)
+        requests = make_requests(
+            prompts, self._params, None, aligned_to=self._aligned_to, first_order=first_order
+        )
+        self.prompts += prompts
+        self.requests += requests
+        scheduler.add(requests)
+
+
 class Generation:
     """The requests of a call. The engine calls `sample`, then `advance`, until `is_done`."""
 
@@ -42,30 +82,24 @@ class Generation:
         self,
         model: Transformer,
         cache: KvCache,
-        requests: Sequence[Request],
+        scheduler: Scheduler,
         params: SamplingParams,
         *,
-        section: RolloutSection,
         graphs: GraphPool,
         speculation: Speculation | None,
         wait: Callable[[], None],
     ) -> None:
-        """`wait` is `Device.synchronize`."""
+        """`scheduler` holds the requests. `wait` is `Device.synchronize`."""
         self._model = model
         self._cache = cache
         self._graphs = graphs
         self._speculation = speculation
-        self._scheduler = Scheduler(
-            requests,
-            cache,
-            max_batch_size=section.max_batch_size,
-            prefill_chunk_tokens=section.prefill_chunk_tokens,
-        )
+        self._scheduler = scheduler
         self._batch = DecodeBatch(
             model,
             cache,
             params,
-            max_batch_size=min(section.max_batch_size, len(requests)),
+            max_batch_size=scheduler.max_batch_size,
             graphs=graphs,
             speculation=speculation,
         )

@@ -46,7 +46,7 @@ def draft_slots_of(strategies: Sequence[SpeculationStrategy]) -> int:
 def _num_pages(
     section: RolloutSection, *, max_prompt_tokens: int, draft_slots: int, lane_pages: int
 ) -> int:
-    """`lane_pages` is 0 if responses lie in pages."""
+    """`lane_pages`: of a whole sequence; 0 if responses lie in pages and share their prompt."""
     if section.kv_cache_tokens:
         num_pages = section.kv_cache_tokens // PAGE_TOKENS
         if num_pages < 2:
@@ -104,7 +104,8 @@ def plan_memory(
         section,
         max_prompt_tokens=max_prompt_tokens,
         draft_slots=draft_slots,
-        lane_pages=lane_pages if has_graphs else 0,
+        # the later turns of a conversation share no prompt
+        lane_pages=lane_pages if has_graphs or section.environment else 0,
     )
     sizes = ModelSizes(model)
     d, f, v = sizes.hidden, sizes.ffn, sizes.vocab

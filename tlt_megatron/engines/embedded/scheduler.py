@@ -88,6 +88,7 @@ def make_requests(
     max_new_tokens: Sequence[Sequence[int]] | None,
     *,
     aligned_to: int = 1,
+    first_order: int = 0,
 ) -> list[Request]:
     """Return all requests of a `generate` call, siblings together, in the order of the prompts.
 
@@ -104,7 +105,7 @@ def make_requests(
             one = prompt if limit is None else replace(prompt, max_new_tokens=limit)
             requests.append(
                 Request(
-                    order=len(requests),
+                    order=first_order + len(requests),
                     state=state,
                     sample_index=sample_index,
                     seed=request_seed(
@@ -127,11 +128,17 @@ class Scheduler:
         *,
         max_batch_size: int,
         prefill_chunk_tokens: int,
+        longest_later: int = 0,
     ) -> None:
+        """`longest_later`: positions that requests may reach which `add` brings; 0: none come.
+
+        No more requests run at once than were given at the start.
+        """
         self._waiting = deque(requests)
         self._cache = cache
-        self._max_batch_size = max_batch_size
+        self.max_batch_size = min(max_batch_size, len(requests))
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._longest_later = longest_later
         self._lanes_end = 0  # pages of all lanes; 0 without lanes
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
@@ -144,25 +151,43 @@ class Scheduler:
     def longest_sequence(self) -> int:
         """Return the most positions that any running or waiting request can reach."""
         everyone = (*self.running, *self._waiting)
-        return max(request.state.num_tokens + request.max_new_tokens for request in everyone)
+        known = (request.state.num_tokens + request.max_new_tokens for request in everyone)
+        return max(self._longest_later, *known)
 
     @property
     def is_done(self) -> bool:
         return not self._waiting and not self.running
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests behind all others. ValueError if one is longer than announced."""
+        for request in requests:
+            needed = request.state.num_tokens + request.max_new_tokens
+            if needed > self._longest_later:
+                raise ValueError(
+                    f"prompt {request.state.prompt.prompt_id!r} and its response need {needed} positions: a later prompt"
+                    f" may need at most {self._longest_later}"
+                )
+        self._waiting.extend(requests)
+
+    def close(self) -> None:
+        """Note that `add` will not be called again."""
+        self._longest_later = 0
+
     def reserve_lanes(self, lane_pages: int) -> bool:
         """Reserve the lowest pages as lanes for all rows that may run. Return False if they and the waiting prompts do not fit.
         A lane is the contiguous range of KV slots of one row. With lanes, only prompts need free pages, beside the lanes."""
-        waiting = self._waiting
+        waiting, later = self._waiting, self._longest_later
         if any(request.kv.pages or request.saved is not None for request in waiting):
             return False
-        num_rows = min(self._max_batch_size, len(self.running) + len(waiting))
+        num_rows = self.max_batch_size
+        if not later:
+            num_rows = min(num_rows, len(self.running) + len(waiting))
         end = num_rows * lane_pages
         stay = [page for request in waiting for page in request.state.kv.pages]
         # Prompts that join together, and one that is only partly prefilled.
-        longest = max((request.state.num_tokens for request in waiting), default=0)
+        longest = max([later, *(request.state.num_tokens for request in waiting)])
         num_siblings = max((request.state.num_unfinished for request in waiting), default=1)
-        num_prompts = min(-(-num_rows // num_siblings) + 1, len(waiting))
+        num_prompts = min(-(-num_rows // num_siblings) + 1, max(len(waiting), later > 0))
         if end + num_prompts * self._cache.pages_for(longest) > self._cache.num_pages:
             return False
         if end > min(stay, default=self._cache.num_pages):
@@ -177,7 +202,7 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         admitted: list[Request] = []
         budget = self._prefill_chunk_tokens
-        while self._waiting and len(self.running) < self._max_batch_size:
+        while self._waiting and len(self.running) < self.max_batch_size:
             request = self._waiting[0]
             if not self._has_room(request):
                 # If nothing runs it fits: later requests hold no pages, because they never took or already freed them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
-from tlt_megatron.engines.base import EngineStats, PassRecord, group_rollouts
+from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord, group_rollouts
 from tlt_megatron.engines.sglang.adaptive_policy import write_config
 from tlt_megatron.engines.sglang.answers import Question
 from tlt_megatron.engines.sglang.arguments import (
@@ -35,6 +35,7 @@ from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
+Request = Callable[[], Awaitable[tuple[Rollout, Mapping[str, object]]]]
 # All tags of SGLang's memory saver.
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 # Timeout for the last pass to end. SGLang's scheduler dies if memory is released earlier.
@@ -249,26 +250,41 @@ class SglangEngine:
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
         """See `RolloutEngine`. `on_features` and `between_passes` are never called: decoding runs in
-        SGLang's processes. `should_stop` is called every 0.2 s."""
+        SGLang's processes. `should_stop` is called every 0.2 s, `more_prompts` every 0.02 s."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
                 f"policy_version={policy_version}: the engine holds {self._version or 'no'} weights"
             )
-        self._check_lengths(prompts, params)
         started = time.perf_counter()
         self._sglang.ask(Question.COUNTERS)
         self._sglang.ask(Question.PASSES)
 
-        requests = [
-            partial(self._answer, prompt, index, params, policy_version, on_finish)
-            for prompt in prompts
-            for index in prompt.sample_indices(params)
-        ]
+        asked: list[Prompt] = []
+
+        def requests_of(prompts: Sequence[Prompt]) -> list[Request]:
+            self._check_lengths(prompts, params)
+            asked.extend(prompts)
+            return [
+                partial(self._answer, prompt, index, params, policy_version, on_finish)
+                for prompt in prompts
+                for index in prompt.sample_indices(params)
+            ]
+
+        def more_requests() -> list[Request] | None:
+            prompts = more_prompts() if more_prompts is not None else None
+            return None if prompts is None else requests_of(prompts)
+
         answered = self._sglang.run(
-            answer_all(requests, should_stop, abort_all=self._sglang.abort_all)
+            answer_all(
+                requests_of(prompts),
+                should_stop,
+                abort_all=self._sglang.abort_all,
+                more_requests=more_requests,
+            )
         )
         counters = self._sglang.ask(Question.COUNTERS)[0]
         rollouts, metas = [r for r, _ in answered], [meta for _, meta in answered]
@@ -281,7 +297,7 @@ class SglangEngine:
             peak_kv_tokens=counters["peak_tokens"],
             kv_capacity_tokens=self._capacity,
         )
-        return group_rollouts(prompts, params, rollouts)
+        return group_rollouts(asked, params, rollouts)
 
     async def _answer(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.base import EngineStats, PassRecord, RolloutEngine
+from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord, RolloutEngine
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
@@ -51,6 +51,7 @@ class FollowerEngine(RolloutEngine):
         on_features: Callable[[Rollout, Tensor], None] | None = None,
         between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
         """Return []. ValueError if there are prompts: they belong to the first rank."""
         if prompts:

@@ -19,6 +19,7 @@ from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, Sampli
 
 T = TypeVar("T")
 _POLL_S = 0.2
+_OPEN_POLL_S = 0.02  # while more requests may come
 
 
 async def answer_all(
@@ -26,22 +27,36 @@ async def answer_all(
     should_stop: Callable[[], bool] | None,
     *,
     abort_all: Callable[[], Awaitable[None]],
+    more_requests: Callable[[], Sequence[Callable[[], Awaitable[T]]] | None] = lambda: None,
 ) -> list[T]:
     """Return the answers in the order of the requests.
 
+    `more_requests` returns further ones, or None when there will be no more.
     GenerationStopped if `should_stop` returns True; the first error of a request is raised. In both
     cases all requests are aborted and have ended in SGLang before, so the engine can be used again.
     """
     tasks = [asyncio.ensure_future(request()) for request in requests]
     pending = set(tasks)
+    is_open = True
     try:
-        while pending:
+        while pending or is_open:
             if should_stop is not None and should_stop():
                 raise GenerationStopped(
                     f"should_stop: {len(pending)} of {len(tasks)} responses were given up"
                 )
+            if is_open:
+                more = more_requests()
+                is_open = more is not None
+                new = [asyncio.ensure_future(request()) for request in more or ()]
+                tasks += new
+                pending.update(new)
+            if not pending:
+                await asyncio.sleep(_OPEN_POLL_S)
+                continue
             done, pending = await asyncio.wait(
-                pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                pending,
+                timeout=_OPEN_POLL_S if is_open else _POLL_S,
+                return_when=asyncio.FIRST_EXCEPTION,
             )
             for task in done:
                 task.result()
