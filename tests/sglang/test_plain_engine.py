@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,55 @@ def test_cut_and_continued_responses_are_those_of_one_go(engine: SglangEngine, n
         return engine.generate(prompts, params, policy_version=VERSION)
 
     check_continued(generate, make_prompts(), PARAMS[name], cut=6, atol=1e-4)
+
+
+def test_later_turns_in_the_same_call_are_those_of_a_call_of_their_own(
+    engine: SglangEngine, policy_folder: Path
+) -> None:
+    """Each first turn comes back with an observation of two tokens."""
+    firsts = {p.draw_index: replace(p, max_new_tokens=8) for p in make_prompts()}
+
+    def following(turn: Rollout) -> Prompt:
+        return replace(
+            firsts[turn.draw_index],
+            token_ids=(*turn.prompt_ids, *turn.token_ids.tolist(), 9, 10),
+            first_sample=turn.sample_index,
+            first_position=turn.token_ids.numel() + 2,
+            num_samples=1,
+            max_new_tokens=20,
+        )
+
+    ready: list[Prompt] = []
+    num_sent = 0
+
+    def take_turn(turn: Rollout) -> None:
+        if turn.prompt_ids == firsts[turn.draw_index].token_ids:
+            ready.append(following(turn))
+
+    def more_prompts() -> list[Prompt] | None:
+        nonlocal num_sent
+        if num_sent == 18:
+            return None
+        found = [ready.pop() for _ in range(len(ready))]
+        num_sent += len(found)
+        return found
+
+    calls = {"policy_version": VERSION, "on_finish": take_turn, "more_prompts": more_prompts}
+    groups = engine.generate(list(firsts.values()), SAMPLED, **calls)
+    embedded = start_embedded(policy_folder)
+    turns = embedded.generate(list(firsts.values()), SAMPLED, policy_version=VERSION)
+    later = [following(turn) for group in turns for turn in group.rollouts]
+    expected = turns + embedded.generate(later, SAMPLED, policy_version=VERSION)
+
+    def by_turn(groups: Sequence[RolloutGroup]) -> dict[tuple, list[int]]:
+        return {
+            (r.draw_index, r.sample_index, r.prompt_ids): r.token_ids.tolist()
+            for group in groups
+            for r in group.rollouts
+        }
+
+    assert by_turn(groups) == by_turn(expected)
+    assert len(by_turn(groups)) == 36
 
 
 def test_responses_are_reported_as_they_finish(engine: SglangEngine) -> None:

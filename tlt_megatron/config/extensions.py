@@ -86,8 +86,9 @@ def check_extension(key: str, spec: str) -> None:
     built_in = REGISTRY[key].built_in
     place, _, name = spec.rpartition(":")
     if spec not in built_in and not (place and name):
+        names = f"one of {', '.join(built_in)}, " if built_in else ""
         raise ValueError(
-            f"{key}={spec!r}: must be one of {', '.join(built_in)}, path/to/file.py:name or package.module:name"
+            f"{key}={spec!r}: must be {names}path/to/file.py:name or package.module:name"
         )
 
 

@@ -46,6 +46,7 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int
         ("parallel.tensor=2", 2),
         ("parallel.tensor=4 parallel.pipeline=2", 16),
         ("rollout.kv_cache_tokens=512", 1),
+        ("rollout.max_observation_tokens=10", 1),
         ("rollout.engine=sglang rollout.max_new_tokens=380", 1),
     ],
 )
@@ -73,6 +74,12 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
             "rollout.max_new_tokens=385",
             1,
             r"data\.max_prompt_tokens=128 \+ rollout\.max_new_tokens=385 = 513 exceeds "
+            r"max_position_embeddings=512",
+        ),
+        (
+            "rollout.environment=any.py:answer rollout.max_observation_tokens=10",
+            1,
+            r"rollout\.max_new_tokens=384 [+] rollout\.max_observation_tokens=10 = 522 exceeds "
             r"max_position_embeddings=512",
         ),
         (

@@ -19,6 +19,11 @@ from tlt_megatron.config.load import load_config
         ("reward.timeout_s=0", r"reward\.timeout_s=0\.0: must be > 0"),
         ("reward.on_error=skip", r"reward\.on_error='skip': must be one of raise, zero"),
         ("rollout.engine=vllm", r"rollout\.engine='vllm': must be one of "),
+        (
+            "rollout.environment=any.py:answer rollout.max_turns=1",
+            r"rollout\.max_turns=1: must be > 1 where rollout\.environment is set",
+        ),
+        ("rollout.environment=calculator", r"rollout\.environment='calculator': must be "),
         ("rollout.dtype=int8", r"rollout\.dtype='int8': must be one of float32, bfloat16, float64"),
         ("rollout.num_prompts=0", r"rollout\.num_prompts=0: must be >= 1"),
         ("rollout.num_samples=0", r"rollout\.num_samples=0: must be >= 1"),

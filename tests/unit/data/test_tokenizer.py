@@ -138,3 +138,40 @@ def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_tokenizer(folder)
     assert not (tmp_path / "was_here").exists()
+
+
+def test_an_observation_is_what_the_template_writes_after_the_turn(tokenizer_folder: Path) -> None:
+    """Prompt, turn with its stop token, observation: the tokens of the whole conversation."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.check_turns()
+    answer = [{"role": "assistant", "content": "2?"}]
+    observation = [{"role": "user", "content": "(turn) sure?"}, {"role": "system", "content": "!"}]
+    begin = tokenizer.encode(MESSAGES)
+    turn = tuple(tokenizer.encode_texts(["2?<eot>"])[0])
+    added = tokenizer.encode_observation(observation, turn[-1], is_chat=True)
+    assert (*begin, *turn, *added) == tokenizer.encode([*MESSAGES, *answer, *observation])
+    (eos,) = tokenizer.encode_texts(["<eos>"])[0]  # not the template's end of a turn, which follows
+    (eot,) = tokenizer.encode_texts(["<eot>"])[0]
+    assert tokenizer.encode_observation(observation, eos, is_chat=True) == (eot, *added)
+    plain = tokenizer.encode_observation(observation, turn[-1], is_chat=False)
+    assert plain == tokenizer.encode("(turn) sure?!")
+    with pytest.raises(ValueError, match="refuses it: no judges"):
+        tokenizer.encode_observation([{"role": "judge", "content": "x"}], 2, is_chat=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}<|assistant|>",  # forgets earlier turns
+        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<eot>{% endfor %}<|assistant|>",
+        "{% for m in messages %}{{ m.content }}<eot>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",  # only before the newest turn
+    ],
+)
+def test_a_template_that_rewrites_earlier_turns_is_refused(
+    tokenizer_folder: Path, tmp_path: Path, template: str
+) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match="writes earlier turns in another way later on"):
+        load_tokenizer(folder).check_turns()

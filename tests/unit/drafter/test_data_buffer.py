@@ -253,8 +253,12 @@ def test_resume_equals_straight_run(has_final_hidden: bool) -> None:
         plain = make_sequence(name, num_tokens)
         if not has_final_hidden:
             return plain
+        mask = torch.arange(num_tokens) % 3 > 0
         return dataclasses.replace(
-            plain, features=plain.features.repeat(1, 3), final_hidden=plain.features
+            plain,
+            features=plain.features.repeat(1, 3),
+            final_hidden=plain.features,
+            loss_mask=mask,
         )
 
     def run(buffer: DataBuffer, start: int, end: int) -> list[Any]:
@@ -266,7 +270,8 @@ def test_resume_equals_straight_run(has_final_hidden: bool) -> None:
             buffer.add(sequence(100 + turn, chance.randint(3, 60)), buffer.step)
             batch = buffer.next_batch(80)
             held_out = [names_in(b) for b in buffer.holdout_batches(80)]
-            seen.append((batch and (names_in(batch), batch.labels.tolist()), held_out))
+            found = batch and (names_in(batch), batch.labels.tolist(), batch.loss_mask.tolist())
+            seen.append((found, held_out))
         return [*seen, buffer.state_dict()["values"]]
 
     straight = make_buffer(**settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -79,3 +81,17 @@ def test_wrong_sequences_are_refused() -> None:
         pack_batch([make_sequence(model, 2)])
     with pytest.raises(ValueError, match="at least 3"):
         pack_batch([])
+
+
+def test_observations_are_context_and_never_a_target() -> None:
+    """Tokens 3 and 4 of 0..6 are an observation. A window keeps the mask of its own tokens."""
+    model = make_draft_model("eagle")
+    full = make_sequence(model, 7, loss_start=2)
+    mask = torch.tensor([False, False, True, False, False, True, True])
+    masked = dataclasses.replace(full, loss_mask=mask)
+    assert pack_batch([masked]).loss_mask.tolist() == [True, False, False, True, True]
+    assert pack_batch([full]).loss_mask.tolist() == [True] * 5
+    together = pack_batch([full, masked])
+    assert together.loss_mask.tolist() == [True] * 5 + [True, False, False, True, True]
+    assert torch.equal(together.labels, pack_batch([full, full]).labels)
+    assert pack_batch([masked.window(1, 3)]).loss_mask.tolist() == [False, False, True]

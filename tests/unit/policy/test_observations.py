@@ -1,0 +1,108 @@
+"""Observations of an environment inside a response: no number of the update depends on them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.unit.policy.test_policy_trainer import SECTIONS, FakeModel, scored_batch
+from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.batching import attach_targets, count_loss, pack_rollouts
+from tlt_megatron.policy.loss import policy_loss
+from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
+from tlt_megatron.types import FinishReason, Rollout, ScoredGroup, TokenLogprobs
+
+
+def observed(rollout: Rollout) -> Rollout:
+    """The same response with three observation tokens before its last token."""
+    head, tail = rollout.token_ids[:-1], rollout.token_ids[-1:]
+    nothing, seen = torch.zeros(3), torch.tensor([7, 8, 7])
+    mask = torch.ones(rollout.token_ids.numel() + 3, dtype=torch.bool)
+    mask[-4:-1] = False
+    return dataclasses.replace(
+        rollout,
+        token_ids=torch.cat((head, seen, tail)),
+        logprobs=torch.cat((rollout.logprobs[:-1], nothing, rollout.logprobs[-1:])),
+        policy_logprobs=torch.cat(
+            (rollout.policy_logprobs[:-1], nothing, rollout.policy_logprobs[-1:])
+        ),
+        loss_mask=mask,
+        num_turns=2,
+    )
+
+
+def with_observations(scored: ScoredGroup) -> ScoredGroup:
+    rollouts = tuple(map(observed, scored.group.rollouts))
+    group = dataclasses.replace(scored.group, rollouts=rollouts)
+    return dataclasses.replace(scored, group=group)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.advantage}-{s.loss}")
+def test_metrics_of_a_batch_are_those_without_observations(section: AlgorithmSection) -> None:
+    """The fake model's log-probs depend on the label alone, so only counts and masks could differ."""
+    found = []
+    for scored in (scored_batch(), [with_observations(group) for group in scored_batch()]):
+        trainer = PolicyTrainer(
+            FakeModel(),
+            section,
+            groups=ProcessGroups(world=SINGLE),
+            micro_batch_tokens=40,
+            temperature=1.0,
+            max_new_tokens=32,
+        )
+        inference = trainer.infer_logprobs(scored)
+        advantages = {
+            key: scored[key[0]].group.rollouts[key[1]].generated(advantage_T).tolist()
+            for key, advantage_T in inference.advantages.items()
+        }
+        found.append((advantages, inference.metrics | trainer.update(inference)))
+    (advantages, metrics), (others, with_observed) = found
+    assert others == advantages
+    assert with_observed == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weight", "count"),
+    [("token_mean", 1.0, 3), ("sequence_mean", 1 / 3, 1), ("sequence_sum", 1 / 8, 1)],
+)
+def test_a_masked_loss_and_its_gradient_by_hand(
+    aggregation: str, weight: float, count: int
+) -> None:
+    """Prompt [1], turn [2 3], observation [4 5], turn [6]: -ratio * advantage of the three tokens of the policy alone."""
+    rollout = Rollout(
+        prompt_id="p",
+        draw_index=0,
+        sample_index=0,
+        prompt_ids=(1,),
+        token_ids=torch.tensor([2, 3, 4, 5, 6]),
+        logprobs=torch.tensor([-1.0, -2.0, 0.0, 0.0, -3.0]),
+        policy_logprobs=torch.tensor([-1.0, -2.0, 0.0, 0.0, -3.0]),
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+        loss_mask=torch.tensor([True, True, False, False, True]),
+    )
+    batch = attach_targets(
+        pack_rollouts([rollout]),
+        [rollout],
+        advantages=[torch.tensor([2.0, 2.0, 9.0, 9.0, 2.0])],
+        old_logprobs=[torch.tensor([-1.0, -2.0, 50.0, -50.0, -3.0])],
+        ref_logprobs=None,
+        aggregation=aggregation,
+        max_new_tokens=8,
+    )
+    assert batch.loss_mask.tolist() == [1, 1, 0, 0, 1, 0]
+    assert batch.loss_count == count_loss([rollout], aggregation) == count
+    logprobs = torch.tensor([-1.0, -2.0, -7.0, -8.0, -3.0, -9.0], requires_grad=True)
+    entropy = torch.tensor([1.0, 2.0, 100.0, 100.0, 3.0, 100.0])
+    predicted = TokenLogprobs(logprobs=logprobs, entropy=entropy, policy_logprobs=logprobs)
+    section = AlgorithmSection(entropy_coef=0.5, aggregation=aggregation)
+    result = policy_loss(predicted, batch, section)
+    result.loss_sum.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-2 * weight, -2 * weight, 0, 0, -2 * weight, 0])
+    assert float(result.loss_sum.detach()) == pytest.approx(weight * (-6.0 - 0.5 * 6.0))
+    assert result.metrics["entropy"] == 6.0
+    assert result.metrics["ppo_kl"] == 0.0

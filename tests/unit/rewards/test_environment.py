@@ -1,0 +1,138 @@
+"""Answers of an environment from real worker processes: what they may be, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.rewards.environment import read_answer
+from tlt_megatron.rewards.workers import RewardPool
+from tlt_megatron.types import Prompt
+
+ENVIRONMENT = """
+import os, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(extra_info["messages"])) if "messages" in extra_info else 0.5
+
+def answer(messages, data_source, ground_truth, extra_info):
+    turn = messages[-1]["content"]
+    if turn == "hang":
+        time.sleep(1000)
+    if turn == "raise":
+        raise KeyError("no such tool")
+    if turn == "die":
+        os._exit(3)
+    if turn == "number":
+        return 7
+    state = messages[-2].get("state", 0) + 1
+    content = f"{data_source} {ground_truth} {extra_info['key']} {turn} {state}"
+    return [{"role": "tool", "content": content, "state": state}], turn == "end"
+
+async def answer_async(messages, data_source, ground_truth, extra_info):
+    return answer(messages, data_source, ground_truth, extra_info)
+"""
+PROMPT = Prompt(
+    prompt_id="p7",
+    draw_index=4,
+    token_ids=(1,),
+    data_source="source",
+    ground_truth="truth",
+    extra_info={"key": "value"},
+)
+
+
+def conversation(turn: str, state: int = 0) -> list[dict[str, object]]:
+    first = {"role": "user", "content": "?", "state": state}
+    return [first, {"role": "assistant", "content": turn}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    return tmp_path
+
+
+def make_pool(
+    folder: Path, function: str, *, timeout_s: float = 120.0, on_error: str = "zero"
+) -> RewardPool:
+    path = folder / "environment.py"
+    return RewardPool(
+        f"{path}:score",
+        num_workers=1,
+        timeout_s=120.0,
+        on_error=on_error,
+        environment=f"{path}:{function}",
+        environment_timeout_s=timeout_s,
+    )
+
+
+@pytest.mark.parametrize("function", ["answer", "answer_async"])
+def test_answers_and_failures(
+    folder: Path, function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = ["go on", "raise", "number", "die", "end"]
+    with (
+        caplog.at_level(logging.WARNING, logger="tlt_megatron.rewards.workers"),
+        make_pool(folder, function) as pool,
+    ):
+        asked = [pool.answer(PROMPT, 3, 2, conversation(turn, state=5)) for turn in turns]
+        outcomes = {turn: future.result() for turn, future in zip(turns, asked, strict=True)}
+        pool.submit("whole", PROMPT, "a response")  # the workers still score
+        assert pool.collect()["whole"].score == 0.5
+    for turn, is_done in (("go on", False), ("end", True)):
+        answer = outcomes[turn].answer
+        assert answer is not None
+        [message] = answer.observation
+        assert message == {
+            "role": "tool",
+            "content": f"source truth value {turn} 6",
+            "state": 6,
+        }
+        assert answer.is_done is is_done
+    for turn in ("raise", "number", "die"):
+        assert (outcomes[turn].failure, outcomes[turn].answer) == ("error", None)
+    assert "no such tool" in outcomes["raise"].detail
+    assert "7: must be a pair (observation, is_done)" in outcomes["number"].detail
+    assert "exit status 3" in outcomes["die"].detail
+    [warning] = caplog.messages  # once for a prompt
+    assert "failed on prompt_id='p7' (turn 2 of rollout (4, 3)): " in warning
+    assert warning.startswith("rollout.environment=")
+
+
+def test_an_environment_that_hangs_is_ended(folder: Path) -> None:
+    with make_pool(folder, "answer", timeout_s=0.2) as pool:
+        outcome = pool.answer(PROMPT, 0, 1, conversation("hang")).result()
+        assert (outcome.failure, outcome.answer) == ("timeout", None)
+        assert outcome.detail == "no answer within timeout_s=0.2"
+        pool.submit("whole", PROMPT, "a response")
+        assert pool.collect()["whole"].score == 0.5
+
+
+def test_a_failure_ends_the_run_if_it_is_told_to(folder: Path) -> None:
+    with make_pool(folder, "answer", on_error="raise") as pool:
+        future = pool.answer(PROMPT, 0, 1, conversation("raise"))
+        with pytest.raises(RuntimeError, match=r"prompt_id='p7' \(turn 1 of rollout \(4, 0\)\)"):
+            future.result()
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("text", "must be a pair"),
+        (("text", 1), "is_done=1: must be True or False"),
+        ((None, False), "must be text or a list of messages"),
+        (([{"role": "user"}], False), "must be a message with the texts role and content"),
+        (([{"role": "user", "content": "x", "state": {1, 2}}], True), "must be JSON"),
+    ],
+)
+def test_what_is_no_answer_is_refused(result: object, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        read_answer(result)
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    assert read_answer(("12", False)).observation == ({"role": "user", "content": "12"},)
+    assert read_answer((None, True)).observation == ()
