@@ -108,10 +108,11 @@ def wrong_in(language: str, block: str) -> str:
         for line in block.splitlines():
             json.loads(line)
     elif language == "yaml":
-        for section, keys in yaml.safe_load(block).items():
-            known = {field.name for field in dataclasses.fields(SECTIONS[section])}
-            if not set(keys) <= known:
-                return f"{section}: unknown {set(keys) - known}"
+        sections = yaml.safe_load(block).items()
+        try:
+            load_config(None, [f"{name}={yaml.safe_dump(keys)}" for name, keys in sections])
+        except ValueError as error:
+            return str(error)
     elif language not in ("text", "bibtex"):
         return f"a block in {language!r}: say bash, yaml, python, json or text"
     return ""
@@ -144,7 +145,8 @@ def test_what_is_wrong_with_a_block_is_found() -> None:
     assert wrong_in("bash", "tl report runs/mine\n") == "tl is no known program"
     assert wrong_in("bash", "python tools/migrat.py\n") == "tools/migrat.py: no such file"
     assert wrong_in("bash", "python tools/report.py x \\\n  --ot y\n") == "--ot"
-    assert wrong_in("yaml", "run:\n  num_stps: 1\n") == "run: unknown {'num_stps'}"
+    assert wrong_in("yaml", "run:\n  num_stps: 1\n").startswith("run.num_stps=1: unknown key")
+    assert wrong_in("yaml", "run:\n  num_steps: -1\n") == "run.num_steps=-1: must be >= 0"
     assert wrong_in("", "x").startswith("a block in ''")
     with pytest.raises(SyntaxError):
         wrong_in("python", "def f(:\n")
