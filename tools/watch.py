@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from tools.run_report.live import LivePage, LiveRun
+    from tools.run_report.live import LiveComparison, LiveRun
 
 _HOST = "127.0.0.1"
 
@@ -40,7 +40,9 @@ class WatchServer(socketserver.ThreadingTCPServer):
         from tools.run_report.live import LiveComparison
 
         super().__init__((_HOST, port), _Handler)
-        self.pages: dict[str, LivePage] = {f"/{i}/": run for i, run in enumerate(runs)}
+        self.pages: dict[str, LiveRun | LiveComparison] = {
+            f"/{i}/": run for i, run in enumerate(runs)
+        }
         if len(runs) > 1:
             self.pages = {"/all/": LiveComparison(runs), **self.pages}
         self.port: int = self.socket.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The pages of runs in progress: rendered again when files of the run have changed."""
+"""The pages of runs in progress, and words that change when a page would."""
 
 from __future__ import annotations
 
@@ -14,47 +14,25 @@ from tools.run_report.panels import build_comparison, build_panels
 from tools.run_report.responses import NUM_SHOWN, read_responses
 from tools.run_report.trace import Trace
 
+Links = Sequence[tuple[str, str]]
 _FILES = ("config.yaml", "metrics.jsonl", "speculation.jsonl", "summary.json")
 _NUM_TRACES = 8  # ranks whose files show that a step has ended
 _MARKS = ("lock", "config.yaml", "metrics.jsonl")  # a run has one of these from its start
 
 
-class LivePage:
-    """A page that is rendered again when files have changed."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._page = ("", "")  # version, HTML
-
-    def page(self, links: Sequence[tuple[str, str]]) -> str:
-        """Return the HTML; `links` are address and name of every page of the server."""
-        with self._lock:
-            version = self.version()  # before reading: a later change makes the page reload again
-            if self._page[0] != version:
-                self._page = (version, self._render(version, links))
-            return self._page[1]
-
-    def version(self) -> str:
-        """Return a word that changes with the sizes and times of the files that the page shows."""
-        raise NotImplementedError
-
-    def _render(self, version: str, links: Sequence[tuple[str, str]]) -> str:
-        raise NotImplementedError
-
-
-class LiveRun(LivePage):
+class LiveRun:
     """The page of a run folder. ValueError for a folder that is no run."""
 
     def __init__(self, path: Path) -> None:
         if not any((path / mark).is_file() for mark in _MARKS):
             raise ValueError(f"{path}: is no run folder: must hold one of {', '.join(_MARKS)}")
-        super().__init__(path.resolve().name)
         self.path = path
+        self.name = path.resolve().name
         self._trace = Trace(path / "timeline")
-        self._reading = threading.Lock()
+        self._lock = threading.RLock()  # of the trace: several pages may be asked for at once
 
     def version(self) -> str:
+        """Return a word that changes with the sizes and times of the files that the page shows."""
         files = [self.path / name for name in _FILES]
         files += sorted((self.path / "timeline").glob("rank_*.jsonl"))[:_NUM_TRACES]
         files += sorted((self.path / "rollouts").glob("step_*.jsonl"))[-1:]
@@ -62,16 +40,19 @@ class LiveRun(LivePage):
 
     def read(self) -> RunData:
         """Return the newest data. ValueError for a broken file."""
-        with self._reading:
+        with self._lock:
             return read_run(self.path, self._trace)
 
-    def _render(self, version: str, links: Sequence[tuple[str, str]]) -> str:
+    def page(self, links: Links) -> str:
+        """Return the HTML; `links` are address and name of every page of the server."""
+        version = self.version()  # before reading: a later change makes the page reload again
         try:
-            run = self.read()
+            with self._lock:
+                run = self.read()
+                panels = build_panels(run, None) if run.rows else []
             state = self._state(run)
-            panels = build_panels(run, None) if run.rows else []
             responses = read_responses(self.path, NUM_SHOWN)
-        except (ValueError, FileNotFoundError) as error:  # the next change of a file renders anew
+        except (ValueError, FileNotFoundError) as error:  # the page reloads when a file changes
             run, panels, responses = RunData(name=self.name), [], []
             state = f"cannot be shown: {error}"
         return render_page(run, panels, responses, Live(version=version, state=state, links=links))
@@ -85,25 +66,28 @@ class LiveRun(LivePage):
         return f"{steps[-1]} of {num_steps} RL steps are done, at {time.strftime('%X', written)}."
 
 
-class LiveComparison(LivePage):
+class LiveComparison:
     """The page of several runs side by side."""
 
+    name = "all runs"
+
     def __init__(self, runs: Sequence[LiveRun]) -> None:
-        super().__init__("all runs")
         self._runs = runs
 
     def version(self) -> str:
+        """Return a word that changes with that of any run."""
         return "".join(run.version() for run in self._runs)
 
-    def _render(self, version: str, links: Sequence[tuple[str, str]]) -> str:
-        runs, state = [], ""
+    def page(self, links: Links) -> str:
+        """Return the HTML, as `LiveRun.page`."""
+        version, runs, state = self.version(), [], ""
         for live in self._runs:
             try:
                 runs.append(live.read())
             except (ValueError, FileNotFoundError) as error:
                 state += f"{live.name} cannot be shown: {error}. "
-        panels = build_comparison(runs)
-        return render_comparison(runs, panels, Live(version=version, state=state, links=links))
+        live_part = Live(version=version, state=state, links=links)
+        return render_comparison(runs, build_comparison(runs), live_part)
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -126,6 +126,7 @@ def _crowd(crowd: Crowd, window: Window, num_ranks: int) -> Panel:
                 phases,
                 [[round(share, 3) for share in crowd.shares[phase]] for phase in phases],
                 hovertemplate="%{y} at %{x:.1f} s: %{z:.1%}<extra></extra>",
+                showscale=False,  # it would make the time axis shorter than those of the other panels
             )
         ],
         layout=make_layout(
