@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny_models import make_tiny_hf
-from tests.tiny_task import answers, metric_rows, run, run_forked, weights
+from tests.tiny_task import answers, metric_rows, rollouts, run, run_forked, weights
 from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
@@ -46,7 +46,17 @@ def test_five_steps_with_speculation_are_five_steps_without(config: Path, tmp_pa
     # both ranks after every update; the first step has the weights that the drafter was built with
     trace = json.loads((tmp_path / "on" / "trace.json").read_text())
     assert [event["name"] for event in trace["traceEvents"]].count("REFRESH-DRAFTER") == 2 * 4
+    assert any(event["name"] == "KV tokens" for event in trace["traceEvents"])
     assert not any("rollout/spec_accept_length" in row for row in metric_rows(tmp_path / "off"))
+    assert rows[0]["memory/planned_gb/update"] > 0
+    for name in ("on", "off"):
+        for row in rollouts(tmp_path / name):
+            assert sum(row["token_characters"]) == len(row["response"])
+            assert len(row["token_characters"]) == len(row["token_ids"])
+            assert len(row["verify_starts"]) == len(row["accept_lengths"])
+            assert bool(row["verify_starts"]) == (name == "on") or len(row["token_ids"]) == 1
+            assert row["logprob_diff"] is None or 0 <= row["logprob_diff"] < 1e-4
+        assert any(row["logprob_diff"] is not None for row in rollouts(tmp_path / name))
 
 
 def test_a_drafter_of_another_policy_is_refused(config: Path, tmp_path: Path) -> None:
