@@ -128,6 +128,14 @@ def convert(given: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     ours = defaults | ours
     if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
         ours["algorithm.clip_high"] = ours["algorithm.clip_low"]
+    loss = ours.get("algorithm.loss")
+    if loss in ("gspo", "cispo") and ours.get("algorithm.dual_clip"):
+        left["dual clip"] = ours.pop("algorithm.dual_clip")
+    if loss == "gspo" and ours.get("algorithm.aggregation") != "sequence_mean":
+        left["aggregation"] = ours.pop("algorithm.aggregation", "token_mean")
+        ours["algorithm.aggregation"] = "sequence_mean"
+    if ours.get("algorithm.clip_low", 0) > 1:  # no lower bound
+        ours["algorithm.clip_low"] = 1.0
     if ours.get("eval.interval") and not ours.get("data.eval"):
         left["evaluation every"] = ours.pop("eval.interval")
     return ours, left

@@ -130,15 +130,30 @@ def _only(value: Any) -> Convert:
     return lambda given, _: {} if given == value else None
 
 
-def _plain(column: int) -> dict[str, str | Convert]:
-    """Return our setting by each of their names, for those that the tables below do not have."""
-    found = {theirs[column].replace("-", "_"): ours for ours, theirs in NAMES.items()}
-    return {name: ours for name, ours in found.items() if name}
+def _trackers(value: Any, _: Values) -> dict[str, Any] | None:
+    names = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
+    known = all(name in ("tensorboard", "wandb", "mlflow", "swanlab") for name in names)
+    return {"logging.trackers": names} if known else None
 
 
+def _same(column: int) -> dict[str, str | Convert]:
+    """Return those of our settings by their name that have the same values there."""
+    return {NAMES[ours][column].replace("-", "_"): ours for ours in _SAME if NAMES[ours][column]}
+
+
+_SAME = (
+    *("model.path", "run.dir", "run.num_steps", "optimizer.lr", "mcore.micro_batch_tokens"),
+    *("data.input_key", "data.label_key", "data.apply_chat_template", "data.max_prompt_tokens"),
+    *("data.shuffle", "rollout.num_prompts", "rollout.num_samples", "rollout.max_new_tokens"),
+    *("rollout.temperature", "rollout.top_p", "rollout.max_batch_size", "rollout.kv_cache_tokens"),
+    *("rollout.prefill_chunk_tokens", "algorithm.clip_low", "algorithm.clip_high"),
+    *("algorithm.dual_clip", "algorithm.entropy_coef", "algorithm.num_epochs"),
+    *("algorithm.dynamic_sampling", "algorithm.max_num_gen_batches", "reward.num_workers"),
+    *("eval.num_samples", "eval.temperature", "logging.project"),
+)
 _KL = _word("algorithm.kl_estimator", low_var_kl="k3", k3="k3", mse="k2", k2="k2")
 _RESUME = _word("checkpoint.resume", auto="auto", disable="never")
-VERL: dict[str, str | Convert] = _plain(0) | {
+VERL: dict[str, str | Convert] = _same(0) | {
     "data.train_files": _file("data.train"),
     "data.val_files": _file("data.eval"),
     "custom_reward_function.path": _verl_reward,
@@ -190,10 +205,11 @@ VERL: dict[str, str | Convert] = _plain(0) | {
     "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
     "trainer.test_freq": _at_least_0("eval.interval"),
     "trainer.resume_mode": _RESUME,
+    "trainer.logger": _trackers,
     "trainer.rollout_data_dir": _set(logging__rollouts=True),
     "data.val_max_samples": _at_least_0("eval.num_prompts"),
 }
-SLIME: dict[str, str | Convert] = _plain(1) | {
+SLIME: dict[str, str | Convert] = _same(1) | {
     "prompt_data": _file("data.train"),
     "eval_prompt_data": lambda value, _: {"data.eval": value[-1]},  # a name, then the file
     "rollout_top_k": _at_least_0("rollout.top_k"),
@@ -232,7 +248,11 @@ SLIME: dict[str, str | Convert] = _plain(1) | {
         {"checkpoint.resume": "auto"} if value == given.get("save") else None
     ),
     "save_debug_rollout_data": _set(logging__rollouts=True),
-    "wandb_project": "logging.wandb_project",
+    "use_wandb": _set(logging__trackers=["wandb"]),
+    "use_tensorboard": _set(logging__tensorboard=True),
+    "num_steps_per_rollout": "algorithm.num_minibatches",
+    "save_interval": "checkpoint.interval",
+    "eval_interval": "eval.interval",
 }
 # Read together with another key.
 SWITCHES = {

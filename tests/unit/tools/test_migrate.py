@@ -46,6 +46,7 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     algorithm.rollout_correction.bypass_mode=True \\
     actor_rollout_ref.actor.policy_loss.loss_mode=vanilla \\
     trainer.n_gpus_per_node=8 trainer.nnodes=2 \\
+    actor_rollout_ref.rollout.calculate_log_probs=True \\
     trainer.logger='["console","wandb"]' \\
     trainer.test_freq=-1 trainer.save_freq=20 trainer.total_training_steps=400 $@
 """
@@ -57,7 +58,7 @@ algorithm:
 reward_model: {overlong_buffer: {enable: false, len: 512, penalty_factor: 1.0}}
 actor_rollout_ref:
   model: {path: /models/policy}
-  actor: {use_kl_loss: false, kl_loss_coef: 0.001, loss_agg_mode: seq-mean-token-sum, optim: {lr: 2.0e-6}}
+  actor: {use_kl_loss: false, clip_ratio_c: 3.0, clip_ratio_low: 10, policy_loss: {loss_mode: cispo}, kl_loss_coef: 0.001, loss_agg_mode: seq-mean-token-sum, optim: {lr: 2.0e-6}}
   rollout: {name: vllm, n: 4, prompt_length: "${data.max_prompt_length}"}
 trainer: {total_training_steps: 10, resume_mode: disable}
 """
@@ -107,11 +108,11 @@ algorithm.kl_coef: 0.001, algorithm.kl_placement: loss, algorithm.aggregation: t
 algorithm.tis_cap: 3.0, algorithm.rollout_is: sequence, algorithm.rollout_rs: geometric,
 algorithm.rollout_rs_threshold: 1.001, algorithm.rollout_rs_threshold_lower: 0.99, algorithm.dynamic_sampling: True,
 algorithm.dynamic_sampling_metric: acc, reward.overlong_tokens: 512, reward.overlong_penalty: 0.5,
-optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
+logging.trackers: ['wandb'], optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
 """
 YAML_OURS = """
 model.path: /models/policy, data.train: /data/train.parquet, rollout.num_prompts: 64, rollout.num_samples: 4,
-algorithm.advantage: dr_grpo, algorithm.tis_cap: 0.0, algorithm.rollout_token_veto_threshold: 0.0001,
+algorithm.advantage: dr_grpo, algorithm.clip_low: 1.0, algorithm.loss: cispo, algorithm.tis_cap: 0.0, algorithm.rollout_token_veto_threshold: 0.0001,
 reward.overlong_tokens: 0, algorithm.dynamic_sampling: False, algorithm.dynamic_sampling_metric: reward, algorithm.kl_coef: 0.0, optimizer.lr: 2e-06, checkpoint.resume: never
 """
 SLIME_OURS = """
@@ -133,7 +134,7 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             VERL_OURS,
             "8 --nnodes 2",
             (
-                "trainer.logger: ['console', 'wandb']",
+                "actor_rollout_ref.rollout.calculate_log_probs: True",
                 "trainer.default_local_dir: '$MY_UNSET_FOLDER/out'",
                 "algorithm.rollout_correction.bypass_mode: True",
             ),
@@ -145,6 +146,7 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             "N",
             (
                 "algorithm.gamma: 1.0",
+                "dual clip: 3.0",
                 "algorithm.rollout_rs: 'token_k3'  (see algorithm.rollout_rs)",
                 "loss_agg_mode: 'seq-mean-token-sum'",
                 "rollout.name: 'vllm'",
