@@ -36,7 +36,7 @@ def compute_advantages(
     ]
     function = load_extension("algorithm.advantage", section.advantage)
     if values is not None:
-        known = of_policy(scored, values)
+        known = generated_tokens(scored, values)
         nested = [
             [known[i, r.sample_index] for r in s.group.rollouts] for i, s in enumerate(scored)
         ]
@@ -55,10 +55,10 @@ def compute_advantages(
     return _by_rollout(scored, computed), None
 
 
-def of_policy(
+def generated_tokens(
     scored: Sequence[ScoredGroup], values: Mapping[RolloutKey, Tensor]
 ) -> dict[RolloutKey, Tensor]:
-    """Return those of `values` [T] of each rollout that belong to tokens of the policy."""
+    """Return those of the `values` [T] of each response that belong to the policy's tokens."""
     return {
         (i, rollout.sample_index): rollout.generated(values[i, rollout.sample_index])
         for i, s in enumerate(scored)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.advantages import RolloutKey, compute_advantages, of_policy
+from tlt_megatron.policy.advantages import RolloutKey, compute_advantages, generated_tokens
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
@@ -183,8 +183,8 @@ class PolicyTrainer:
         assert self.critic is not None
         assert inference.values is not None
         assert inference.returns is not None
-        tokens = (inference.values, inference.returns, inference.advantages)
-        metrics = value_metrics(*(of_policy(inference.scored, each) for each in tokens))
+        found = inference.values, inference.returns, inference.advantages
+        metrics = value_metrics(*(generated_tokens(inference.scored, each) for each in found))
         minibatches = [
             [self._with_targets(pack, inference) for pack in minibatch.packs]
             for minibatch in inference.minibatches
