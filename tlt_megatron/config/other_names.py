@@ -58,11 +58,7 @@ NAMES: dict[str, tuple[str, str, str]] = {
         "",
         "max_tool_calling_iterations",
     ),
-    "rollout.max_observation_tokens": (
-        f"{_ROLLOUT}multi_turn.max_tool_response_length",
-        "",
-        "",
-    ),
+    "rollout.max_observation_tokens": ("", "", ""),
     "algorithm.advantage": (
         "algorithm.adv_estimator",
         "advantage-estimator",

@@ -9,6 +9,7 @@ import torch
 
 from tests.unit.policy.test_policy_trainer import SECTIONS, FakeModel, scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.advantages import compute_advantages, generated_tokens
 from tlt_megatron.policy.batching import attach_targets, count_loss, pack_rollouts
 from tlt_megatron.policy.loss import policy_loss
 from tlt_megatron.policy.trainer import PolicyTrainer
@@ -106,3 +107,24 @@ def test_a_masked_loss_and_its_gradient_by_hand(
     assert float(result.loss_sum.detach()) == pytest.approx(weight * (-6.0 - 0.5 * 6.0))
     assert result.metrics["entropy"] == 6.0
     assert result.metrics["ppo_kl"] == 0.0
+
+
+def test_a_critic_learns_nothing_from_observations() -> None:
+    plain = scored_batch()
+    mixed = [with_observations(group) for group in plain]
+    values, seen = {}, {}
+    for i, group in enumerate(plain):
+        for rollout, other in zip(group.group.rollouts, mixed[i].group.rollouts, strict=True):
+            key = i, rollout.sample_index
+            values[key] = torch.cos(rollout.token_ids.float())
+            seen[key] = torch.full((other.token_ids.numel(),), 9.0)  # of any size at observations
+            seen[key][other.loss_mask] = values[key]
+    section = AlgorithmSection(advantage="gae", lam=0.9)
+    expected = compute_advantages(plain, section, {}, values)
+    found = compute_advantages(mixed, section, {}, seen)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        for key, value_T in generated_tokens(mixed, mine).items():
+            assert torch.equal(value_T, theirs[key])
+        assert not any(value_T[-4:-1].any() for value_T in mine.values())
