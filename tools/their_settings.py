@@ -55,7 +55,9 @@ def _verl_reward(path: Any, given: Values) -> dict[str, Any] | None:
 def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
     if value == "grpo" and given.get("algorithm.norm_adv_by_std_in_grpo") is False:
         return {"algorithm.advantage": "dr_grpo"}
-    names = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    names = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+    if value == "ppo":  # slime's name
+        value = "gae"
     if value == "gspo":
         return {"algorithm.loss": "gspo", "algorithm.aggregation": "sequence_mean"}
     return {"algorithm.advantage": value} if value in names else None
@@ -158,6 +160,14 @@ VERL: dict[str, str | Convert] = _same(0) | {
     "data.val_files": _file("data.eval"),
     "custom_reward_function.path": _verl_reward,
     "algorithm.adv_estimator": _advantage,
+    "algorithm.gamma": "algorithm.gamma",
+    "algorithm.lam": "algorithm.lam",
+    "critic.model.path": "critic.path",
+    "critic.optim.lr": "critic.lr",
+    "critic.optim.weight_decay": "critic.weight_decay",
+    "critic.grad_clip": "critic.clip_grad",
+    "critic.cliprange_value": "critic.cliprange_value",
+    "trainer.critic_warmup": "critic.warmup_steps",
     "algorithm.norm_adv_by_std_in_grpo": lambda value, _: {},  # see _advantage
     "algorithm.kl_ctrl.kl_coef": _if(
         "algorithm.use_kl_in_reward", "algorithm.kl_coef", **{"algorithm.kl_placement": "reward"}
@@ -223,6 +233,12 @@ SLIME: dict[str, str | Convert] = _same(1) | {
     "rm_type": _word("reward.function", math="math", deepscaler="math", dapo="math"),
     "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
     "advantage_estimator": _advantage,
+    "gamma": "algorithm.gamma",
+    "lambd": "algorithm.lam",
+    "critic_load": "critic.path",
+    "critic_lr": "critic.lr",
+    "value_clip": "critic.cliprange_value",
+    "num_critic_only_steps": "critic.warmup_steps",
     "dynamic_sampling_filter_path": _set(algorithm__dynamic_sampling=True),
     "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
     "calculate_per_token_loss": _set(algorithm__aggregation="token_mean"),

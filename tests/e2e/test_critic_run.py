@@ -48,6 +48,7 @@ def test_only_the_critic_learns_in_warm_up(config: Path, straight: Path) -> None
     assert "actor/pg_loss" not in first
     assert first["critic/vf_loss"] > 0
     assert first["critic/values/max"] == 0.0
+    assert all(row["actor/skipped_response_share"] == 0 for row in others)
     assert all(row["actor/grad_norm"] > 0 and row["critic/values/max"] != 0 for row in others)
     assert all("train/train_rollout_logprob_abs_diff" in row for row in metric_rows(straight))
     assert all(row["timing_s/update_critic"] > 0 for row in metric_rows(straight))

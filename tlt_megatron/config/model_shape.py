@@ -95,16 +95,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
-    """Read `config.json` in the folder `path`. ValueError for an unsupported family or option."""
+def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
+    """Read `config.json` in the folder `path`. ValueError for an unsupported family or option.
+
+    `key` is the setting that holds the path.
+    """
     file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
-        raise ValueError(f"model.path={str(path)!r}: must be a folder with config.json")
+        raise ValueError(f"{key}={str(path)!r}: must be a folder with config.json")
     hf = read_json(file)
     try:
         return _model_config(hf)
     except ValueError as error:
-        raise ValueError(f"model.path={str(path)!r}: config.json {error}") from error
+        raise ValueError(f"{key}={str(path)!r}: config.json {error}") from error
 
 
 def _model_config(hf: Mapping[str, Any]) -> ModelConfig:

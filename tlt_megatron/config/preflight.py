@@ -37,7 +37,9 @@ _PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a parquet file
 
 def check_files(config: RunConfig) -> None:
     """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
-    policy = _check_policy(config.model.path)
+    policy = _check_model("model.path", config.model.path)
+    if config.algorithm.has_critic and config.critic.path:
+        _check_critic(config.critic.path, policy)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
         needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled
         _check_drafter(Path(config.speculation.drafter), policy, needs_whole_head=needs_whole_head)
@@ -83,8 +85,16 @@ def risky_settings(config: RunConfig) -> list[str]:
     return found
 
 
-def _check_policy(path: str) -> ModelConfig:
-    config, folder = load_model_config(path), Path(path)
+def _check_critic(path: str, policy: ModelConfig) -> None:
+    found = _check_model("critic.path", path).vocab_size
+    if found < policy.vocab_size:
+        raise ValueError(
+            f"critic.path={path!r}: vocab_size={found} must be >= {policy.vocab_size}, the policy's"
+        )
+
+
+def _check_model(key: str, path: str) -> ModelConfig:
+    config, folder = load_model_config(path, key), Path(path)
     try:
         check_megatron_rope(config.rope)
         tensors = find_tensors(folder)
@@ -93,7 +103,7 @@ def _check_policy(path: str) -> ModelConfig:
         _check_shapes(config, tensors)
         read_eos_token_ids(folder, config.vocab_size)
     except ValueError as error:
-        raise _refusal(f"model.path={path!r}", folder, error) from error
+        raise _refusal(f"{key}={path!r}", folder, error) from error
     return config
 
 

@@ -98,6 +98,17 @@ def test_impossible_run_is_refused_by_name(
         check(tmp_path, overrides, world_size)
 
 
+def test_a_critic_that_the_layout_does_not_fit_is_refused(tmp_path: Path) -> None:
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "config.json").write_text(json.dumps(SIZES | {"num_hidden_layers": 3}))
+    overrides = f"parallel.pipeline=2 critic.path={critic} algorithm.advantage=gae"
+    with pytest.raises(
+        ValueError, match=r"pipeline=2 does not divide num_hidden_layers=3 of .*critic"
+    ):
+        check(tmp_path, overrides, 2)
+
+
 @pytest.mark.parametrize("name, value", [("vocab_size", 511), ("intermediate_size", 161)])
 def test_sizes_that_tensor_parallelism_cannot_cut_are_refused(
     tmp_path: Path, name: str, value: int

@@ -79,6 +79,19 @@ def test_a_drafter_counts_only_where_it_is_used(tmp_path: Path) -> None:
             check(tmp_path, named, *frozen_in_sglang, needs_whole_head)
 
 
+def test_a_critic_counts_only_where_it_is_used(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "critic", vocab_size=16)
+    named = f"critic.path={tmp_path}/critic"
+    check(tmp_path, named)
+    with pytest.raises(ValueError, match=r"critic\.path='.*': vocab_size=16 must be >= 32, the"):
+        check(tmp_path, named, "algorithm.advantage=gae")
+    with pytest.raises(ValueError, match=r"critic\.path='absent': must be a folder with config"):
+        check(tmp_path, "critic.path=absent", "algorithm.advantage=gae")
+    write_model(tmp_path / "critic", hidden_size=32, tie_word_embeddings=True)
+    check(tmp_path, named, "algorithm.advantage=gae")
+
+
 def test_truncated_sampling_by_an_engine_that_may_not_record_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def engine(config, device, run_dir, world): ...\n")
     own = f"rollout.engine={tmp_path}/own.py:engine"

@@ -84,6 +84,26 @@ def test_the_bytes_and_seconds_of_a_checkpoint_are_told(tmp_path: Path) -> None:
     told = describe_checkpoint(config, 4)
     assert "106.6 GB" in told  # 7.615e9 x (2 + 12)
     assert "38.1 GB" in told  # 7.615e9 x (2 + 12 / 4)
+    critic = load_config(
+        None, [f"model.path={tmp_path}", "model.dtype=bfloat16", "algorithm.advantage=gae"]
+    )
+    assert "205.6 GB" in describe_checkpoint(critic, 4)  # and 7.070e9 x (2 + 12)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_critic_takes_what_a_policy_without_output_layer_does(
+    tmp_path: Path, is_away: bool
+) -> None:
+    overrides = f"mcore.offload_in_rollouts={is_away}"
+    plain = ledger_of(tmp_path, overrides, 4)
+    ledger = ledger_of(tmp_path, f"{overrides} algorithm.advantage=gae", 4)
+    own = 7.615e9 - 152064 * 3584
+    added = {phase: ledger.bytes_in(phase) - plain.bytes_in(phase) for phase in Phase}
+    host = {p: ledger.of_host().bytes_in(p) - plain.of_host().bytes_in(p) for p in Phase}
+    # away, its gradients and optimizer take the place of the policy's, and the larger optimizer of both is counted
+    expected = own * (2 if is_away else 2 + 4 + 12 / 4)
+    assert list(added.values()) == pytest.approx([expected] * len(Phase), rel=1e-3)
+    assert list(host.values()) == pytest.approx([7.615e9 * 3 * is_away] * len(Phase), rel=1e-3)
 
 
 def test_a_batch_smaller_than_a_micro_batch_bounds_the_activations(tmp_path: Path) -> None:
