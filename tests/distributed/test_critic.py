@@ -64,7 +64,7 @@ def build_trainer(
         micro_batch_tokens=micro_batch_tokens,
         temperature=0.8,
         max_new_tokens=32,
-        critic=CriticTrainer(model, critic, groups),
+        critic=CriticTrainer(model, critic, groups, max_bad_updates=3),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import CriticSection
 from tlt_megatron.policy.advantages import RolloutKey
+from tlt_megatron.policy.health import UnhealthyTrainingError
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -25,17 +26,30 @@ _VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all return
 class CriticTrainer:
     """A CriticModel with its settings. Every method is a collective of the model's ranks."""
 
-    def __init__(self, model: CriticModel, section: CriticSection, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        model: CriticModel,
+        section: CriticSection,
+        groups: ProcessGroups,
+        *,
+        max_bad_updates: int,
+    ) -> None:
+        """The run ends after `max_bad_updates` skipped updates in a row."""
         self.model = model
         self.section = section
         self.groups = groups
+        self._max_bad_updates = max_bad_updates
+        self._num_bad = 0  # updates in a row
 
     def infer_values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the values [P] of each micro-batch."""
         return [predicted.values for predicted in self.model.infer_values(batches)]
 
     def update(self, step: int, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Run one optimizer step per mini-batch, of this rank's micro-batches; return metrics."""
+        """Run one optimizer step per mini-batch, of this rank's micro-batches; return metrics.
+
+        UnhealthyTrainingError on all ranks after too many skipped updates.
+        """
         totals: dict[str, float] = defaultdict(float)
         stats: list[OptimizerStats] = []
         loss_fn = partial(value_loss, cliprange_value=self.section.cliprange_value)
@@ -43,12 +57,7 @@ class CriticTrainer:
             for name, value in self.model.forward_backward(batches, loss_fn).items():
                 totals[name] += value
             stats.append(self.model.optimizer_step())
-        num_skipped = sum(each.is_skipped for each in stats)
-        if num_skipped and self.groups.world.is_first:
-            log.warning(
-                "step %d: %d of %d updates of the critic were skipped, gradient norm %s: it is unchanged",
-                *(step, num_skipped, len(stats), stats[-1].grad_norm),
-            )
+        num_skipped = self._check(step, stats)
         sums = sum_metrics(totals, [self.groups.dp])
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         return {
@@ -59,6 +68,24 @@ class CriticTrainer:
             "critic/lr": stats[-1].lr,
             "critic/num_skipped_updates": float(num_skipped),
         }
+
+    def _check(self, step: int, stats: Sequence[OptimizerStats]) -> int:
+        """Return the number of skipped updates. Every rank has the same `stats`."""
+        num_skipped = sum(each.is_skipped for each in stats)
+        if num_skipped and self.groups.world.is_first:
+            log.warning(
+                "step %d: %d of %d updates of the critic were skipped, gradient norm %s",
+                *(step, num_skipped, len(stats), stats[-1].grad_norm),
+            )
+        for each in stats:
+            self._num_bad = self._num_bad + 1 if each.is_skipped else 0
+        if self._num_bad >= self._max_bad_updates:
+            raise UnhealthyTrainingError(
+                f"step {step}: {self._num_bad} updates of the critic in a row were skipped "
+                f"(run.max_bad_updates={self._max_bad_updates}): gradient norm {stats[-1].grad_norm}. "
+                "Check the rewards (critic/rewards/*) and critic.lr. The newest checkpoint is kept"
+            )
+        return num_skipped
 
 
 def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: float) -> LossResult:

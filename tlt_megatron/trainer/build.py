@@ -365,6 +365,12 @@ def _build_policy_trainer(
     critic: McoreCriticModel | None,
     groups: ProcessGroups,
 ) -> PolicyTrainer:
+    max_bad_updates = config.run.max_bad_updates
+    critic_trainer = None
+    if critic is not None:
+        critic_trainer = CriticTrainer(
+            critic, config.critic, groups, max_bad_updates=max_bad_updates
+        )
     return PolicyTrainer(
         model,
         config.algorithm,
@@ -373,11 +379,11 @@ def _build_policy_trainer(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         health=TrainingHealth(
-            max_bad_updates=config.run.max_bad_updates,
+            max_bad_updates=max_bad_updates,
             max_diff=config.algorithm.max_logprob_diff,
             dtypes=(config.model.dtype, config.rollout.dtype),
         ),
-        critic=CriticTrainer(critic, config.critic, groups) if critic else None,
+        critic=critic_trainer,
     )
 
 

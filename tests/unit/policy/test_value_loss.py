@@ -1,13 +1,18 @@
-"""The critic's loss and statistics against numbers worked out by hand."""
+"""The critic's loss and statistics against numbers worked out by hand, and the end of a run whose critic does not learn."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
+from tlt_megatron.config.schema import CriticSection
 from tlt_megatron.policy.batching import attach_targets, pack_rollouts
-from tlt_megatron.policy.critic import value_loss, value_metrics
-from tlt_megatron.types import FinishReason, MicroBatch, Rollout, TokenValues
+from tlt_megatron.policy.critic import CriticTrainer, value_loss, value_metrics
+from tlt_megatron.policy.health import UnhealthyTrainingError
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
+from tlt_megatron.types import FinishReason, MicroBatch, OptimizerStats, Rollout, TokenValues
 
 
 def make_batch(aggregation: str) -> MicroBatch:
@@ -73,3 +78,31 @@ def test_statistics_of_values_and_returns() -> None:
     # errors 0 2 1: variance 2/3; returns 0 3 3: variance 2
     assert metrics["critic/vf_explained_var"] == pytest.approx(2 / 3, abs=1e-5)
     assert metrics["critic/advantages/max"] == 2.0
+
+
+class BrokenCritic:
+    """Its gradients are not finite in the updates listed."""
+
+    def __init__(self, broken: set[int]) -> None:
+        self.broken = broken
+        self.num_updates = 0
+
+    def forward_backward(self, batches: object, loss_fn: object) -> dict[str, float]:
+        return dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred", "num_tokens", "loss_count"), 1.0)
+
+    def optimizer_step(self) -> OptimizerStats:
+        self.num_updates += 1
+        is_broken = self.num_updates in self.broken
+        return OptimizerStats(
+            grad_norm=math.nan if is_broken else 1.0, lr=0.1, is_skipped=is_broken
+        )
+
+
+def test_a_run_ends_after_skipped_updates_in_a_row() -> None:
+    groups = ProcessGroups(world=SINGLE)
+    model = BrokenCritic({1, 3, 4, 5})
+    trainer = CriticTrainer(model, CriticSection(), groups, max_bad_updates=3)
+    assert trainer.update(1, [[], []])["critic/num_skipped_updates"] == 1
+    assert trainer.update(2, [[], []])["critic/num_skipped_updates"] == 2
+    with pytest.raises(UnhealthyTrainingError, match=r"step 3: 3 updates of the critic in a row"):
+        trainer.update(3, [[]])

@@ -65,6 +65,24 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("iter_*"))
 
 
+def test_a_critic_is_saved_beside_the_policy_and_starts_anew_where_there_is_none(
+    tmp_path: Path, model: FileModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    critic = FileModel()
+    both = CheckpointManager(tmp_path, model, keep=0, world=SINGLE, critic=critic)
+    model.value, critic.value = 3, 4
+    folder = both.save(1, {})
+    assert {"policy/value", "critic/value"} <= read_manifest(folder).files.keys()
+    model.value = critic.value = 0
+    both.restore(find(tmp_path))
+    assert (model.value, critic.value) == (3, 4)
+    manager(tmp_path, model).save(2, {})
+    critic.value = 5
+    both.restore(find(tmp_path))
+    assert critic.value == 5
+    assert "iter_0000002 holds no critic: it starts anew" in caplog.text
+
+
 def test_save_then_load_restores_state_and_model(tmp_path: Path, model: FileModel) -> None:
     checkpoints = manager(tmp_path, model)
     model.value = 3
