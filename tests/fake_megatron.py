@@ -240,7 +240,7 @@ def _micro_batch(num_tokens: int) -> MicroBatch:
         labels=ids,
         position_ids=ids,
         cu_seqlens=torch.zeros(2, dtype=torch.int32),
-        loss_mask=values,
+        loss_mask=torch.ones(num_tokens),
         loss_weights=values,
         advantages=values,
         old_logprobs=values,

@@ -202,7 +202,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """What a forward pass returns for each label of a micro-batch.
+    """What a forward pass returns for each label of a micro-batch; 0 where `loss_mask` is 0.
 
     The sampled distribution has the sampling temperature, over the kept tokens of the micro-batch.
     """
@@ -214,7 +214,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """What a forward pass of the critic returns for each label of a micro-batch."""
+    """What a forward pass of the critic returns for each label; 0 where `loss_mask` is 0."""
 
     values: Tensor  # [P] float32, the expected return before the label is drawn
 

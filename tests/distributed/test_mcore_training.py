@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,41 @@ def test_three_steps_with_other_mcore_settings_equal_one_rank(
     _assert_trained_the_same(results, one_rank)
 
 
+@pytest.mark.parametrize("layout", [ONE_RANK, Layout(world=2, tensor=2, sequence=True)])
+def test_rows_that_predict_no_response_token_cost_no_logits_and_change_no_gradient(
+    model_path: Path, layout: Layout
+) -> None:
+    """A mask of ones lets the output layer compute every row; `loss_weights` stay as they were."""
+
+    def run() -> tuple[list[int], list[float], dict[str, Any], dict[str, Any]]:
+        policy, _ = build_policy(model_path, layout)
+        num_rows: list[int] = []
+        policy._stage.output_layer.register_forward_hook(
+            lambda _, inputs, output: num_rows.append(output[0].size(0))
+        )
+        batch = make_batch(1)
+        full = [dataclasses.replace(b, loss_mask=torch.ones(b.num_tokens)) for b in batch]
+        gradients, losses = [], []
+        for batches in (batch, full):
+            losses.append(policy.forward_backward(batches, 0.8, tiny_loss)["loss"])
+            gradients.append({n: p.main_grad.clone() for n, p in policy._stage.named_parameters()})
+            policy._model.zero_grad_buffer()
+            policy._has_gradients = False  # no optimizer step between them
+        return num_rows, losses, *gradients
+
+    masks = [batch.loss_mask.int() for batch in make_batch(1)]
+    for num_rows, losses, gradient, full_gradient in run_ranks(layout.world, run):
+        needed, all_rows = num_rows[: len(masks)], num_rows[len(masks) :]
+        chunks = layout.tensor if layout.sequence else 1
+        for mask, rows, every_row in zip(masks, needed, all_rows, strict=True):
+            padded = torch.nn.functional.pad(mask, (0, -len(mask) % chunks))
+            assert rows == chunks * int(padded.view(chunks, -1).sum(1).max())
+            assert every_row == len(padded)
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        for name, expected in full_gradient.items():
+            assert (gradient[name] - expected).norm() <= 1e-6 * expected.norm(), name
+
+
 def test_two_runs_give_the_same_bits(model_path: Path) -> None:
     layout = Layout(world=4, tensor=2)
     first, second = (run_ranks(4, _train, model_path, layout, (3, 2), {})[0] for _ in range(2))
@@ -161,6 +197,7 @@ def test_logprobs_on_every_rank_equal_transformers(model_path: Path, layout: Lay
 
 
 def _hf_logprobs(path: Path, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
+    """What transformers gives where `loss_mask` is 1, and 0 elsewhere."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).float().eval()
@@ -172,11 +209,12 @@ def _hf_logprobs(path: Path, micro_batch: MicroBatch, temperature: float) -> Tok
         ]
     logits_PV = torch.cat(parts)
     log_p_PV = torch.log_softmax(logits_PV / temperature, dim=-1)
-    labels_P1 = micro_batch.labels[:, None]
+    labels_P1, mask_P = micro_batch.labels[:, None], micro_batch.loss_mask
+    policy_log_p_PV = torch.log_softmax(logits_PV, dim=-1)
     return TokenLogprobs(
-        logprobs=log_p_PV.gather(1, labels_P1)[:, 0],
-        entropy=-(log_p_PV.exp() * log_p_PV).sum(-1),
-        policy_logprobs=torch.log_softmax(logits_PV, dim=-1).gather(1, labels_P1)[:, 0],
+        logprobs=log_p_PV.gather(1, labels_P1)[:, 0] * mask_P,
+        entropy=-(log_p_PV.exp() * log_p_PV).sum(-1) * mask_P,
+        policy_logprobs=policy_log_p_PV.gather(1, labels_P1)[:, 0] * mask_P,
     )
 
 

@@ -2,13 +2,16 @@
 
 A micro-batch is one packed sequence of P tokens (thd, batch axis 1). P varies, so the model must be
 built with variable_seq_lengths. Under sequence parallelism, P is padded here to a multiple of tp
-with one more packed sequence, which is removed before the labels are read. V is a shard if tp > 1.
+with one more packed sequence. The output layer gets only the R rows that predict a response token.
+V is a shard if tp > 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,25 +29,36 @@ if TYPE_CHECKING:
 
 ForwardStep = Callable[[Iterator[MicroBatch], nn.Module], tuple[Tensor, Callable[..., object]]]
 T = TypeVar("T", TokenLogprobs, TokenValues)
-# Makes the record of a micro-batch from the output [1, P', ...] of the last stage, P' >= P.
-Predict = Callable[[MicroBatch, Tensor], T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRows:
+    """The rows of a micro-batch that the output layer computes."""
+
+    rows: Tensor  # [R] ascending indices into the P tokens and the padding
+    own_rows: Tensor  # [R] of them that this rank holds, as indices into its part of the sequence
+    is_needed: Tensor  # [R] bool; the others only make the parts of a sequence equally long
+    labels: Tensor  # [R] int64
+    kept: KeptTokens | None  # of the R rows
+
+
+Tensors = TypeVar("Tensors", MicroBatch, OutputRows)
+# Makes the record [R] of the rows from their output [R, ...] of the last stage.
+Predict = Callable[[OutputRows, Tensor], T]
 
 
 def label_logprobs(temperature: float, groups: ProcessGroups) -> Predict[TokenLogprobs]:
-    """Return the Predict of a policy, whose output is logits [1, P', V] (shard of V)."""
+    """Return the Predict of a policy, whose output is logits [R, V] (shard of V)."""
 
-    def predict(micro_batch: MicroBatch, logits_1PV: Tensor) -> TokenLogprobs:
-        logits_PV = logits_1PV[0, : micro_batch.num_tokens]
-        return vocab_parallel_logprobs(
-            logits_PV, micro_batch.labels, temperature, groups.tp, micro_batch.kept
-        )
+    def predict(rows: OutputRows, logits_RV: Tensor) -> TokenLogprobs:
+        return vocab_parallel_logprobs(logits_RV, rows.labels, temperature, groups.tp, rows.kept)
 
     return predict
 
 
-def token_values(micro_batch: MicroBatch, values_1P1: Tensor) -> TokenValues:
-    """The Predict of a critic, whose output is values [1, P', 1]."""
-    return TokenValues(values=values_1P1[0, : micro_batch.num_tokens, 0].float())
+def token_values(rows: OutputRows, values_R1: Tensor) -> TokenValues:
+    """The Predict of a critic, whose output is values [R, 1]."""
+    return TokenValues(values=values_R1[:, 0].float())
 
 
 def run_forward(
@@ -63,9 +77,11 @@ def run_forward(
         return []
     device = next(model.parameters()).device
 
-    def keep(micro_batch: MicroBatch, output_1PX: Tensor, *, non_loss_data: bool) -> T:
+    def keep(
+        micro_batch: MicroBatch, rows: OutputRows, output_1RX: Tensor, *, non_loss_data: bool
+    ) -> T:
         assert non_loss_data  # Megatron's flag for a value that is not a loss
-        return predict(micro_batch, output_1PX)
+        return _spread(predict(rows, output_1RX[0]), rows, micro_batch.num_tokens)
 
     was_training = model.training
     model.eval()
@@ -95,8 +111,11 @@ def run_forward_backward(
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}
 
-    def reduce(micro_batch: MicroBatch, output_1PX: Tensor) -> tuple[Tensor, Tensor, None]:
-        loss = loss_fn(predict(micro_batch, output_1PX), micro_batch)
+    def reduce(
+        micro_batch: MicroBatch, rows: OutputRows, output_1RX: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        predicted = _spread(predict(rows, output_1RX[0]), rows, micro_batch.num_tokens)
+        loss = loss_fn(predicted, micro_batch)
         if loss.loss_sum.dtype != torch.float32 or loss.loss_sum.ndim != 0:
             raise ValueError(
                 f"loss_sum is {loss.loss_sum.dtype} of shape {tuple(loss.loss_sum.shape)}: must be a float32 scalar"
@@ -142,7 +161,8 @@ def _forward_step(
 ) -> ForwardStep:
     """Return Megatron's forward_step_func.
 
-    It runs the model on the next micro-batch; on the last stage, `finish` gets its output.
+    It runs the model on the next micro-batch; on the last stage, `finish` gets the rows and their
+    output [1, R, ...].
     """
     from megatron.core.utils import get_model_config
 
@@ -152,10 +172,70 @@ def _forward_step(
     def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
         token_ids_1P, position_ids_1P, packing = _model_inputs(micro_batch, multiple, device)
-        output = model(token_ids_1P, position_ids_1P, None, packed_seq_params=packing)
-        return output, partial(finish, _to_device(micro_batch, device))
+        rows = _output_rows(micro_batch, multiple, groups.tp.rank % multiple)
+        rows = _to_device(rows, device)
+        with _output_of(model, rows, groups):
+            output = model(token_ids_1P, position_ids_1P, None, packed_seq_params=packing)
+        return output, partial(finish, _to_device(micro_batch, device), rows)
 
     return step
+
+
+def _output_rows(micro_batch: MicroBatch, num_chunks: int, chunk: int) -> OutputRows:
+    """Return the rows of `loss_mask`, at least one: there is always a graph for the backward pass.
+
+    The chunks of a sequence-parallel micro-batch give equally many, so some give others too.
+    """
+    padding = (0, -micro_batch.num_tokens % num_chunks)
+    is_needed_P = nn.functional.pad(micro_batch.loss_mask, padding) > 0
+    is_needed_CP = is_needed_P.view(num_chunks, -1)
+    num_rows = max(1, int(is_needed_CP.sum(dim=1).max()))
+    order_CP = is_needed_CP.int().argsort(dim=1, descending=True, stable=True)
+    own_rows_CR = order_CP[:, :num_rows].sort(dim=1).values
+    first_C = torch.arange(num_chunks) * is_needed_CP.size(1)
+    rows_R = (own_rows_CR + first_C[:, None]).flatten()
+    kept = micro_batch.kept
+    if kept is not None:  # only rows of the mask have some, so their ids stay in order
+        counts_R = nn.functional.pad(kept.counts, padding)[rows_R]
+        kept = dataclasses.replace(kept, counts=counts_R)
+    return OutputRows(
+        rows=rows_R,
+        own_rows=own_rows_CR[chunk],
+        is_needed=is_needed_P[rows_R],
+        labels=nn.functional.pad(micro_batch.labels, padding)[rows_R],
+        kept=kept,
+    )
+
+
+@contextmanager
+def _output_of(model: nn.Module, rows: OutputRows, groups: ProcessGroups) -> Iterator[None]:
+    """Let the output layer of the last stage compute only `rows`."""
+    if not groups.pp.is_last:
+        yield
+        return
+    from megatron.core.utils import get_attr_wrapped_model
+
+    layer = get_attr_wrapped_model(model, "output_layer")
+    assert isinstance(layer, nn.Module)
+    handle = layer.register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].index_select(0, rows.own_rows), *inputs[1:])
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _spread(record: T, rows: OutputRows, num_tokens: int) -> T:
+    """Return the record [P] of a record [R]: 0 at rows that are not needed."""
+
+    def spread(values_R: Tensor) -> Tensor:
+        # the padding of the sequence is shorter than R
+        values_P = values_R.new_zeros(num_tokens + rows.rows.numel())
+        return values_P.index_copy(0, rows.rows, values_R.where(rows.is_needed, 0))[:num_tokens]
+
+    fields = dataclasses.fields(record)
+    return type(record)(**{f.name: spread(getattr(record, f.name)) for f in fields})
 
 
 def _model_inputs(
@@ -186,14 +266,14 @@ def _model_inputs(
     return token_ids_P[None].to(device), position_ids_P[None].to(device), packing
 
 
-def _to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    fields = ((f.name, getattr(micro_batch, f.name)) for f in dataclasses.fields(micro_batch))
+def _to_device(record: Tensors, device: torch.device) -> Tensors:
+    fields = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
     moved = {name: value.to(device) for name, value in fields if isinstance(value, Tensor)}
-    kept = micro_batch.kept
+    kept = record.kept
     if kept is not None:
         ids, counts = kept.token_ids.to(device), kept.counts.to(device)
         kept = KeptTokens(token_ids=ids, counts=counts)
-    return dataclasses.replace(micro_batch, **moved, kept=kept)
+    return dataclasses.replace(record, **moved, kept=kept)
 
 
 def _share_over_stages(
