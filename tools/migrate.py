@@ -125,6 +125,8 @@ def convert(given: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     defaults = {"rollout.engine": "sglang", "model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
     if not is_verl:
         defaults["algorithm.aggregation"] = "sequence_mean"
+    elif "algorithm.adv_estimator" not in given:
+        defaults["algorithm.advantage"] = "gae"
     ours = defaults | ours
     if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
         ours["algorithm.clip_high"] = ours["algorithm.clip_low"]

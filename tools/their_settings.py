@@ -55,12 +55,28 @@ def _verl_reward(path: Any, given: Values) -> dict[str, Any] | None:
 def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
     if value == "grpo" and given.get("algorithm.norm_adv_by_std_in_grpo") is False:
         return {"algorithm.advantage": "dr_grpo"}
+    if value == "ppo":  # of slime
+        return {"algorithm.advantage": "gae"}
     names = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
-    if value == "ppo":  # slime's name
-        value = "gae"
     if value == "gspo":
         return {"algorithm.loss": "gspo", "algorithm.aggregation": "sequence_mean"}
     return {"algorithm.advantage": value} if value in names else None
+
+
+def _of_critic(column: int) -> dict[str, str | Convert]:
+    """Return our settings of the critic by their name. They count only with one."""
+
+    def with_critic(key: str) -> Convert:
+        def convert(value: Any, given: Values) -> dict[str, Any] | None:
+            kind = given.get("algorithm.adv_estimator", given.get("advantage_estimator", "gae"))
+            return {key: value} if kind in ("gae", "ppo") else {}
+
+        return convert
+
+    keys = ("critic.lr", "critic.weight_decay", "critic.clip_grad", "critic.cliprange_value")
+    keys = (*keys, "critic.warmup_steps", "critic.path", "algorithm.gamma", "algorithm.lam")
+    found = {NAMES[key][column].replace("-", "_"): with_critic(key) for key in keys}
+    return {name: convert for name, convert in found.items() if name}
 
 
 def _loss(value: Any, _: Values) -> dict[str, Any] | None:
@@ -155,121 +171,117 @@ _SAME = (
 )
 _KL = _word("algorithm.kl_estimator", low_var_kl="k3", k3="k3", mse="k2", k2="k2")
 _RESUME = _word("checkpoint.resume", auto="auto", disable="never")
-VERL: dict[str, str | Convert] = _same(0) | {
-    "data.train_files": _file("data.train"),
-    "data.val_files": _file("data.eval"),
-    "custom_reward_function.path": _verl_reward,
-    "algorithm.adv_estimator": _advantage,
-    "algorithm.gamma": "algorithm.gamma",
-    "algorithm.lam": "algorithm.lam",
-    "critic.model.path": "critic.path",
-    "critic.optim.lr": "critic.lr",
-    "critic.optim.weight_decay": "critic.weight_decay",
-    "critic.grad_clip": "critic.clip_grad",
-    "critic.cliprange_value": "critic.cliprange_value",
-    "trainer.critic_warmup": "critic.warmup_steps",
-    "algorithm.norm_adv_by_std_in_grpo": lambda value, _: {},  # see _advantage
-    "algorithm.kl_ctrl.kl_coef": _if(
-        "algorithm.use_kl_in_reward", "algorithm.kl_coef", **{"algorithm.kl_placement": "reward"}
-    ),
-    "algorithm.filter_groups.metric": lambda value, _: {
-        "algorithm.dynamic_sampling_metric": value if value == "acc" else "reward"
-    },
-    **_correction("algorithm.rollout_correction"),
-    **_correction("algorithm"),
-    **_correction("actor_rollout_ref.rollout"),
-    f"{_ACTOR}tis_imp_ratio_cap": lambda value, _: {"algorithm.tis_cap": max(0, value)},
-    **_overlong("reward_model.overlong_buffer"),
-    **_overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
-    "reward_model.reward_kwargs.max_resp_len": lambda value, _: {},  # the length of responses
-    f"{_ROLLOUT}top_k": _at_least_0("rollout.top_k"),
-    f"{_ROLLOUT}dtype": _word("rollout.dtype", bfloat16="bfloat16"),
-    f"{_ROLLOUT}tensor_model_parallel_size": "sglang.engine_args.tp_size",
-    f"{_ROLLOUT}gpu_memory_utilization": "sglang.engine_args.mem_fraction_static",
-    f"{_ROLLOUT}name": _word("rollout.engine", sglang="sglang"),
-    f"{_ROLLOUT}enforce_eager": lambda value, _: {"rollout.cuda_graphs": not value},
-    f"{_ROLLOUT}free_cache_engine": lambda value, _: {"rollout.keep_graphs": not value},
-    f"{_ACTOR}policy_loss.loss_mode": _loss,
-    f"{_ACTOR}optim.weight_decay": "optimizer.weight_decay",
-    f"{_ACTOR}optim.clip_grad": "optimizer.clip_grad",
-    f"{_ACTOR}optim.lr_warmup_steps": _at_least_0("optimizer.warmup_steps"),
-    f"{_ACTOR}grad_clip": "optimizer.clip_grad",
-    f"{_ACTOR}ppo_mini_batch_size": _minibatches("data.train_batch_size"),
-    f"{_ACTOR}clip_ratio": lambda value, given: {
-        "algorithm.clip_low": given.get(f"{_ACTOR}clip_ratio_low", value),
-        "algorithm.clip_high": given.get(f"{_ACTOR}clip_ratio_high", value),
-    },
-    f"{_ACTOR}loss_agg_mode": _word(
-        "algorithm.aggregation",
-        **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
-        **{"seq-mean-token-sum-norm": "sequence_sum"},
-    ),
-    f"{_ACTOR}kl_loss_coef": _if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef"),
-    f"{_ACTOR}kl_loss_type": _KL,
-    f"{_ACTOR}megatron.tensor_model_parallel_size": "parallel.tensor",
-    f"{_ACTOR}megatron.pipeline_model_parallel_size": "parallel.pipeline",
-    f"{_ACTOR}checkpoint.save_contents": lambda value, _: (
-        {"checkpoint.export_hf": True} if "hf_model" in value else {}
-    ),
-    "trainer.save_freq": _at_least_0("checkpoint.interval"),
-    "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
-    "trainer.test_freq": _at_least_0("eval.interval"),
-    "trainer.resume_mode": _RESUME,
-    "trainer.logger": _trackers,
-    "trainer.rollout_data_dir": _set(logging__rollouts=True),
-    "data.val_max_samples": _at_least_0("eval.num_prompts"),
-}
-SLIME: dict[str, str | Convert] = _same(1) | {
-    "prompt_data": _file("data.train"),
-    "eval_prompt_data": lambda value, _: {"data.eval": value[-1]},  # a name, then the file
-    "rollout_top_k": _at_least_0("rollout.top_k"),
-    "rollout_num_gpus_per_engine": "sglang.engine_args.tp_size",
-    "sglang_mem_fraction_static": "sglang.engine_args.mem_fraction_static",
-    "sglang_dtype": _word("rollout.dtype", bfloat16="bfloat16"),
-    "sglang_disable_cuda_graph": _set(rollout__cuda_graphs=False),
-    "sglang_enable_deterministic_inference": _only(
-        False
-    ),  # rollout.batch_invariant is not for SGLang
-    "rm_type": _word("reward.function", math="math", deepscaler="math", dapo="math"),
-    "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
-    "advantage_estimator": _advantage,
-    "gamma": "algorithm.gamma",
-    "lambd": "algorithm.lam",
-    "critic_load": "critic.path",
-    "critic_lr": "critic.lr",
-    "value_clip": "critic.cliprange_value",
-    "num_critic_only_steps": "critic.warmup_steps",
-    "dynamic_sampling_filter_path": _set(algorithm__dynamic_sampling=True),
-    "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
-    "calculate_per_token_loss": _set(algorithm__aggregation="token_mean"),
-    "kl_loss_coef": _if("use_kl_loss", "algorithm.kl_coef"),
-    "kl_coef": lambda value, _: (
-        {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
-    ),
-    "kl_loss_type": _KL,
-    "tis_clip": _if("use_tis", "algorithm.tis_cap"),
-    "lr_decay_style": _word("optimizer.decay", constant="constant"),
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "clip_grad": "optimizer.clip_grad",
-    "recompute_granularity": _word("mcore.recompute", full="full", selective="selective"),
-    "tensor_model_parallel_size": "parallel.tensor",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "sequence_parallel": lambda value, given: {
-        "parallel.sequence": given.get("tensor_model_parallel_size", 1) > 1
-    },
-    "save_hf": _set(checkpoint__export_hf=True),
-    "load": lambda value, given: (  # a folder; ours is that of the run
-        {"checkpoint.resume": "auto"} if value == given.get("save") else None
-    ),
-    "save_debug_rollout_data": _set(logging__rollouts=True),
-    "use_wandb": _set(logging__trackers=["wandb"]),
-    "use_tensorboard": _set(logging__tensorboard=True),
-    "num_steps_per_rollout": "algorithm.num_minibatches",
-    "save_interval": "checkpoint.interval",
-    "eval_interval": "eval.interval",
-}
+VERL: dict[str, str | Convert] = (
+    _same(0)
+    | _of_critic(0)
+    | {
+        "data.train_files": _file("data.train"),
+        "data.val_files": _file("data.eval"),
+        "custom_reward_function.path": _verl_reward,
+        "algorithm.adv_estimator": _advantage,
+        "algorithm.norm_adv_by_std_in_grpo": lambda value, _: {},  # see _advantage
+        "algorithm.kl_ctrl.kl_coef": _if(
+            "algorithm.use_kl_in_reward",
+            "algorithm.kl_coef",
+            **{"algorithm.kl_placement": "reward"},
+        ),
+        "algorithm.filter_groups.metric": lambda value, _: {
+            "algorithm.dynamic_sampling_metric": value if value == "acc" else "reward"
+        },
+        **_correction("algorithm.rollout_correction"),
+        **_correction("algorithm"),
+        **_correction("actor_rollout_ref.rollout"),
+        f"{_ACTOR}tis_imp_ratio_cap": lambda value, _: {"algorithm.tis_cap": max(0, value)},
+        **_overlong("reward_model.overlong_buffer"),
+        **_overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
+        "reward_model.reward_kwargs.max_resp_len": lambda value, _: {},  # the length of responses
+        f"{_ROLLOUT}top_k": _at_least_0("rollout.top_k"),
+        f"{_ROLLOUT}dtype": _word("rollout.dtype", bfloat16="bfloat16"),
+        f"{_ROLLOUT}tensor_model_parallel_size": "sglang.engine_args.tp_size",
+        f"{_ROLLOUT}gpu_memory_utilization": "sglang.engine_args.mem_fraction_static",
+        f"{_ROLLOUT}name": _word("rollout.engine", sglang="sglang"),
+        f"{_ROLLOUT}enforce_eager": lambda value, _: {"rollout.cuda_graphs": not value},
+        f"{_ROLLOUT}free_cache_engine": lambda value, _: {"rollout.keep_graphs": not value},
+        f"{_ACTOR}policy_loss.loss_mode": _loss,
+        f"{_ACTOR}optim.weight_decay": "optimizer.weight_decay",
+        f"{_ACTOR}optim.clip_grad": "optimizer.clip_grad",
+        f"{_ACTOR}optim.lr_warmup_steps": _at_least_0("optimizer.warmup_steps"),
+        f"{_ACTOR}grad_clip": "optimizer.clip_grad",
+        f"{_ACTOR}ppo_mini_batch_size": _minibatches("data.train_batch_size"),
+        f"{_ACTOR}clip_ratio": lambda value, given: {
+            "algorithm.clip_low": given.get(f"{_ACTOR}clip_ratio_low", value),
+            "algorithm.clip_high": given.get(f"{_ACTOR}clip_ratio_high", value),
+        },
+        f"{_ACTOR}loss_agg_mode": _word(
+            "algorithm.aggregation",
+            **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+            **{"seq-mean-token-sum-norm": "sequence_sum"},
+        ),
+        f"{_ACTOR}kl_loss_coef": _if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef"),
+        f"{_ACTOR}kl_loss_type": _KL,
+        f"{_ACTOR}megatron.tensor_model_parallel_size": "parallel.tensor",
+        f"{_ACTOR}megatron.pipeline_model_parallel_size": "parallel.pipeline",
+        f"{_ACTOR}checkpoint.save_contents": lambda value, _: (
+            {"checkpoint.export_hf": True} if "hf_model" in value else {}
+        ),
+        "trainer.save_freq": _at_least_0("checkpoint.interval"),
+        "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
+        "trainer.test_freq": _at_least_0("eval.interval"),
+        "trainer.resume_mode": _RESUME,
+        "trainer.logger": _trackers,
+        "trainer.rollout_data_dir": _set(logging__rollouts=True),
+        "data.val_max_samples": _at_least_0("eval.num_prompts"),
+    }
+)
+SLIME: dict[str, str | Convert] = (
+    _same(1)
+    | _of_critic(1)
+    | {
+        "prompt_data": _file("data.train"),
+        "eval_prompt_data": lambda value, _: {"data.eval": value[-1]},  # a name, then the file
+        "rollout_top_k": _at_least_0("rollout.top_k"),
+        "rollout_num_gpus_per_engine": "sglang.engine_args.tp_size",
+        "sglang_mem_fraction_static": "sglang.engine_args.mem_fraction_static",
+        "sglang_dtype": _word("rollout.dtype", bfloat16="bfloat16"),
+        "sglang_disable_cuda_graph": _set(rollout__cuda_graphs=False),
+        "sglang_enable_deterministic_inference": _only(
+            False
+        ),  # rollout.batch_invariant is not for SGLang
+        "rm_type": _word("reward.function", math="math", deepscaler="math", dapo="math"),
+        "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
+        "advantage_estimator": _advantage,
+        "dynamic_sampling_filter_path": _set(algorithm__dynamic_sampling=True),
+        "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
+        "calculate_per_token_loss": _set(algorithm__aggregation="token_mean"),
+        "kl_loss_coef": _if("use_kl_loss", "algorithm.kl_coef"),
+        "kl_coef": lambda value, _: (
+            {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
+        ),
+        "kl_loss_type": _KL,
+        "tis_clip": _if("use_tis", "algorithm.tis_cap"),
+        "lr_decay_style": _word("optimizer.decay", constant="constant"),
+        "weight_decay": "optimizer.weight_decay",
+        "adam_beta1": "optimizer.beta1",
+        "adam_beta2": "optimizer.beta2",
+        "clip_grad": "optimizer.clip_grad",
+        "recompute_granularity": _word("mcore.recompute", full="full", selective="selective"),
+        "tensor_model_parallel_size": "parallel.tensor",
+        "pipeline_model_parallel_size": "parallel.pipeline",
+        "sequence_parallel": lambda value, given: {
+            "parallel.sequence": given.get("tensor_model_parallel_size", 1) > 1
+        },
+        "save_hf": _set(checkpoint__export_hf=True),
+        "load": lambda value, given: (  # a folder; ours is that of the run
+            {"checkpoint.resume": "auto"} if value == given.get("save") else None
+        ),
+        "save_debug_rollout_data": _set(logging__rollouts=True),
+        "use_wandb": _set(logging__trackers=["wandb"]),
+        "use_tensorboard": _set(logging__tensorboard=True),
+        "num_steps_per_rollout": "algorithm.num_minibatches",
+        "save_interval": "checkpoint.interval",
+        "eval_interval": "eval.interval",
+    }
+)
 # Read together with another key.
 SWITCHES = {
     "custom_reward_function.name",
