@@ -2,6 +2,7 @@
 
 Called by the loop and the rollout worker if the run has spot training. In the order of a step:
 
+    warm_up              before the first step: all ranks train    -> trainer/warmup.py
     add_features         data: a response with its hidden states    -> drafter/data_buffer.py
     run_until_preempted  session: this rank's idle time              -> spot_trainer.py, session.py
       _measure_candidate   measurement: before the rank trains       -> holdout.py
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -142,6 +143,26 @@ class DrafterLifecycle:
             # On a GPU the buffer's own dtype: fewer bytes cross to the host.
             dtype=self.buffer.dtype if self.trainer.device.type == "cuda" else torch.float32,
         )
+
+    # ---- before the first step
+
+    def warm_up(self, is_over: Callable[[], bool]) -> float:
+        """Train on the data so far until `is_over` on any rank, at least once, and publish.
+
+        Returns the accept length on the hold-out, nan without one. A collective of all ranks.
+        """
+        with self.trainer.in_group(self.world):
+            while True:
+                batch = self.buffer.next_batch(self.trainer.batch_tokens)
+                stats = self.trainer.step(batch, lambda: (float(is_over()), 0.0))
+                if stats.flags[0] or not stats.num_tokens:
+                    break
+        self._num_considered = self.trainer.num_updates
+        self.publisher.adopt(self.trainer.model.state_dict())
+        self._load_published()
+        batches = self._holdout_batches(has_new=False)
+        mine = measure_holdout(self.trainer, self.publisher.published.weights, batches)
+        return HoldoutResult.merge(gather_objects(mine, self.world)).accept_length
 
     # ---- the idle time of a step
 

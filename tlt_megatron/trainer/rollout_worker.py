@@ -150,7 +150,7 @@ class RolloutWorker:
             if not rollout.has_failed:
                 self.rewards.submit(key, prompt, self.decode(rollout.token_ids.tolist()))
 
-        mine = self._share_of(prompts)
+        mine = self.share_of(prompts)
         generate = (self.conversations or self.engine).generate
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = generate(
@@ -186,7 +186,8 @@ class RolloutWorker:
             passes=sum_passes(passes, step=step, rank=self.replicas.rank),
         )
 
-    def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return the prompts that this rank's engine answers."""
         engine, place = divmod(self.replicas.rank, self.ranks_per_engine)
         if place:
             return ()
