@@ -45,7 +45,8 @@ def build_rank_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel
         sentence = "The trace holds no complete step yet."
         return [Absent(title="Timeline", sentence=sentence)]
     window = run.trace.window(steps)
-    ranks = run.trace.ranks
+    # a resumed run may have fewer ranks
+    ranks = {n: r for n, r in run.trace.ranks.items() if window.step_starts.keys() & r.steps.keys()}
     crowd = summarize(list(ranks.values()), window, _NUM_BINS) if len(ranks) > NUM_ROWS else None
     shown = crowd.shown if crowd else list(ranks)
     spans = [s for rank in shown for s in spans_in(ranks[rank].spans(window), window)]
