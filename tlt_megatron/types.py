@@ -23,6 +23,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token was sampled; it is the last token of the response
     LENGTH = "length"  # max_new_tokens was reached
+    CUT = "cut"  # it has not ended: a later generation round continues it (partial rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class Rollout:
     logprobs: Tensor  # [T] float32
     policy_logprobs: Tensor  # [T] float32
     finish_reason: FinishReason
-    policy_version: int
+    policy_version: int  # that drew the last token
     accept_lengths: tuple[
         int, ...
     ] = ()  # tokens out per verify pass, bonus token included; () for plain decoding
@@ -136,6 +137,8 @@ class Rollout:
     num_turns: int = 1  # of the policy
     messages: tuple[Message, ...] = ()  # of a conversation, prompt included; () without environment
     has_failed: bool = False  # the environment failed: the conversation ended, and its reward is 0
+    # (policy version, tokens that it drew), oldest first; () if policy_version drew all of them
+    versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +153,11 @@ class Rollout:
     def generated(self, values: Tensor) -> Tensor:
         """Return those of `values` [T] that belong to tokens of the policy."""
         return values if self.loss_mask is None else values[self.loss_mask]
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Return (policy version, tokens that it drew), oldest first."""
+        return self.versions or ((self.policy_version, self.token_ids.numel()),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +176,11 @@ class ScoredGroup:
     rewards: tuple[float, ...]  # one per rollout
     # further numbers of the reward function by name, one per rollout; () without any
     details: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all responses have ended. One that has not has reward 0 so far."""
+        return all(r.finish_reason is not FinishReason.CUT for r in self.group.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 
+# Of KV that a continued response may need beside a whole one: its pages of 64 tokens begin anew.
+_CUT_TOKENS = 2 * 64
+
 
 def check_layout(config: RunConfig, world_size: int) -> None:
     """Raise ValueError for ranks or a model that the layout or the lengths do not fit.
@@ -33,9 +36,12 @@ def check_layout(config: RunConfig, world_size: int) -> None:
             f"{config.rollout.max_new_tokens}{behind} = {longest} exceeds max_position_embeddings="
             f"{model.max_position_embeddings} of {config.model.path}"
         )
-    if 0 < config.rollout.kv_cache_tokens < longest:
+    is_cut = config.rollout.partial_rollout_tokens > 0
+    needed = longest + _CUT_TOKENS * is_cut
+    if 0 < config.rollout.kv_cache_tokens < needed:
+        how = " that partial rollouts cut" if is_cut else ""
         raise ValueError(
-            f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one full sequence of {longest} tokens"
+            f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one full sequence of {needed} tokens{how}"
         )
 
 

@@ -34,6 +34,8 @@ NAMES: dict[str, tuple[str, str, str]] = {
         "rollout-max-response-len",
         "max_completion_length",
     ),
+    "rollout.partial_rollout_tokens": ("", "partial-rollout", ""),
+    "rollout.over_sampling_prompts": ("", "over-sampling-batch-size", ""),
     "rollout.temperature": (f"{_ROLLOUT}temperature", "rollout-temperature", "temperature"),
     "rollout.top_p": (f"{_ROLLOUT}top_p", "rollout-top-p", "top_p"),
     "rollout.top_k": (f"{_ROLLOUT}top_k", "rollout-top-k", "top_k"),

@@ -77,6 +77,11 @@ def risky_settings(config: RunConfig) -> list[str]:
             f" from. Unless rollout.engine={rollout.engine!r} returns the kept tokens (Rollout.kept), log-probs of the update"
             " are of the whole vocabulary, and the policy gradient is biased"
         )
+    if rollout.partial_rollout_tokens:
+        found.append(
+            f"rollout.partial_rollout_tokens={rollout.partial_rollout_tokens}: partial rollouts are not lossless. Responses have"
+            " tokens of several policies, and what a step trains on depends on their lengths. Set it to 0 for a lossless run"
+        )
     if run.group_timeout_s <= run.heartbeat_timeout_s:
         found.append(
             f"run.group_timeout_s={run.group_timeout_s:g} is not above run.heartbeat_timeout_s={run.heartbeat_timeout_s:g}:"

@@ -96,13 +96,17 @@ class PromptSampler:
                 )
         self._draw_index = int(state["draw_index"])
 
-    def _draw(self) -> Prompt:
-        epoch, cursor = divmod(self._draw_index, len(self._prompt_set))
+    def prompt_at(self, draw_index: int) -> Prompt:
+        """Return the prompt of any draw, from 0."""
+        epoch, cursor = divmod(draw_index, len(self._prompt_set))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permutation(epoch)
-        prompt = dataclasses.replace(
-            self._prompt_set.rows[self._order[cursor]], draw_index=self._draw_index
+        return dataclasses.replace(
+            self._prompt_set.rows[self._order[cursor]], draw_index=draw_index
         )
+
+    def _draw(self) -> Prompt:
+        prompt = self.prompt_at(self._draw_index)
         self._draw_index += 1
         return prompt
 

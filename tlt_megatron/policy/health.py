@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
+from tlt_megatron.types import Rollout
 
 
 class UnhealthyTrainingError(RuntimeError):
@@ -43,6 +44,15 @@ class EngineDifference:
             torch.cat([differences_2N.sum(1), differences_2N[1].square().sum()[None]]),
             # a column of zeros, because N may be 0
             torch.nn.functional.pad(differences_2N, (0, 1)).amax(1),
+        )
+
+    @classmethod
+    def of_newest(cls, training_T: Tensor, rollout: Rollout) -> EngineDifference:
+        """Compare a response's tokens of its newest policy, which are its last: earlier ones differ."""
+        first = rollout.token_ids.numel() - rollout.parts[-1][1]
+        return cls.of(
+            rollout.generated(training_T)[first:],
+            rollout.generated(rollout.policy_logprobs)[first:],
         )
 
     @classmethod

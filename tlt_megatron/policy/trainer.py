@@ -70,6 +70,7 @@ class Inference:
     """Results of the passes before the update."""
 
     scored: tuple[ScoredGroup, ...]
+    version: int  # of the policy before the update: RL steps done
     minibatches: tuple[Minibatch, ...]
     advantages: dict[RolloutKey, Tensor]  # [T] of every response of the batch
     skipped: frozenset[RolloutKey]  # on all ranks
@@ -128,6 +129,7 @@ class PolicyTrainer:
         self,
         scored: Sequence[ScoredGroup],
         tap: HiddenStateTap | None = None,
+        version: int = 0,
         *,
         values: dict[RolloutKey, Tensor] | None = None,
         has_update: bool = True,
@@ -136,8 +138,9 @@ class PolicyTrainer:
 
         `tap` gets the policy's hidden states of this rank's share, never the reference's. If the
         update is the policy's first pass, the tap is passed to the update instead, and a pass here
-        gives it the long tail of what the update skips. `values` are those of the critic, if there
-        is one. Without `has_update`, `update` will not be called.
+        gives it the long tail of what the update skips. `version` is the policy's: RL steps done.
+        `values` are those of the critic, if there is one. Without `has_update`, `update` will not
+        be called.
         """
         section = self.section
         advantages, returns = {}, None
@@ -153,8 +156,8 @@ class PolicyTrainer:
             batches = [pack.batch for pack in packs]
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
             old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
-            differences = _engine_differences(packs, [p.policy_logprobs for p in predicted])
-            metrics = self._compare_engines(differences, scored)
+            known = [p.policy_logprobs for p in predicted]
+            metrics = self._compare_engines(_engine_differences(packs, known, version), version)
             tap = None
         elif tap is not None and skipped:
             self._tap_skipped(minibatches[0], tap)  # one update: one mini-batch
@@ -167,6 +170,7 @@ class PolicyTrainer:
             advantages, returns = compute_advantages(scored, section, penalties, values)
         return Inference(
             scored=tuple(scored),
+            version=version,
             minibatches=minibatches,
             advantages=advantages,
             skipped=skipped,
@@ -189,7 +193,7 @@ class PolicyTrainer:
             [self._with_targets(pack, inference) for pack in minibatch.packs]
             for minibatch in inference.minibatches
         ]
-        step = _step_of(inference.scored)
+        step = inference.version + 1
         return metrics | self.critic.update(step, minibatches * self.section.num_epochs)
 
     def update(self, inference: Inference) -> dict[str, float]:
@@ -225,13 +229,14 @@ class PolicyTrainer:
             if is_first_pass:
                 pp = self.groups.pp
                 known = [logprobs_P.cpu() for logprobs_P in recorded]
-                mine = _engine_differences(minibatch.packs, known) if pp.is_last else None
+                version = inference.version
+                mine = _engine_differences(minibatch.packs, known, version) if pp.is_last else None
                 differences = broadcast_object(mine, pp, source=pp.size - 1)
                 assert differences is not None
-                engines = self._compare_engines(differences, inference.scored)
+                engines = self._compare_engines(differences, version)
             stats.append(self.model.optimizer_step())
         means = self._means(totals)
-        self._check_updates(_step_of(inference.scored), stats, means["actor/pg_loss"])
+        self._check_updates(inference.version + 1, stats, means["actor/pg_loss"])
         return {
             **means,
             **engines,
@@ -354,7 +359,7 @@ class PolicyTrainer:
             self.health.check_updates(step, [each.grad_norm for each in stats], loss)
 
     def _compare_engines(
-        self, differences: dict[RolloutKey, EngineDifference], scored: Sequence[ScoredGroup]
+        self, differences: dict[RolloutKey, EngineDifference], version: int
     ) -> dict[str, float]:
         """Measure the difference per token between the two engines' log-probs of the raw policy."""
         none = torch.empty(0)  # a rank may have no response
@@ -363,27 +368,23 @@ class PolicyTrainer:
         parts, all_means = zip(*gather_objects((mine, means), self.groups.dp), strict=True)
         self.engine_differences = {k: v for each in all_means for k, v in each.items()}
         whole = EngineDifference.over(parts)
+        if whole.num_tokens == 0:  # all are of earlier policies (partial rollouts)
+            return {}
         if self.health is not None:
-            self.health.check_engines(_step_of(scored), whole)
+            self.health.check_engines(version + 1, whole)
         return whole.metrics()
 
 
-def _step_of(scored: Sequence[ScoredGroup]) -> int:
-    """Return the RL step, from 1. The policy version is the number of RL steps done before it."""
-    return scored[0].group.rollouts[0].policy_version + 1
-
-
 def _engine_differences(
-    packs: Sequence[Pack], policy_logprobs: Sequence[Tensor]
+    packs: Sequence[Pack], policy_logprobs: Sequence[Tensor], version: int
 ) -> dict[RolloutKey, EngineDifference]:
-    """Compare `policy_logprobs`, [P] of each pack, with those that the rollouts came with."""
+    """Compare `policy_logprobs`, [P] of each pack, with those of tokens that the policy of `version` drew."""
     training = _by_key(packs, policy_logprobs)
     return {
-        key: EngineDifference.of(
-            rollout.generated(training[key]), rollout.generated(rollout.policy_logprobs)
-        )
+        key: EngineDifference.of_newest(training[key], rollout)
         for pack in packs
         for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
+        if rollout.policy_version == version
     }
 
 

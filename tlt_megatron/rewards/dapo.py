@@ -1,6 +1,7 @@
-"""What DAPO adds to a training batch (Yu et al. 2025, arXiv 2503.14476): dynamic sampling and soft overlong punishment.
+"""Which groups form the batch of an RL step, and soft overlong punishment.
 
-The rollout worker applies the rules between the rewards and the update. They depend on the drawn prompts and their rewards
+Dynamic sampling and the punishment are DAPO's (Yu et al. 2025, arXiv 2503.14476). With partial rollouts (partial.py), a step
+has as many rounds as its batch needs. The rollout worker applies the rules between the rewards and the update. They depend on the drawn prompts and their rewards
 alone, so every rank decides the same, with any number of ranks and after a resume.
 """
 
@@ -23,6 +24,8 @@ class BatchRules:
     num_prompts: int  # of the batch
     max_rounds: int = 1  # generation rounds of a step, at most; 1: no dynamic sampling
     metric: str = "reward"  # that must differ within a group: the reward, or a further number
+    round_tokens: int = 0  # partial rollouts: most tokens of a response in a round; 0: off
+    num_drawn: int = 0  # partial rollouts: prompts drawn at the start of a step; 0: num_prompts
     max_new_tokens: int = 0
     overlong_tokens: int = 0  # length of the interval before max_new_tokens; 0: no punishment
     overlong_penalty: float = 1.0
@@ -43,14 +46,25 @@ class BatchRules:
         rewards = [reward + a for reward, a in zip(group.rewards, added, strict=True)]
         return dataclasses.replace(group, rewards=tuple(rewards), details=tuple(details))
 
+    def num_first(self, carried: Sequence[ScoredGroup]) -> int:
+        """Return how many prompts to draw at the start of a step, fewer by the complete groups of `carried`."""
+        num_complete = sum(group.is_complete for group in carried)
+        return max(0, (self.num_drawn or self.num_prompts) - num_complete)
+
+    def is_complete(self, groups: Sequence[ScoredGroup], num_rounds: int) -> bool:
+        """Return whether `groups`, which are complete after `num_rounds`, hold a batch."""
+        if len(groups) < self.num_prompts:
+            return False
+        return num_rounds >= self.max_rounds or len(self.kept(groups)) >= self.num_prompts
+
     def num_missing(self, groups: Sequence[ScoredGroup], num_rounds: int) -> int:
         """Return how many more prompts to draw after `num_rounds`; `groups` are those of all rounds so far.
 
         As many as will probably complete the batch, at the share of groups kept so far, and at most num_prompts.
         """
-        if num_rounds == self.max_rounds:
+        if self.is_complete(groups, num_rounds):
             return 0
-        num_kept = len(self._kept(groups))
+        num_kept = len(self.kept(groups))
         missing = max(0, self.num_prompts - num_kept)
         return min(self.num_prompts, math.ceil(missing * len(groups) / max(num_kept, 1)))
 
@@ -59,19 +73,34 @@ class BatchRules:
 
         If there are fewer, the first of the others fill it up, as without dynamic sampling.
         """
-        if self.max_rounds == 1:
-            return list(groups)
-        chosen = self._kept(groups)[: self.num_prompts]
+        chosen = self.kept(groups)[: self.num_prompts]
         kept = {group.group.prompt.draw_index for group in chosen}
         others = [group for group in groups if group.group.prompt.draw_index not in kept]
         chosen += others[: self.num_prompts - len(chosen)]
         return sorted(chosen, key=lambda group: group.group.prompt.draw_index)
 
+    def carry(
+        self, groups: Sequence[ScoredGroup], batch: Sequence[ScoredGroup]
+    ) -> list[ScoredGroup]:
+        """Return the groups for the next step: those with open responses, and kept ones that the batch has no place for.
+
+        `groups` are all groups, without punishments. [] without partial rollouts.
+        """
+        if not self.round_tokens:
+            return []
+        done = {group.group.prompt.draw_index for group in batch}
+        rest = [group for group in groups if group.group.prompt.draw_index not in done]
+        waiting = {
+            group.group.prompt.draw_index
+            for group in self.kept([self.punish_overlong(g) for g in rest if g.is_complete])
+        }
+        return [g for g in rest if not g.is_complete or g.group.prompt.draw_index in waiting]
+
     def metrics(self, groups: Sequence[ScoredGroup], num_rounds: int) -> dict[str, float]:
         """Return the metrics of dynamic sampling; {} without it."""
         if self.max_rounds == 1:
-            return {}
-        num_kept = len(self._kept(groups))
+            return {"train/num_gen_batches": float(num_rounds)} if self.round_tokens else {}
+        num_kept = len(self.kept(groups))
         return {
             "train/num_gen_batches": float(num_rounds),
             "rollout/extra_draws": float(len(groups) - self.num_prompts),
@@ -79,8 +108,13 @@ class BatchRules:
             "rollout/filler_groups": float(max(0, self.num_prompts - num_kept)),
         }
 
-    def _kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups whose responses differ in the metric. ValueError if results of the function lack it."""
+    def kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups whose responses differ in the metric; without dynamic sampling all.
+
+        ValueError if results of the function lack the metric.
+        """
+        if self.max_rounds == 1:
+            return list(groups)
         if self.metric == "reward":
             return [group for group in groups if min(group.rewards) < max(group.rewards)]
         names = {name for group in groups for details in group.details for name in details}
@@ -107,7 +141,8 @@ def _has_result(group: ScoredGroup) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The rules of a step, and how further prompts are drawn for it."""
+    """The rules of a step, how further prompts are drawn for it, and the groups that the step before left over."""
 
     rules: BatchRules
     draw: Callable[[int], Sequence[Prompt]]
+    carried: Sequence[ScoredGroup] = ()

@@ -305,6 +305,8 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
             num_prompts=rollout.num_prompts,
             max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
             metric=algorithm.dynamic_sampling_metric,
+            round_tokens=rollout.partial_rollout_tokens,
+            num_drawn=rollout.over_sampling_prompts,
             max_new_tokens=rollout.max_new_tokens,
             overlong_tokens=config.reward.overlong_tokens,
             overlong_penalty=config.reward.overlong_penalty,

@@ -14,6 +14,7 @@ from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.policy.trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
+from tlt_megatron.rewards.partial import load_carried, save_carried
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
@@ -75,6 +76,7 @@ class RLTrainer:
         self.report = report
         self.step = 0  # RL steps done; also the version of the policy
         # of the latest steps, by step and generation round
+        self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
         self.last_prompts: deque[list[list[Prompt]]] = deque(maxlen=_GAIN_STEPS)
         self.is_stopped = False  # stopped on request; a resumed run does the rest
 
@@ -134,6 +136,7 @@ class RLTrainer:
         """Run one RL step: prompts, rollouts, rewards, drafter, log-probs, updates, weights."""
         self.report.begin_step()
         collected = self._collect()
+        self.carried = collected.carried
         if self.drafter is not None:
             with self.phases("PUBLISH", "publish_drafter"):
                 self.drafter.publish(collected.metrics)
@@ -157,11 +160,11 @@ class RLTrainer:
 
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
-        before = self.sampler.state_dict(), rng_state()
+        rules, before = self.settings.batch, (self.sampler.state_dict(), rng_state())
         drawn: list[list[Prompt]] = []
 
         def draw(count: int) -> list[Prompt]:
-            prompts = self.sampler.next_batch(count)
+            prompts = self.sampler.next_batch(count) if count else []
             drawn.append(prompts)
             return prompts
 
@@ -169,12 +172,12 @@ class RLTrainer:
             self.drafter.start_step(self.step + 1)
         try:
             collected = self.worker.collect(
-                draw(self.settings.batch.num_prompts),
+                draw(rules.num_first(self.carried)),
                 self.settings.sampling,
                 policy_version=self.step,
                 drafter=self.drafter,
                 step=self.step + 1,
-                plan=BatchPlan(rules=self.settings.batch, draw=draw),
+                plan=BatchPlan(rules=rules, draw=draw, carried=self.carried),
             )
         except GenerationStopped:
             self.sampler.load_state_dict(before[0])
@@ -198,7 +201,7 @@ class RLTrainer:
         with self.phases("LOGPROB", "old_log_prob"):
             tap = self.drafter.make_tap() if self.drafter else None
             return self.policy_trainer.infer_logprobs(
-                scored, tap, values=values, has_update=self._has_policy_update
+                scored, tap, self.step, values=values, has_update=self._has_policy_update
             )
 
     def _update_critic(self, inference: Inference) -> dict[str, float]:
@@ -239,8 +242,14 @@ class RLTrainer:
                 "history": self.report.history.state_dict(),
             }
             self.report.sync()  # a checkpoint's steps must not be lost to a power cut
-            save_drafter = self.drafter.save_into if self.drafter else None
-            self.checkpoints.save(self.step, state, save_part=save_drafter)
+
+            def save_part(folder: Path) -> None:
+                if self.drafter is not None:
+                    self.drafter.save_into(folder)
+                if self.carried and self.world.is_first:
+                    save_carried(folder, self.carried)
+
+            self.checkpoints.save(self.step, state, save_part=save_part)
         self.report.add_memory()
 
     def resume(self, saved: SavedRun, folder: Path, resumed: Resumed) -> None:
@@ -248,6 +257,7 @@ class RLTrainer:
         state = saved.state
         self.step = saved.step
         self.sampler.load_state_dict(state["sampler"])
+        self.carried = load_carried(folder, self.sampler.prompt_at)
         self.report.history.load_state_dict(state["history"])
         if resumed.has_drafter and self.drafter is not None:
             self.drafter.load_from(folder)

@@ -67,6 +67,8 @@ class RolloutLog:
                         row["has_failed"] = rollout.has_failed
                     if rollout.loss_mask is not None:
                         row["loss_mask"] = rollout.loss_mask.int().tolist()
+                    if rollout.versions:  # of a response that was carried
+                        row["versions"] = rollout.versions
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     if len(first) < _NUM_SAMPLES:
                         first.append(row)

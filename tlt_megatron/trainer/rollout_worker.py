@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
+from tlt_megatron.rewards.partial import OpenResponses, carried_metrics
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
@@ -23,7 +24,14 @@ from tlt_megatron.spot.spot_trainer import merge_metrics
 from tlt_megatron.trainer.conversations import AnswerStats, Conversations
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
-from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams, ScoredGroup
+from tlt_megatron.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    ScoredGroup,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,7 @@ class Collected:
     groups: tuple[ScoredGroup, ...]
     metrics: dict[str, float]
     passes: list[PassTotals]
+    carried: tuple[ScoredGroup, ...] = ()  # to the next step, with partial rollouts
 
 
 class RolloutWorker:
@@ -76,47 +85,58 @@ class RolloutWorker:
         """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
 
         With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; 0 for
-        an evaluation. With dynamic sampling, `plan` draws prompts for further rounds until the batch is complete. Each round is
+        an evaluation. With dynamic sampling or partial rollouts, there are rounds until the batch is complete, for which
+        `plan` draws further prompts. Each round is
         a rollout phase with its own spot training, and all ranks begin the next round with the same drafter.
         All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """
         if plan is None:
             plan = BatchPlan(rules=BatchRules(num_prompts=len(prompts)), draw=lambda count: ())
-        rounds: list[_Round] = []
-        groups: list[ScoredGroup] = []
-        stall_s = 0.0
-        while prompts:
+        rules, rounds, stall_s = plan.rules, [], 0.0
+        responses = OpenResponses(params, round_tokens=rules.round_tokens, carried=plan.carried)
+        while True:
             if rounds and drafter:
                 with self.phases("PUBLISH", "publish_drafter"):
                     stall_s += drafter.end_round()
-            done = self._run_round(prompts, params, policy_version, drafter, step, len(rounds))
-            rounds.append(done)
-            groups += map(plan.rules.punish_overlong, done.groups())
-            missing = plan.rules.num_missing(groups, len(rounds))
+            rounds.append(
+                self._run_round(prompts, responses, policy_version, drafter, step, len(rounds))
+            )
+            responses.add(rounds[-1].groups())
+            complete = [rules.punish_overlong(g) for g in responses.groups() if g.is_complete]
+            if rules.is_complete(complete, len(rounds)):
+                break
+            missing = rules.num_missing(complete, len(rounds))
             prompts = plan.draw(missing) if missing else ()
-        batch = plan.rules.select(groups)
-        metrics = rollout_metrics(batch) | plan.rules.metrics(groups, len(rounds))
+        batch = rules.select(complete)
+        metrics = rollout_metrics(batch) | rules.metrics(complete, len(rounds))
+        carried = rules.carry(responses.groups(), batch)
+        if rules.round_tokens:
+            metrics |= carried_metrics(batch, carried, policy_version=policy_version)
         metrics["bubble/idle_s"] = sum(each.idle_s for each in rounds)
         if drafter:
             metrics |= _spot_metrics(rounds)
             metrics["bubble/stall_s"] += stall_s
         totals = [total for each in rounds for share in each.shares for total in share.passes]
         metrics |= speculation_metrics(totals) | _engine_metrics(rounds)
-        return Collected(groups=tuple(batch), metrics=metrics, passes=totals)
+        return Collected(
+            groups=tuple(batch), metrics=metrics, passes=totals, carried=tuple(carried)
+        )
 
     def _run_round(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        responses: OpenResponses,
         policy_version: int,
         drafter: DrafterLifecycle | None,
         step: int,
         number: int,
     ) -> _Round:
-        """Answer and score `prompts` on all ranks, the round `number` of the step."""
+        """Go on with open responses, answer `prompts` and score, on all ranks: the round `number` of the step."""
         try:
-            share = self._generate_share(prompts, params, policy_version, drafter, step)
+            share = self._generate_share(
+                responses.requests(prompts), responses, policy_version, drafter, step
+            )
         except GenerationStopped:
             share = None
         finished_at = self.phases.timeline.now_s()
@@ -133,7 +153,7 @@ class RolloutWorker:
     def _generate_share(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        responses: OpenResponses,
         policy_version: int,
         drafter: DrafterLifecycle | None,
         step: int,
@@ -141,7 +161,10 @@ class RolloutWorker:
         """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
         by_draw = {prompt.draw_index: prompt for prompt in prompts}
 
-        def score(rollout: Rollout) -> None:
+        def score(new: Rollout) -> None:
+            rollout = responses.join(new)
+            if rollout.finish_reason is FinishReason.CUT:
+                return
             key = (rollout.draw_index, rollout.sample_index)
             prompt = by_draw[rollout.draw_index]
             if rollout.messages:
@@ -155,7 +178,7 @@ class RolloutWorker:
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = generate(
                 mine,
-                params,
+                responses.params,
                 policy_version=policy_version,
                 on_finish=score,
                 on_features=drafter.add_features if drafter else None,
@@ -172,12 +195,17 @@ class RolloutWorker:
             outcomes = self.rewards.collect()
         scored = []
         for group in groups:
+            joined = RolloutGroup(
+                prompt=group.prompt, rollouts=tuple(map(responses.join, group.rollouts))
+            )
             found = [
-                Outcome() if r.has_failed else outcomes[r.draw_index, r.sample_index]
-                for r in group.rollouts
+                Outcome()
+                if r.has_failed or r.finish_reason is FinishReason.CUT
+                else outcomes[r.draw_index, r.sample_index]
+                for r in joined.rollouts
             ]
             rewards, details = zip(*((each.score, each.details) for each in found), strict=True)
-            scored.append(ScoredGroup(group=group, rewards=rewards, details=details))
+            scored.append(ScoredGroup(group=joined, rewards=rewards, details=details))
         return _Share(
             groups=scored,
             rewards=self.rewards.take_stats(),

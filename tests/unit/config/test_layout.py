@@ -87,6 +87,11 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
             1,
             r"rollout\.kv_cache_tokens=511 cannot hold one full sequence of 512 tokens",
         ),
+        (
+            "rollout.kv_cache_tokens=639 rollout.partial_rollout_tokens=64 algorithm.tis_cap=2",
+            1,
+            r"rollout\.kv_cache_tokens=639 cannot hold one full sequence of 640 tokens that partial",
+        ),
         ("model.path=absent", 1, r"model\.path='absent': must be a folder with config\.json"),
         ("model.path=", 1, r"model\.path='': must be a folder with config\.json"),
     ],

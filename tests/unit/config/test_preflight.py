@@ -104,6 +104,12 @@ def test_truncated_sampling_by_an_engine_that_may_not_record_it_is_named(tmp_pat
         assert "own.py:engine' returns the kept tokens" in line
 
 
+def test_partial_rollouts_are_named_as_not_lossless() -> None:
+    settings = ["rollout.partial_rollout_tokens=64", "algorithm.rollout_rs=token"]
+    (line,) = risky_settings(load_config(None, settings))
+    assert line.startswith("rollout.partial_rollout_tokens=64: partial rollouts are not lossless")
+
+
 def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:
     (line,) = risky_settings(load_config(None, ["run.group_timeout_s=60"]))
     assert line.startswith("run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60")

@@ -45,6 +45,26 @@ from tlt_megatron.config.load import load_config
         ("algorithm.clip_high=0", r"algorithm\.clip_high=0\.0: must be > 0"),
         ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
+        (
+            "rollout.partial_rollout_tokens=64",
+            r"rollout\.partial_rollout_tokens=64: must be 0 without a correction .* algorithm\.tis_cap=2",
+        ),
+        (
+            "rollout.partial_rollout_tokens=512 algorithm.tis_cap=2",
+            r"rollout\.partial_rollout_tokens=512: must be 0 \(off\), or < rollout\.max_new_tokens=512",
+        ),
+        (
+            "rollout.partial_rollout_tokens=64 algorithm.tis_cap=2 rollout.environment=a.b:C",
+            r"rollout\.partial_rollout_tokens=64: must be 0 where rollout\.environment='a\.b:C'",
+        ),
+        (
+            "rollout.over_sampling_prompts=32",
+            r"rollout\.over_sampling_prompts=32: must be 0, or >= rollout\.num_prompts=16 with",
+        ),
+        (
+            "rollout.over_sampling_prompts=8 rollout.partial_rollout_tokens=64 algorithm.rollout_rs=token",
+            r"rollout\.over_sampling_prompts=8: must be 0, or >= rollout\.num_prompts=16 with",
+        ),
         ("algorithm.kl_coef=-1", r"algorithm\.kl_coef=-1\.0: must be >= 0"),
         ("algorithm.num_minibatches=0", r"algorithm\.num_minibatches=0: must be >= 1"),
         ("algorithm.num_epochs=0", r"algorithm\.num_epochs=0: must be >= 1"),

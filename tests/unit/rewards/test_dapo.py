@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -77,6 +78,42 @@ def test_without_dynamic_sampling_nothing_is_dropped() -> None:
     assert draws(rules.select(FLAT)) == [0, 1, 2, 3]
     assert rules.metrics(FLAT, 1) == {}
     assert rules.punish_overlong(FLAT[0]) is FLAT[0]
+
+
+def open_group(draw: int) -> ScoredGroup:
+    """Its second response has not ended."""
+    whole = group(draw, 1, 0)
+    first, second = whole.group.rollouts
+    rollouts = first, dataclasses.replace(second, finish_reason=FinishReason.CUT)
+    return dataclasses.replace(
+        whole, group=RolloutGroup(prompt=whole.group.prompt, rollouts=rollouts)
+    )
+
+
+def test_partial_rollouts_carry_open_groups_and_complete_ones_beyond_the_batch() -> None:
+    rules = BatchRules(num_prompts=2, round_tokens=8, num_drawn=5)
+    groups = [open_group(0), FLAT[1], FLAT[2], FLAT[3], open_group(4)]
+    complete = [each for each in groups if each.is_complete]
+    assert not rules.is_complete(complete[:1], 7)
+    assert rules.num_missing(complete[:1], 7) == 1
+    assert rules.num_missing([], 1) == 0  # nothing has ended: another round without further prompts
+    assert rules.is_complete(complete, 1)
+    batch = rules.select(complete)
+    assert draws(batch) == [1, 2]
+    carried = rules.carry(groups, batch)
+    assert draws(carried) == [0, 3, 4]
+    assert rules.num_first(carried) == 4  # one group waits complete
+    assert BatchRules(num_prompts=2).carry(groups, batch) == []
+
+
+def test_dynamic_sampling_carries_no_complete_group_that_it_drops() -> None:
+    rules = BatchRules(num_prompts=1, max_rounds=2, round_tokens=8)
+    groups = [FLAT[0], group(1, 0, 1), open_group(2), FLAT[3], group(4, 1, 0)]
+    complete = [each for each in groups if each.is_complete]
+    batch = rules.select(complete)
+    assert draws(batch) == [1]
+    assert draws(rules.carry(groups, batch)) == [2, 4]
+    assert not rules.is_complete([], 2)  # the bound on rounds needs a batch
 
 
 def test_another_metric_decides_and_a_wrong_name_is_refused() -> None:

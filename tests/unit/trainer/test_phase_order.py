@@ -83,7 +83,7 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
 
     def collect(*_: object, **__: object) -> Any:
         gpu.enter(Phase.ROLLOUT)
-        return SimpleNamespace(groups=[], metrics={})
+        return SimpleNamespace(groups=[], metrics={}, carried=())
 
     inference = SimpleNamespace(metrics={})
     policy_trainer = SimpleNamespace(

@@ -1,0 +1,170 @@
+"""Responses that are carried over several policies: every token and log-prob is of the policy that the record names."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.tiny_models import make_tiny_hf
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import load_model_config
+from tlt_megatron.models.hf_io import HfReader, checksum_tensors
+from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
+from tlt_megatron.rewards.partial import load_carried, save_carried
+from tlt_megatron.rewards.worker_process import Outcome
+from tlt_megatron.rewards.workers import RewardStats
+from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.speculation.sampling import request_seed, sample
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
+from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
+
+PARAMS = SamplingParams(
+    num_samples=3, max_new_tokens=40, top_p=0.95, stop_token_ids=(3, 4, 5), seed=7
+)
+RULES = BatchRules(num_prompts=4, round_tokens=6, num_drawn=6)
+NUM_STEPS = 5
+
+
+class Rewards:
+    """The reward is the length; a response is scored once, when it has ended."""
+
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+        self._outcomes: dict[Hashable, Outcome] = {}
+
+    def submit(self, key: Hashable, prompt: Prompt, text: str) -> None:
+        self.keys.append(key)
+        self._outcomes[key] = Outcome(score=float(text), details={"own": 1.0})
+
+    def wait_scored(self, should_stop: object) -> bool:
+        return True
+
+    def collect(self) -> dict[Hashable, Outcome]:
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
+
+    def take_stats(self) -> RewardStats:
+        return RewardStats()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen3", num_layers=2, vocab_size=48)
+
+
+def tensors_of(path: Path, version: int) -> list[tuple[str, Tensor]]:
+    """Another policy for each version."""
+    return [(n, t.double() * (1 + 0.1 * version)) for n, t in HfReader(path).items()]
+
+
+def prompt_at(draw: int) -> Prompt:
+    return Prompt(prompt_id=f"p{draw}", draw_index=draw, token_ids=(6 + draw % 40, 9, 11))
+
+
+def run(path: Path, folder: Path, strategy: str = "") -> tuple[list[Collected], Rewards]:
+    """Several steps, between which the policy changes and carried responses go through a checkpoint."""
+    engine = EmbeddedEngine(
+        load_model_config(path),
+        RolloutSection(dtype="float64", max_batch_size=16),
+        select_device("cpu"),
+    )
+    progress = Progress("none", 1, enabled=False)
+    phases = Phases(Timeline(None, 0), progress, select_device("cpu"), on_phase=lambda name: None)
+    rewards = Rewards()
+    worker = RolloutWorker(
+        engine, rewards, lambda ids: str(len(ids)), replicas=SINGLE, phases=phases
+    )
+    num_drawn = 0
+
+    def draw(count: int) -> list[Prompt]:
+        nonlocal num_drawn
+        num_drawn += count
+        return [prompt_at(i) for i in range(num_drawn - count, num_drawn)]
+
+    steps: list[Collected] = []
+    carried: tuple[ScoredGroup, ...] = ()
+    for version in range(NUM_STEPS):
+        tensors = tensors_of(path, version)
+        engine.load_weights(
+            tensors, version=version, checksum=lambda tensors=tensors: checksum_tensors(tensors)
+        )
+        if strategy and version == 0:
+            parsed = SpeculationStrategy.parse(strategy)
+            engine.set_speculation(Speculation(None, FixedSelector(parsed), [parsed]))
+        plan = BatchPlan(rules=RULES, draw=draw, carried=carried)
+        prompts = draw(RULES.num_first(carried))
+        steps.append(worker.collect(prompts, PARAMS, version, plan=plan))
+        save_carried(folder, steps[-1].carried)
+        carried = load_carried(folder, prompt_at)
+    return steps, rewards
+
+
+def rollouts(steps: list[Collected]) -> list[Rollout]:
+    return [r for step in steps for g in step.groups for r in g.group.rollouts]
+
+
+def test_tokens_and_logprobs_are_those_of_the_policies_that_drew_them(
+    path: Path, tmp_path: Path
+) -> None:
+    steps, rewards = run(path, tmp_path)
+    found = rollouts(steps)
+    assert len({(r.draw_index, r.sample_index) for r in found}) == len(found) == 4 * 3 * NUM_STEPS
+    assert len(set(rewards.keys)) == len(rewards.keys) >= len(found)
+    assert max(len(r.parts) for r in found) >= 3  # cut twice
+    for step in steps:
+        for group in step.groups:
+            assert group.is_complete
+            assert group.rewards == tuple(r.token_ids.numel() for r in group.group.rollouts)
+            assert all(dict(each) == {"own": 1.0} for each in group.details)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    logits_of = {}
+    for version in range(NUM_STEPS):
+        model.load_state_dict(dict(tensors_of(path, version)), strict=False)
+        for i, rollout in enumerate(found):
+            ids = torch.tensor(rollout.prompt_ids + tuple(rollout.token_ids.tolist()))
+            with torch.inference_mode():
+                all_TV = model(ids.unsqueeze(0)).logits[0, len(rollout.prompt_ids) - 1 : -1]
+            logits_of[version, i] = all_TV
+    for i, rollout in enumerate(found):
+        versions = [version for version, count in rollout.parts for _ in range(count)]
+        assert versions == sorted(versions)
+        assert len(versions) == rollout.token_ids.numel()
+        assert rollout.policy_version == versions[-1]
+        logits_TV = torch.stack([logits_of[v, i][t] for t, v in enumerate(versions)])
+        seed = request_seed(PARAMS.seed, rollout.draw_index, rollout.sample_index)
+        drawn = sample(
+            logits_TV,
+            torch.full((len(versions),), seed),
+            torch.arange(len(versions)),
+            PARAMS.temperature,
+            PARAMS.top_p,
+        )
+        assert rollout.token_ids.tolist() == drawn.token_ids_B.tolist()
+        for name in ("logprobs", "policy_logprobs"):
+            expected = getattr(drawn, f"{name}_B")
+            torch.testing.assert_close(getattr(rollout, name), expected, rtol=0, atol=1e-5)
+        assert rollout.kept is not None
+        assert rollout.kept.counts.numel() == len(versions)
+
+
+def test_speculation_changes_no_token_and_no_version(path: Path, tmp_path: Path) -> None:
+    plain, _ = run(path, tmp_path)
+    speculative, _ = run(path, tmp_path, "ngram_4")
+    for ours, theirs in zip(rollouts(speculative), rollouts(plain), strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.versions == theirs.versions
+        if ours.token_ids.numel() > 1:
+            assert sum(ours.accept_lengths) > 0
