@@ -5,6 +5,7 @@ Each section checks itself. `layout.py` checks what depends on ranks and model s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -28,7 +29,6 @@ from tlt_megatron.config.ranges import (
     Section,
     one_of,
 )
-from tlt_megatron.config.run_sections import CheckpointSection, RunSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class RolloutSection(Section):
     temperature: float = 1.0  # (0, 10]
     top_p: Fraction = 1.0  # 1 keeps all
     top_k: NonNegativeInt = 0  # 0 keeps all
-    # partial rollouts, not lossless: a response goes on in the next step after this many tokens; 0: off
+    # partial rollouts, not lossless: most tokens of a response in a generation round; 0: off
     partial_rollout_tokens: NonNegativeInt = 0
     over_sampling_prompts: NonNegativeInt = 0  # drawn per step of partial rollouts; 0: num_prompts
     max_batch_size: PositiveInt = 64  # sequences decoded at once per replica
@@ -103,6 +103,17 @@ class SglangSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection(Section):
+    """Checkpoints. Written to <run.dir>/checkpoints in Megatron's layout."""
+
+    interval: NonNegativeInt = 0  # steps between checkpoints; 0: only at the end and on SIGTERM
+    keep: NonNegativeInt = 2  # newest checkpoints that are kept; 0: all
+    at_end: bool = True  # also after the last step
+    resume: str = "never"  # auto: from the newest, if any | never | folder of checkpoints, or one
+    export_hf: bool = True  # export the final policy as a Hugging Face model to <run.dir>/hf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection(Section):
     """Evaluation on data.eval before the first RL step, after the last, and at `interval`."""
 
@@ -138,6 +149,28 @@ class LoggingSection(Section):
         """Return every tracker in use once."""
         named = ["tensorboard"] * self.tensorboard + ["wandb"] * bool(self.wandb_project)
         return list(dict.fromkeys([*named, *self.trackers]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection(Section):
+    """The run as a whole."""
+
+    dir: str = ""  # run folder; empty: runs/<config name>-<time>
+    # if dir holds a run that is not resumed; set_aside renames it
+    on_used_dir: Annotated[str, one_of("refuse", "set_aside")] = "refuse"
+    num_steps: NonNegativeInt = 10  # RL steps
+    seed: int = 0  # of sampling noise
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"  # auto: cuda if there is one
+    group_timeout_s: Positive = 1800.0  # a collective that waits longer fails and names the ranks
+    heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
+    max_bad_updates: PositiveInt = (
+        3  # skipped or not finite, in a row; the run then ends, exit code 1
+    )
+
+    def check(self) -> None:
+        silence_s = self.heartbeat_timeout_s
+        is_allowed = silence_s == 0 or 1 <= silence_s < math.inf
+        self.require(is_allowed, "heartbeat_timeout_s", "0 (off), or >= 1 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

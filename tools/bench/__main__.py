@@ -22,6 +22,7 @@ _BENCHES = {
     "rollout": "tokens per second of the embedded engine and of transformers",
     "speculation": "what speculation gains, by batch size, drafter and selector",
     "step": "what TLT gains in an RL step, and that it changes no token",
+    "partial": "TLT, partial rollouts and both: time to a held-out accuracy",
     "llm": "TLT on a real language model, SmolLM2-135M-Instruct",
     "drafter": "packed drafter training, and checkpoints in the background",
     "gate": "selectors over recorded passes, without the noise of the machine",
