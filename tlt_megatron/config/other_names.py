@@ -115,7 +115,7 @@ NAMES: dict[str, tuple[str, str, str]] = {
     "algorithm.recompute_log_probs": ("", "", ""),
     "algorithm.skip_zero_advantages": ("", "", ""),
     "algorithm.max_logprob_diff": ("", "ci-train-rollout-logprob-abs-diff-threshold", ""),
-    "critic.path": ("critic.model.path", "critic-load", ""),
+    "critic.path": ("critic.model.path", "", ""),
     "critic.lr": ("critic.optim.lr", "critic-lr", ""),
     "critic.weight_decay": ("critic.optim.weight_decay", "", ""),
     "critic.clip_grad": ("critic.grad_clip", "", ""),
