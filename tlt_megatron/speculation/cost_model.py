@@ -9,29 +9,114 @@ time. The selector uses no clock and no random numbers, so it is deterministic i
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.selector import Decision, fits
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
-# ---- acceptance; counts are in requests: a pass of 8 requests adds 8 at the first depth
-_HALF_LIFE = 300.0  # requests after which a count weighs half: some passes of a large batch
-_PRIOR = 2.0  # requests; weight of a rate that stands in for missing counts
-_MAX_RATE = 0.995  # of acceptance; 1 - _MAX_RATE is the lowest
+# ---- acceptance; counts are in independent requests, see `_CORRELATION`
+_CORRELATION = 0.1  # between requests of one pass: n of them tell as much as n / (1 + (n - 1) / 10); of recorded runs
+_HALF_LIFE = 150.0  # requests after which a count weighs half
+_UNMEASURED = 10.0  # times as fast: depths that the strategies of late do not reach
+_PRIOR = 1.0  # requests; weight of the rate of the depth above
 _UNKNOWN = 0.3  # acceptance of an unknown drafter: too low to rely on
-_DISCOUNTED = 20.0  # requests; weight left of old counts when a probe measures the drafter again
+_MAX_RATE = 0.995  # of acceptance; 1 - _MAX_RATE is the lowest
+_CHANGE = 0.003  # chance per pass that drafter or text have changed
+_PATIENCE = 0.9  # share of the evidence of a change that is left after another pass
 _WIDTH_GAIN = 3.0  # about 1 / (change of a tree's acceptance per unit of log w)
-_COLLAPSE = 1e4  # likelihood ratio at which the drafter counts as collapsed, against a quarter
 # ---- choice
 _PROBE_SHARE = 0.005  # of the time that probes of one kind may lose
 _FIRST_BUDGET = 2.0  # passes that they may lose at the start
 _MAX_BUDGET = 10.0  # passes; a long time without probes must not fund a long loss
-_REST = (2, 128)  # passes between two probes of a kind: doubles from the first to the second
+_REST = (2.0, 128.0)  # passes between two probes of a kind: doubles from the first to the second
 _NEW_DRAFTER = 4  # passes of its probe: the first one also reads the prompts and drafts beginnings, which is hard
-_MAX_REFRESH = 8  # passes between two updates of the estimates (about 0.2 ms each)
+_REFIT = 8  # passes between two fits of the pass costs (about 0.2 ms each)
+
+Counts = list[tuple[float, float]]  # [right, wrong] by depth
+
+
+@dataclass
+class _Part:
+    """Acceptance by depth of one part of a draft, learned or retrieved, given that the depth above was right.
+
+    Two counts compete, with the odds of their beta-binomial likelihoods: one of the usual acceptance, and one that begins anew
+    with the pass since which things may have changed. The estimate is their mean by these odds.
+    """
+
+    usual: Counts = field(default_factory=list)
+    recent: Counts = field(default_factory=list)
+    odds: float = 0.0  # that things have changed
+    seen_at: int = 0  # the latest pass
+    by_depth: list[float] = field(default_factory=lambda: [_UNKNOWN])  # the estimate
+
+    def rates(self, num_depths: int) -> list[float]:
+        """Return the acceptance of each depth. Deeper ones than were tried are like the last."""
+        return (self.by_depth + self.by_depth[-1:] * num_depths)[:num_depths]
+
+    def observe(self, tried: Sequence[float], right: Sequence[float], now: int) -> None:
+        """Count what pass `now` tried at each depth, and what was right."""
+        new = []
+        for n, k in zip(tried, right, strict=True):
+            weight = 1.0 / (1.0 + _CORRELATION * max(n - 1.0, 0.0))
+            new.append((k * weight, max(n - k, 0.0) * weight))
+        first_odds = _CHANGE * (now - self.seen_at)
+        self.seen_at = now
+        self.odds *= _PATIENCE
+        if self.odds < first_odds:
+            self.odds, self.recent = first_odds, []
+        evidence = _log_likelihood(self.recent, new) - _log_likelihood(self.usual, new)
+        self.odds *= math.exp(min(max(evidence, -20.0), 20.0))
+        fade = 0.5 ** (sum(new[0]) / _HALF_LIFE)
+        self.usual, self.recent = (_add(c, new, fade) for c in (self.usual, self.recent))
+        if self.odds > 1.0 / _CHANGE:
+            self.usual, self.recent, self.odds = self.recent, [], 0.0
+        share = self.odds / (1.0 + self.odds)
+        num_depths = max(len(self.usual), len(self.recent))
+        usual, recent = (_priors(c, num_depths) for c in (self.usual, self.recent))
+        self.by_depth = [
+            (1.0 - share) * _clip(a / (a + b)) + share * _clip(c / (c + d))
+            for (a, b), (c, d) in zip(usual, recent, strict=True)
+        ]
+
+
+def _add(counts: Counts, new: Counts, fade: float) -> Counts:
+    """Scale `counts` by `fade` and add `new`. Deeper counts than those of `new` fade faster."""
+    pairs = itertools.zip_longest(counts, new, fillvalue=(0.0, 0.0))
+    added = [(a * fade + c, b * fade + d) for (a, b), (c, d) in pairs]
+    fast = fade**_UNMEASURED
+    return added[: len(new)] + [(a * fast, b * fast) for a, b in counts[len(new) :]]
+
+
+def _priors(counts: Counts, num_depths: int) -> list[tuple[float, float]]:
+    """Return the beta distribution (right, wrong) of each depth. A depth with few counts is like the one above it."""
+    priors, rate = [], _UNKNOWN
+    for depth in range(num_depths):
+        right, wrong = counts[depth] if depth < len(counts) else (0.0, 0.0)
+        right, wrong = right + _PRIOR * rate, wrong + _PRIOR * (1.0 - rate)
+        priors.append((right, wrong))
+        rate = _clip(right / (right + wrong))
+    return priors
+
+
+def _log_likelihood(counts: Counts, new: Counts) -> float:
+    """Return the log likelihood of `new` after `counts`, up to what does not depend on these."""
+    return sum(
+        _log_beta(a + right, b + wrong) - _log_beta(a, b)
+        for (right, wrong), (a, b) in zip(new, _priors(counts, len(new)), strict=True)
+    )
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def _clip(rate: float) -> float:
+    return min(max(rate, 1.0 - _MAX_RATE), _MAX_RATE)
 
 
 class AcceptanceTable:
@@ -43,14 +128,10 @@ class AcceptanceTable:
     """
 
     def __init__(self) -> None:
-        # [tried, accepted] by depth, of the drafter's first candidate and of retrieved tokens.
-        self._first: list[list[float]] = []
-        self._retrieved: list[list[float]] = []
-        # By tree: log w, and the requests that it was learned from.
-        self._widths: dict[str, list[float]] = {}
-        # That the drafter has collapsed: a log likelihood ratio, and the counts that it comes from.
-        self._evidence = 0.0
-        self._recent: list[list[float]] = []
+        self._first = _Part()  # the drafter's first candidates
+        self._retrieved = _Part()
+        self._widths: dict[str, list[float]] = {}  # by tree: log w, and the requests it comes from
+        self._num_passes = 0
 
     def tokens(self, strategy: SpeculationStrategy) -> float:
         """Return the expected tokens of a request in one pass, the bonus token included."""
@@ -66,56 +147,39 @@ class AcceptanceTable:
         batch_size: int,
         accepted_by_depth: Sequence[int],
         first_by_depth: Sequence[int] | None,
-    ) -> bool:
-        """Count a drafting pass. Return whether the drafter is found to have collapsed."""
-        fade = 0.5 ** (batch_size / _HALF_LIFE)
+    ) -> None:
+        """Count a pass."""
+        self._num_passes += 1
+        if strategy.is_off:
+            return
         chances = self._chances(strategy)
-        reached_by_depth = (batch_size, *accepted_by_depth[:-1])
-        first, retrieved = [], []
-        evidence = surprise = 0.0
-        for reached, accepted, (by_first, by_retrieved, rate) in zip(
-            reached_by_depth, accepted_by_depth, chances, strict=True
-        ):
-            first.append([float(reached), accepted * by_first / rate])
-            retrieved.append([float(reached), accepted * by_retrieved / rate])
-            surprise += accepted - reached * rate
-            evidence += accepted * math.log(0.25)
-            evidence += (reached - accepted) * math.log((1.0 - rate / 4.0) / (1.0 - rate))
+        tried = (batch_size, *accepted_by_depth[:-1])
+        first, retrieved = (
+            [n * c[part] / c[2] for n, c in zip(accepted_by_depth, chances, strict=True)]
+            for part in (0, 1)
+        )
         if strategy.is_learned:
-            first = first[: strategy.num_steps]
-            if first_by_depth is not None:
-                first = [
-                    [c[0], float(right)] for c, right in zip(first, first_by_depth, strict=True)
-                ]
-            if self._has_collapsed(first, evidence):
-                return True
-            _add(self._first, first, fade)
+            steps = strategy.num_steps
+            self._first.observe(tried[:steps], (first_by_depth or first)[:steps], self._num_passes)
         if strategy.num_retrieved:
-            _add(self._retrieved, retrieved[: strategy.num_retrieved], fade)
+            depth = strategy.num_retrieved
+            self._retrieved.observe(tried[:depth], retrieved[:depth], self._num_passes)
         if strategy.topk > 1:
+            expected = sum(n * rate for n, (*_, rate) in zip(tried, chances, strict=True))
             log_width, weight = self._width(strategy)
-            weight = min(weight + sum(reached_by_depth), 4 * _HALF_LIFE)
-            log_width = min(max(log_width + _WIDTH_GAIN * surprise / weight, 0.0), 2.0)
-            self._widths[str(strategy)] = [log_width, weight]
-        return False
-
-    def discount(self) -> None:
-        """Let old counts weigh little, because a drafter that did not run is measured again."""
-        for counts in (self._first, self._retrieved):
-            if counts and counts[0][0] > _DISCOUNTED:
-                _add(counts, [], _DISCOUNTED / counts[0][0])
+            weight = min(weight + sum(tried), 8.0 * _HALF_LIFE)
+            log_width += _WIDTH_GAIN * (sum(accepted_by_depth) - expected) / weight
+            self._widths[str(strategy)] = [min(max(log_width, 0.0), 2.0), weight]
 
     def _chances(self, strategy: SpeculationStrategy) -> list[tuple[float, float, float]]:
         """Return by depth the chance of the first candidate, of the retrieved token, and of any part of the strategy."""
-        first = _rates(self._first, strategy.num_steps)
-        retrieved = _rates(self._retrieved, strategy.num_retrieved)
+        first = self._first.rates(strategy.num_steps)
+        retrieved = self._retrieved.rates(strategy.num_retrieved)
         width = math.exp(self._width(strategy)[0]) if strategy.topk > 1 else 1.0
         chances = []
-        for depth in range(strategy.depth):
-            by_first = first[depth] if depth < len(first) else 0.0
-            by_retrieved = retrieved[depth] if depth < len(retrieved) else 0.0
+        for by_first, by_retrieved in itertools.zip_longest(first, retrieved, fillvalue=0.0):
             rate = 1.0 - (1.0 - by_first) ** width * (1.0 - by_retrieved)
-            chances.append((by_first, by_retrieved, min(max(rate, 1.0 - _MAX_RATE), _MAX_RATE)))
+            chances.append((by_first, by_retrieved, _clip(rate)))
         return chances
 
     def _width(self, strategy: SpeculationStrategy) -> list[float]:
@@ -124,46 +188,16 @@ class AcceptanceTable:
         room = min(strategy.topk, strategy.num_draft_tokens / strategy.num_steps)
         return self._widths.get(str(strategy), [math.log(1.0 + 0.6 * math.log2(room)), 50.0])
 
-    def _has_collapsed(self, counts: list[list[float]], evidence: float) -> bool:
-        """Page's (1954) test: are the latest passes `_COLLAPSE` times likelier at a quarter of the acceptance?"""
-        self._evidence = max(self._evidence + evidence, 0.0)
-        if self._evidence == 0.0:
-            self._recent = []
-            return False
-        _add(self._recent, counts, 1.0)
-        if self._evidence < math.log(_COLLAPSE):
-            return False
-        self._first = [[max(n, _DISCOUNTED), accepted] for n, accepted in self._recent if n > 0.0]
-        self._recent, self._evidence = [], 0.0
-        return True
-
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as values that JSON can hold."""
-        return {name.strip("_"): copy.deepcopy(value) for name, value in vars(self).items()}
+        parts = {"first": vars(self._first), "retrieved": vars(self._retrieved)}
+        return copy.deepcopy(parts | {"widths": self._widths, "num_passes": self._num_passes})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        for name in vars(self):
-            setattr(self, name, copy.deepcopy(state[name.strip("_")]))
-
-
-def _add(counts: list[list[float]], new: Sequence[Sequence[float]], fade: float) -> None:
-    """Scale `counts` ([tried, accepted] by depth) by `fade` and add `new`."""
-    counts += [[0.0, 0.0] for _ in range(len(new) - len(counts))]
-    for depth, count in enumerate(counts):
-        added = new[depth] if depth < len(new) else (0.0, 0.0)
-        count[:] = [count[0] * fade + added[0], count[1] * fade + added[1]]
-
-
-def _rates(counts: Sequence[Sequence[float]], num_depths: int) -> list[float]:
-    """Return the acceptance of each depth. A depth with few counts is like the one above it."""
-    rates, rate = [], _UNKNOWN
-    for depth in range(num_depths):
-        if depth < len(counts):
-            tried, accepted = counts[depth]
-            rate = min((accepted + _PRIOR * rate) / (tried + _PRIOR), _MAX_RATE)
-        rates.append(rate)
-    return rates
+        state = copy.deepcopy(dict(state))
+        self._first, self._retrieved = _Part(**state["first"]), _Part(**state["retrieved"])
+        self._widths, self._num_passes = state["widths"], state["num_passes"]
 
 
 class CostModelSelector:
@@ -190,10 +224,8 @@ class CostModelSelector:
         self._last = OFF, 0  # strategy and batch size of the last pass observed
         self._probe: SpeculationStrategy | None = None  # the choice is a probe
         self._num_observed = 0
-        self._changed_at = 0  # pass of the last surprise: a change of strategy, a collapse
-        self._refresh_at = 0
         self._tokens: dict[SpeculationStrategy, float] = {}
-        self._rates: dict[int, dict[SpeculationStrategy, float]] = {}  # by batch size
+        self._seconds: dict[int, dict[SpeculationStrategy, float]] = {}  # by batch size
 
     def choose(self, batch_size: int) -> Decision:
         """Return the best strategy, or a probe that its budget pays for."""
@@ -203,7 +235,6 @@ class CostModelSelector:
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1.0 + self._hysteresis) * rates[self._current]:
             self._current = best
-            self._changed_at = self._refresh_at = self._num_observed
         self._probe = None
         for kind in self._kinds:
             if self._current not in kind.strategies and kind.is_due(self._num_observed):
@@ -224,8 +255,7 @@ class CostModelSelector:
             return
         self._num_observed += 1
         is_probe, self._probe = strategy == self._probe, None
-        num_tokens = batch_size + sum(accepted_by_depth)
-        self._account(strategy, batch_size, num_tokens, seconds, is_probe=is_probe)
+        self._account(strategy, batch_size, accepted_by_depth, seconds, is_probe=is_probe)
         # A pass of the learned drafter after others, or with new requests, includes its reading of their tokens: an upper
         # bound of its seconds.
         last, last_size = self._last
@@ -233,14 +263,11 @@ class CostModelSelector:
         if is_clean or seconds < self._cost.seconds(strategy, batch_size):
             self._cost.observe(strategy, batch_size, seconds)
         self._last = strategy, batch_size
-        if is_probe and num_tokens > batch_size * self._table.tokens(strategy):
-            self._table.discount()  # better than what is known of the drafter
-        if not strategy.is_off and self._table.observe(
-            strategy, batch_size, accepted_by_depth, first_by_depth
-        ):
-            self._changed_at = self._refresh_at = self._num_observed
-        if is_probe or self._num_observed >= self._refresh_at:
-            self._refresh()
+        self._table.observe(strategy, batch_size, accepted_by_depth, first_by_depth)
+        if is_probe or self._num_observed <= _REFIT or self._num_observed % _REFIT == 0:
+            self._refit()
+        elif not strategy.is_off:
+            self._tokens = {s: self._table.tokens(s) for s in self._strategies}
 
     def drafter_changed(self) -> None:
         """Probe the learned drafter at once if it does not run."""
@@ -248,53 +275,53 @@ class CostModelSelector:
             if kind.strategies[0].is_learned and self._current not in kind.strategies:
                 kind.reset()
 
-    def _refresh(self) -> None:
-        """Update the estimates, the more seldom the longer ago the last surprise was."""
-        settled = (self._num_observed - self._changed_at) // 2
-        self._refresh_at = self._num_observed + min(settled + 1, _MAX_REFRESH)
+    def _refit(self) -> None:
+        """Update all estimates."""
         self._cost.refresh()
+        self._seconds.clear()
         self._tokens = {s: self._table.tokens(s) for s in self._strategies}
-        self._rates.clear()
 
     def _rates_at(self, batch_size: int) -> dict[SpeculationStrategy, float]:
         """Return the tokens per second of one request."""
-        rates = self._rates.get(batch_size)
-        if rates is None:
-            rates = self._rates[batch_size] = {
-                s: tokens / self._cost.seconds(s, batch_size) for s, tokens in self._tokens.items()
+        if batch_size not in self._seconds:
+            self._seconds[batch_size] = {
+                s: self._cost.seconds(s, batch_size) for s in self._strategies
             }
-        return rates
+        seconds = self._seconds[batch_size]
+        return {s: tokens / seconds[s] for s, tokens in self._tokens.items()}
 
     def _account(
         self,
         strategy: SpeculationStrategy,
         batch_size: int,
-        num_tokens: int,
+        accepted_by_depth: Sequence[int],
         seconds: float,
         *,
         is_probe: bool,
     ) -> None:
         """Add to the budgets of all kinds; subtract what a probe lost against the strategy that would have run."""
+        lost_s, next_s, usual_s = 0.0, 0.0, seconds
+        if is_probe:
+            worth = 1.0 + sum(accepted_by_depth) / batch_size
+            worth_s = worth / self._rates_at(batch_size)[self._current]
+            usual_s = self._seconds[batch_size][self._current]
+            # A disturbed probe must not put off the next one.
+            next_s = min(seconds, self._cost.seconds(strategy, batch_size)) - worth_s
+            lost_s = seconds - worth_s
         for kind in self._kinds:
             is_new = self._num_observed == 1 and kind.strategies[0] != OFF
             share = _FIRST_BUDGET if is_new else _PROBE_SHARE
-            kind.earn(share * seconds, most_s=_MAX_BUDGET * seconds)
+            kind.budget_s = min(kind.budget_s + share * seconds, _MAX_BUDGET * seconds)
             if strategy in kind.strategies:
-                lost_s = next_s = 0.0
-                if is_probe:
-                    worth_s = num_tokens / batch_size / self._rates_at(batch_size)[self._current]
-                    lost_s = seconds - worth_s
-                    # A disturbed probe must not put off the next one.
-                    next_s = min(seconds, self._cost.seconds(strategy, batch_size)) - worth_s
-                kind.ran(self._num_observed, lost_s, next_s, is_probe=is_probe)
+                kind.ran(self._num_observed, lost_s, next_s, usual_s, is_probe=is_probe)
 
     def _identity(self) -> dict[str, Any]:
         names = [str(s) for s in self._strategies]
-        return {"kind": "cost_model", "version": 3, "strategies": names}
+        return {"kind": "cost_model", "version": 4, "strategies": names}
 
     def state_dict(self) -> dict[str, Any]:
         """Return both tables and the budgets of probes."""
-        self._refresh()  # a selector restored from this state does so too
+        self._refit()  # a selector restored from this state does so too
         return {
             **self._identity(),
             "table": self._table.state_dict(),
@@ -303,7 +330,6 @@ class CostModelSelector:
             "current": str(self._current),
             "last": [str(self._last[0]), self._last[1]],
             "num_observed": self._num_observed,
-            "changed_at": self._changed_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,63 +339,51 @@ class CostModelSelector:
         self._table.load_state_dict(state["table"])
         self._cost.load_state_dict(state["cost"])
         for kind, values in zip(self._kinds, state["kinds"], strict=True):
-            kind.load_state_dict(values)
+            vars(kind).update(values)
         self._current = SpeculationStrategy.parse(state["current"])
         name, size = state["last"]
         self._last = SpeculationStrategy.parse(name), size
-        self._num_observed, self._changed_at = state["num_observed"], state["changed_at"]
+        self._num_observed = state["num_observed"]
         self._probe = None
-        self._refresh()
+        self._refit()
 
 
+@dataclass
 class _Kind:
     """Strategies of which one pass tells about all; one is probed if none of them runs."""
 
-    def __init__(self, strategies: Sequence[SpeculationStrategy]) -> None:
-        self.strategies = strategies  # the cheapest first, which is the one to probe
-        self._ran_at = 0
-        self._budget_s = 0.0  # that probes may lose
-        self._lost_s = 0.0  # by the last probe
-        self._rest = _REST[0]  # passes after the last one to the next probe
-        self._num_left = 0  # passes left of the probe of a new drafter
+    strategies: Sequence[SpeculationStrategy]  # the cheapest first, which is the one to probe
+    ran_at: int = 0
+    budget_s: float = 0.0  # that probes may lose
+    lost_s: float = 0.0  # by the last probe
+    rest: float = _REST[0]  # passes after the last one to the next probe
+    num_left: int = 0  # passes left of the probe of a new drafter
 
     def is_due(self, now: int) -> bool:
         """Whether a probe is due after pass `now`, and paid for. A new drafter is probed in any case."""
-        is_rested = now - self._ran_at >= self._rest
-        return self._num_left > 0 or (is_rested and self._budget_s >= self._lost_s)
+        is_rested = now - self.ran_at >= self.rest
+        return self.num_left > 0 or (is_rested and self.budget_s >= self.lost_s)
 
-    def earn(self, seconds: float, *, most_s: float) -> None:
-        """Let probes lose so much more."""
-        self._budget_s = min(self._budget_s + seconds, most_s)
-
-    def ran(self, now: int, lost_s: float, next_s: float, *, is_probe: bool) -> None:
-        """Note a pass of this kind: what it lost, and what the next probe may lose. A probe that won is repeated at once."""
-        self._ran_at = now
-        self._budget_s -= lost_s  # a lucky probe pays back
-        self._num_left = max(self._num_left - 1, 0) if is_probe else 0
+    def ran(
+        self, now: int, lost_s: float, next_s: float, usual_s: float, *, is_probe: bool
+    ) -> None:
+        """Note a pass of this kind: what it lost, what the next probe may lose, and the seconds of a pass that is no probe.
+        A probe that won is repeated at once. The others take half of the budget, the other half is for disturbed ones."""
+        self.ran_at = now
+        self.budget_s -= lost_s  # a lucky probe pays back
+        self.num_left = max(self.num_left - 1, 0) if is_probe else 0
+        self.lost_s = max(next_s, 0.0)
         if is_probe and next_s >= 0.0:
-            self._lost_s = next_s
-            self._rest = self._rest if self.strategies[0].is_off else min(2 * self._rest, _REST[1])
+            steady = 2.0 * next_s / (_PROBE_SHARE * usual_s)
+            self.rest = max(min(2.0 * self.rest, steady, _REST[1]), _REST[0])
         else:
-            self._rest, self._lost_s = (1 if is_probe else _REST[0]), 0.0
+            self.rest = 1.0 if is_probe else _REST[0]
 
     def reset(self) -> None:
         """Probe at once, with several passes."""
-        self._rest, self._lost_s, self._budget_s = 1, 0.0, max(self._budget_s, 0.0)
-        self._num_left = _NEW_DRAFTER
+        self.rest, self.lost_s, self.budget_s = 1.0, 0.0, max(self.budget_s, 0.0)
+        self.num_left = _NEW_DRAFTER
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the budget and the times as values that JSON can hold."""
-        return {
-            "ran_at": self._ran_at,
-            "budget_s": self._budget_s,
-            "lost_s": self._lost_s,
-            "rest": self._rest,
-            "num_left": self._num_left,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self._ran_at, self._budget_s = state["ran_at"], state["budget_s"]
-        self._lost_s, self._rest = state["lost_s"], state["rest"]
-        self._num_left = state["num_left"]
+        return {name: value for name, value in vars(self).items() if name != "strategies"}

@@ -13,11 +13,12 @@ import numpy as np
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 _WINDOW = 9  # passes of a median: it survives 4 disturbed ones
-_STALE = 100.0  # passes after which a median weighs half: machine and context lengths change
+_STALE = 300.0  # passes after which a median weighs half: machine and context lengths change
 _NOISE = 0.15  # relative error of a median around the plane
-_MAX_ERROR = 0.3  # of log seconds; a median further from the plane was disturbed
-_REACH = 0.5  # octaves of batch size at which a neighbouring median weighs half
-_OPTIMISM = 0.08  # relative discount on the seconds of a strategy that was not measured near by
+_MAX_ERROR = 0.2  # of log seconds; a median further from the plane was disturbed
+# Distances at which a neighbouring median weighs half: octaves of batch size, of rows per request, of draft steps + 1.
+_REACH = np.array([0.5, 0.25, 0.25])
+_OPTIMISM = 0.08  # relative discount on the seconds of what was not measured near by
 # Seconds before anything is measured, in units of a plain pass of few rows. See `_terms`.
 _COST_PRIOR = np.array([1.0, 0.01, 0.015, 0.08, 0.003, 0.003])
 
@@ -31,8 +32,9 @@ class PassCost:
         self._cells: dict[SpeculationStrategy, dict[int, tuple[deque[float], int]]] = {}
         self._now = 0
         self._plane = _COST_PRIOR
-        # By strategy: (log2 batch size, weight, relative distance from the plane) of every median.
-        self._errors: dict[SpeculationStrategy, list[tuple[float, float, float]]] = {}
+        # Of every median: its place (see `_place`), its weight, its relative distance from the plane.
+        self._places_N3 = np.zeros((0, 3))
+        self._weights_N = self._errors_N = np.zeros(0)
 
     def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
         """Add a pass."""
@@ -69,24 +71,21 @@ class PassCost:
                 break
             slopes_F[active.pop(int(part.argmin()))] = 0.0
         self._plane = slopes_F * _COST_PRIOR * unit_s
-        errors_N = np.log(seconds_N / (terms_NF @ slopes_F * unit_s)).tolist()
-        self._errors = {strategy: [] for strategy in self._cells}
-        weights = weights_N.tolist()
-        for (strategy, octave, *_), weight, error in zip(cells, weights, errors_N, strict=True):
-            error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
-            self._errors[strategy].append((octave, weight, error))
+        errors_N = np.log(seconds_N / (terms_NF @ slopes_F * unit_s))
+        self._errors_N = errors_N.clip(-_MAX_ERROR, _MAX_ERROR)
+        self._weights_N = weights_N
+        self._places_N3 = np.array([_place(strategy, octave) for strategy, octave, *_ in cells])
 
     def seconds(self, strategy: SpeculationStrategy, batch_size: int) -> float:
-        """Return the plane, corrected by the strategy's medians near by. Slightly optimistic where there are none."""
+        """Return the plane, corrected by the medians near by. Slightly optimistic where there are none."""
         plane_s = float(_terms(strategy, batch_size) @ self._plane)
-        octave, total, moved = math.log2(batch_size), 0.0, 0.0
-        for other, weight, error in self._errors.get(strategy, ()):
-            weight *= 0.5 ** (abs(other - octave) / _REACH)
-            total += weight
-            moved += weight * error
+        distances_N3 = np.abs(self._places_N3 - _place(strategy, math.log2(batch_size))) / _REACH
+        weights_N = self._weights_N * 0.5 ** distances_N3.sum(axis=1)
+        own_weight = float(weights_N[distances_N3[:, 1:].sum(axis=1) == 0.0].sum())
         # Plain decoding gets the whole discount, so that optimism alone never turns drafting on.
-        discount = _OPTIMISM if strategy.is_off else _OPTIMISM / (1.0 + total)
-        return plane_s * math.exp(moved / (1.0 + total)) * (1.0 - discount)
+        discount = _OPTIMISM if strategy.is_off else _OPTIMISM / (1.0 + own_weight)
+        error = float(weights_N @ self._errors_N) / (1.0 + float(weights_N.sum()))
+        return plane_s * math.exp(error) * (1.0 - discount)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the medians' passes as values that JSON can hold."""
@@ -111,3 +110,8 @@ def _terms(strategy: SpeculationStrategy, batch_size: float) -> np.ndarray:
     steps, size = strategy.num_steps, batch_size
     drafted, retrieved = steps * size * strategy.topk, size * strategy.num_retrieved
     return np.array([1.0, size, size * strategy.num_rows, steps, drafted, retrieved])
+
+
+def _place(strategy: SpeculationStrategy, octave: float) -> np.ndarray:
+    """Return where a median stands among the others: costs of similar passes err alike."""
+    return np.array([octave, math.log2(strategy.num_rows), math.log2(1 + strategy.num_steps)])
