@@ -24,8 +24,8 @@ def compute_advantages(
     """Return the advantages [T] of every rollout, from rewards less KL `penalties` [T].
 
     They are computed from the policy's tokens alone, so no statistic of the batch counts an
-    observation; those get 0. With a critic's `values` [T], also the returns [T]. ValueError if a function of the user returns
-    other shapes.
+    observation; those get 0. With a critic's `values` [T], also the returns [T]. ValueError if a
+    function of the user returns other shapes.
     """
     rewards = [
         [
