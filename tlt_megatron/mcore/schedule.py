@@ -197,6 +197,7 @@ def _output_rows(micro_batch: MicroBatch, num_chunks: int, chunk: int) -> Output
     kept = micro_batch.kept
     if kept is not None:  # only rows of the mask have some, so their ids stay in order
         counts_R = nn.functional.pad(kept.counts, padding)[rows_R]
+        assert int(counts_R.sum()) == kept.token_ids.numel()
         kept = dataclasses.replace(kept, counts=counts_R)
     return OutputRows(
         rows=rows_R,

@@ -32,8 +32,8 @@ def warm_up_drafter(
 ) -> None:
     """Generate, train, publish. A collective of all ranks.
 
-    Draws `num_prompts` prompts at a time and restores the sampler. The drafter gets at least one
-    update. If a rank is told to stop, all raise GenerationStopped.
+    Draws `num_prompts` prompts at a time and restores the sampler. With an environment the policy
+    answers the first turn alone. The drafter gets at least one update. If a rank is told to stop, all raise GenerationStopped.
     """
     started = time.monotonic()
     params = dataclasses.replace(params, seed=params.seed + _SEED_OFFSET)
