@@ -132,6 +132,13 @@ class KvCache:
         self.num_free += len(pages)
         pages.clear()
 
+    def pass_on(self, pages: list[int], target: list[int]) -> None:
+        """Move all of `pages` to another list."""
+        for page in pages:
+            self._holder[page] = target
+        target += pages
+        pages.clear()
+
     def pages_for(self, num_positions: int) -> int:
         """Return the number of pages for `num_positions` positions."""
         return -(-num_positions // self.page_size)

@@ -178,6 +178,9 @@ def test_conversations_are_their_turns_one_after_another(tiny_path: Path, settin
         assert is_drawn.tolist() == mask
         assert rollout.num_generated == sum(mask) <= PARAMS.max_new_tokens
         assert rollout.messages[-1]["role"] == "assistant"
+    if not settings:  # only observations are prefilled, and the last token of each turn before one
+        again = sum(r.token_ids.numel() - r.num_generated + r.num_turns - 1 for r in plain)
+        assert engine.stats().num_prompt_tokens == again + sum(len(p.token_ids) for p in prompts)
     assert {r.num_turns for r in plain} >= {1, 2, 3}
     assert {r.finish_reason for r in plain} == {FinishReason.STOP, FinishReason.LENGTH}
     strategy = SpeculationStrategy.parse("ngram_4")

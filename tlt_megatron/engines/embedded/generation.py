@@ -142,6 +142,7 @@ class Generation:
             self._num_generated += end.token_ids_T.numel()
             if self._speculation is not None:
                 self._speculation.finish(end.request, end.token_ids_T.tolist())
+            self._scheduler.keep_turn(end.request, end.token_ids_T.tolist())
             self._scheduler.finish(end.request)
         batch.remove([end.row for end in ended])
         batch.grow(self._scheduler)

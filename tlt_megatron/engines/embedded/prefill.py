@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request, request_slots
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
@@ -68,11 +68,5 @@ def _own_slots(request: Request, num_tokens: int, cache: KvCache) -> Tensor:
 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
     """Return a copy of the features [prompt + response - 1, F]. The model never computes the last token."""
-    num_prompt = len(rollout.prompt_ids)
-    num_own = rollout.token_ids.numel() - 1
-    if request.kv.prompt is None:  # in a lane
-        slots = cache.slots(request.kv.pages, 0, num_prompt + num_own)
-    else:
-        own = _own_slots(request, num_own, cache)
-        slots = torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
-    return cache.features_TD.index_select(0, slots)
+    num_states = len(rollout.prompt_ids) + rollout.token_ids.numel() - 1
+    return cache.features_TD.index_select(0, request_slots(request, num_states, cache))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
@@ -118,8 +119,20 @@ def make_requests(
     return requests
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class KeptTurn:
+    """A complete response whose KV is kept, in prompt pages, for the prompt that continues it."""
+
+    token_ids: tuple[int, ...]  # prompt and response without its last token, which has no KV
+    kv: PromptKv
+
+
 class Scheduler:
-    """Waiting and running requests of one `generate` call and the pages they hold."""
+    """Waiting and running requests of one `generate` call and the pages they hold.
+
+    While more requests may come, the KV of complete responses stays if memory allows. A prompt that
+    continues one computes only the rest.
+    """
 
     def __init__(
         self,
@@ -140,6 +153,8 @@ class Scheduler:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._longest_later = longest_later
         self._lanes_end = 0  # pages of all lanes; 0 without lanes
+        # by draw_index and sample_index, oldest first
+        self._kept_turns: dict[tuple[int, int], KeptTurn] = {}
         self.running: list[Request] = []  # oldest first
         self.num_preemptions = 0
 
@@ -167,11 +182,14 @@ class Scheduler:
                     f"prompt {request.state.prompt.prompt_id!r} and its response need {needed} positions: a later prompt"
                     f" may need at most {self._longest_later}"
                 )
+            self._continue_kept(request)
         self._waiting.extend(requests)
 
     def close(self) -> None:
         """Note that `add` will not be called again."""
         self._longest_later = 0
+        while self._drop_kept_turn():
+            pass
 
     def reserve_lanes(self, lane_pages: int) -> bool:
         """Reserve the lowest pages as lanes for all rows that may run. Return False if they and the waiting prompts do not fit.
@@ -192,6 +210,8 @@ class Scheduler:
             return False
         if end > min(stay, default=self._cache.num_pages):
             return False
+        while any(min(kept.kv.pages) < end for kept in self._kept_turns.values()):
+            self._drop_kept_turn()
         self._lanes_end = end
         return True
 
@@ -205,7 +225,9 @@ class Scheduler:
         while self._waiting and len(self.running) < self.max_batch_size:
             request = self._waiting[0]
             if not self._has_room(request):
-                # If nothing runs it fits: later requests hold no pages, because they never took or already freed them.
+                if self._drop_kept_turn() or (not self.running and self._reclaim()):
+                    continue
+                # If nothing runs it fits: no other request holds pages.
                 assert self.running, "a request that was checked to fit does not"
                 break
             self._take_pages(request)
@@ -224,22 +246,22 @@ class Scheduler:
         """Return the pages still to take before it can decode one token."""
         cache = self._cache
         needed = cache.pages_for(request.num_kept + 1) - len(request.kv.pages)
-        if not request.state.kv.pages:
-            needed += cache.pages_for(request.state.num_tokens)
-        return needed
+        return needed + self._prompt_pages_needed(request.state)
+
+    def _prompt_pages_needed(self, state: PromptState) -> int:
+        return self._cache.pages_for(state.num_tokens) - len(state.kv.pages)
 
     def _has_room(self, request: Request) -> bool:
-        cache, state = self._cache, request.state
+        cache = self._cache
         if self._lanes_end:
-            needed = 0 if state.kv.pages else cache.pages_for(state.num_tokens)
+            needed = self._prompt_pages_needed(request.state)
             return needed <= cache.num_free_from(self._lanes_end)
         # Keep one free page for each running request. Otherwise the new request is the next to be preempted.
         return self._pages_needed(request) <= cache.num_free - len(self.running)
 
     def _take_pages(self, request: Request) -> None:
         state, cache = request.state, self._cache
-        if not state.kv.pages:
-            cache.take_prompt_pages(state.kv.pages, cache.pages_for(state.num_tokens))
+        cache.take_prompt_pages(state.kv.pages, self._prompt_pages_needed(state))
         if self._lanes_end:
             return  # it gets its lane when it joins; a page taken now could lie in another lane
         for _ in range(cache.pages_for(request.num_kept + 1) - len(request.kv.pages)):
@@ -294,8 +316,11 @@ class Scheduler:
         state.num_computed = 0
 
     def _reclaim(self) -> bool:
-        """Free prompts without a running sibling and partly recomputed responses of waiting requests. Return if any was."""
+        """Free kept turns, prompts without a running sibling and partly recomputed responses of waiting requests. Return if
+        any was."""
         is_any = False
+        while self._drop_kept_turn():
+            is_any = True
         for request in self._waiting:
             if request.kv.pages:
                 self._cache.free(request.kv.pages)
@@ -306,3 +331,52 @@ class Scheduler:
                 self._drop_prompt(state)
                 is_any = True
         return is_any
+
+    # ---- turns of a conversation
+
+    def keep_turn(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Keep the KV of a running request that is complete, if pages for a copy are free and a prompt may continue it."""
+        if not self._longest_later:
+            return
+        cache, state = self._cache, request.state
+        known = (*state.prompt.token_ids, *token_ids[:-1])
+        needed = cache.pages_for(len(known))
+        num_free = cache.num_free_from(self._lanes_end)
+        if not self._lanes_end:
+            num_free -= len(self.running)
+        if needed > num_free:
+            return
+        kept = KeptTurn(token_ids=known, kv=PromptKv())
+        cache.take_prompt_pages(kept.kv.pages, needed)
+        source_S = request_slots(request, len(known), cache)
+        cache.relocate(source_S, cache.slots(kept.kv.pages, 0, len(known)))
+        self._kept_turns[state.prompt.draw_index, request.sample_index] = kept
+
+    def _continue_kept(self, request: Request) -> None:
+        """Give a new request the KV of the turn that its prompt continues, if it was kept."""
+        state = request.state
+        kept = self._kept_turns.pop((state.prompt.draw_index, request.sample_index), None)
+        if kept is None:
+            return
+        num_known = len(kept.token_ids)
+        if state.prompt.token_ids[:num_known] == kept.token_ids and num_known < state.num_tokens:
+            self._cache.pass_on(kept.kv.pages, state.kv.pages)
+            state.num_computed = state.num_ever_computed = num_known
+        else:
+            self._cache.free(kept.kv.pages)
+
+    def _drop_kept_turn(self) -> bool:
+        """Free the oldest kept turn. Return False if there is none."""
+        for key in self._kept_turns:
+            self._cache.free(self._kept_turns.pop(key).kv.pages)
+            return True
+        return False
+
+
+def request_slots(request: Request, num_positions: int, cache: KvCache) -> Tensor:
+    """Return the slots of the first positions of prompt and response of a running request."""
+    if request.kv.prompt is None:  # in a lane
+        return cache.slots(request.kv.pages, 0, num_positions)
+    num_prompt, first = request.state.num_tokens, request.kv.num_copied
+    own = cache.slots(request.kv.pages, first, first + num_positions - num_prompt)
+    return torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
