@@ -195,10 +195,11 @@ def _output_rows(micro_batch: MicroBatch, num_chunks: int, chunk: int) -> Output
     first_C = torch.arange(num_chunks) * is_needed_CP.size(1)
     rows_R = (own_rows_CR + first_C[:, None]).flatten()
     kept = micro_batch.kept
-    if kept is not None:  # only rows of the mask have some, so their ids stay in order
-        counts_R = nn.functional.pad(kept.counts, padding)[rows_R]
-        assert int(counts_R.sum()) == kept.token_ids.numel()
-        kept = dataclasses.replace(kept, counts=counts_R)
+    if kept is not None:
+        counts_P = nn.functional.pad(kept.counts, padding)
+        is_row_P = torch.zeros_like(is_needed_P).index_fill(0, rows_R, True)
+        ids = kept.token_ids[is_row_P.repeat_interleave(counts_P)]
+        kept = KeptTokens(token_ids=ids, counts=counts_P[rows_R])
     return OutputRows(
         rows=rows_R,
         own_rows=own_rows_CR[chunk],
