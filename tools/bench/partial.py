@@ -24,6 +24,8 @@ from tools.run_report.data import read_metrics
 
 SYNCHRONOUS = "synchronous"
 ACCURACY = "eval/accuracy"
+# of `summarize`, then two ratios to synchronous
+_TITLES = ("steps", "seconds", "step s", "gen s", "accuracy", "age", "x step s", "x seconds")
 QUICK = {"seeds": 1, "steps": 2, "eval_interval": 1, "target": 0.0}
 Row = Mapping[str, float | None]
 
@@ -101,8 +103,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
                 found[name].append(summarize(rows, options.target))
     print_table(
         console,
-        f"{options.seeds} seeds, median (min to max); target {options.target:g}",
-        ("variant", *found[SYNCHRONOUS][0], "time of a step", "time to target"),
+        f"{options.seeds} seeds, median (min to max); steps and seconds to accuracy {options.target:g}; x: of synchronous",
+        ("variant", *_TITLES),
         [_cells(runs, found[SYNCHRONOUS], name) for name, runs in found.items()],
     )
     return {"runs": found, "target": options.target, "settings": settings}
@@ -126,4 +128,6 @@ def _spread(values: Sequence[float | None]) -> str:
     if len(known) < len(values):
         return f"{len(known)} of {len(values)}"
     each = spread(known)
+    if len(known) == 1:
+        return f"{each['median']:.3g}"
     return f"{each['median']:.3g} ({each['min']:.3g} to {each['max']:.3g})"
