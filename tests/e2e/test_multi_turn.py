@@ -30,7 +30,7 @@ STOPS = (
     43,
 )  # <eos> 0 = > # t: the random policy ends a turn early with one of them
 
-ENVIRONMENT = '''"""Answers, and near the end of the second step ends its run once, in the middle of a conversation."""
+ENVIRONMENT = '''"""Answers, and after the first step ends its run once, in the middle of a conversation."""
 import pathlib
 import time
 
@@ -42,7 +42,7 @@ FOLDER = pathlib.Path(__file__).parent
 def answer(messages, data_source, ground_truth, extra_info):
     with open(FOLDER / "asked", "a") as file:
         file.write(".")
-    if len(messages) == 4 and (FOLDER / "asked").stat().st_size > 60 and take("stop"):
+    if len(messages) == 4 and (FOLDER / "asked").stat().st_size > 64 and take("stop"):  # 32 x 2 a step
         psutil.Process().parent().parent().terminate()  # the rank, of this worker's keeper
         time.sleep(1000)
     assert ground_truth == "5"
