@@ -254,7 +254,11 @@ class CostModelSelector:
         if strategy not in self._strategies or not 0.0 < seconds < math.inf:
             return
         self._num_observed += 1
-        is_probe, self._probe = strategy == self._probe, None
+        probe, self._probe = self._probe, None
+        is_probe = strategy == probe
+        for kind in self._kinds:
+            if probe in kind.strategies and strategy not in kind.strategies:
+                kind.put_off(self._num_observed)
         self._account(strategy, batch_size, accepted_by_depth, seconds, is_probe=is_probe)
         # A pass of the learned drafter after others, or with new requests, includes its reading of their tokens: an upper
         # bound of its seconds.
@@ -378,6 +382,12 @@ class _Kind:
             self.rest = max(min(2.0 * self.rest, steady, _REST[1]), _REST[0])
         else:
             self.rest = 1.0 if is_probe else _REST[0]
+
+    def put_off(self, now: int) -> None:
+        """Note that the engine overruled a probe: the others must get their turns meanwhile."""
+        self.ran_at = now
+        self.num_left = max(self.num_left - 1, 0)
+        self.rest = max(min(2.0 * self.rest, _REST[1]), _REST[0])
 
     def reset(self) -> None:
         """Probe at once, with several passes."""
