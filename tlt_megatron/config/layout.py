@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 
-# Of KV that a continued response may need beside a whole one: its pages of 64 tokens begin anew.
+# Of KV that a continued response or a later turn may need beside a whole one: its pages of 64 tokens begin anew.
 _CUT_TOKENS = 2 * 64
 
 
@@ -36,10 +36,10 @@ def check_layout(config: RunConfig, world_size: int) -> None:
             f"{config.rollout.max_new_tokens}{behind} = {longest} exceeds max_position_embeddings="
             f"{model.max_position_embeddings} of {config.model.path}"
         )
-    is_cut = config.rollout.partial_rollout_tokens > 0
-    needed = longest + _CUT_TOKENS * is_cut
+    how = " that partial rollouts cut" if config.rollout.partial_rollout_tokens else ""
+    how = " that turns cut" if config.rollout.environment else how
+    needed = longest + (_CUT_TOKENS if how else 0)
     if 0 < config.rollout.kv_cache_tokens < needed:
-        how = " that partial rollouts cut" if is_cut else ""
         raise ValueError(
             f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one full sequence of {needed} tokens{how}"
         )

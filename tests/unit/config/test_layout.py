@@ -92,6 +92,12 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
             1,
             r"rollout\.kv_cache_tokens=639 cannot hold one full sequence of 640 tokens that partial",
         ),
+        (
+            "rollout.kv_cache_tokens=639 rollout.max_new_tokens=284"
+            " rollout.environment=any.py:answer rollout.max_observation_tokens=100",
+            1,
+            r"rollout\.kv_cache_tokens=639 cannot hold one full sequence of 640 tokens that turns cut",
+        ),
         ("model.path=absent", 1, r"model\.path='absent': must be a folder with config\.json"),
         ("model.path=", 1, r"model\.path='': must be a folder with config\.json"),
     ],
