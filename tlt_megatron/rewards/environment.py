@@ -20,6 +20,8 @@ from typing import Any
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.types import Message
 
+_MAX_BYTES = 1 << 19  # of an observation; half of what a worker may send at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -55,9 +57,11 @@ def read_answer(result: object) -> Answer:
                 f"observation: {_cut(message)} must be a message with the texts role and content"
             )
     try:
-        json.dumps(observation)
+        num_bytes = len(json.dumps(observation))
     except (TypeError, ValueError) as error:
         raise ValueError(f"observation: must be JSON: {error}") from error
+    if num_bytes > _MAX_BYTES:
+        raise ValueError(f"observation: {num_bytes} bytes of JSON: at most {_MAX_BYTES}")
     return Answer(observation=tuple(observation), is_done=is_done)
 
 

@@ -25,6 +25,8 @@ def answer(messages, data_source, ground_truth, extra_info):
         raise KeyError("no such tool")
     if turn == "die":
         os._exit(3)
+    if turn == "long":
+        return "x" * 2_000_000, False
     if turn == "number":
         return 7
     state = messages[-2].get("state", 0) + 1
@@ -73,7 +75,7 @@ def make_pool(
 def test_answers_and_failures(
     folder: Path, function: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    turns = ["go on", "raise", "number", "die", "end"]
+    turns = ["go on", "raise", "number", "long", "die", "end"]
     with (
         caplog.at_level(logging.WARNING, logger="tlt_megatron.rewards.workers"),
         make_pool(folder, function) as pool,
@@ -92,10 +94,11 @@ def test_answers_and_failures(
             "state": 6,
         }
         assert answer.is_done is is_done
-    for turn in ("raise", "number", "die"):
+    for turn in ("raise", "number", "long", "die"):
         assert (outcomes[turn].failure, outcomes[turn].answer) == ("error", None)
     assert "no such tool" in outcomes["raise"].detail
     assert "7: must be a pair (observation, is_done)" in outcomes["number"].detail
+    assert "observation: 2000033 bytes of JSON: at most 524288" in outcomes["long"].detail
     assert "exit status 3" in outcomes["die"].detail
     [warning] = caplog.messages  # once for a prompt
     assert "failed on prompt_id='p7' (turn 2 of rollout (4, 3)): " in warning
