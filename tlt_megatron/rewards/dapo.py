@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tlt_megatron.types import Prompt, ScoredGroup
+from tlt_megatron.types import FinishReason, Prompt, ScoredGroup
 
 _OVERLONG = "overlong_reward"  # the punishment, among the further numbers
 
@@ -95,6 +95,22 @@ class BatchRules:
             for group in self.kept([self.punish_overlong(g) for g in rest if g.is_complete])
         }
         return [g for g in rest if not g.is_complete or g.group.prompt.draw_index in waiting]
+
+    def still_fit(self, carried: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return those of a checkpoint's carried groups that these rules allow, which may be others than before.
+
+        A response has at most max_new_tokens, and fewer if it has not ended. [] without partial rollouts.
+        """
+        if not self.round_tokens:
+            return []
+        return [
+            group
+            for group in carried
+            if all(
+                r.token_ids.numel() + (r.finish_reason is FinishReason.CUT) <= self.max_new_tokens
+                for r in group.group.rollouts
+            )
+        ]
 
     def metrics(self, groups: Sequence[ScoredGroup], num_rounds: int) -> dict[str, float]:
         """Return the metrics of dynamic sampling; {} without it."""

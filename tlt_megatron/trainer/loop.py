@@ -75,8 +75,8 @@ class RLTrainer:
         self.drafter = drafter
         self.report = report
         self.step = 0  # RL steps done; also the version of the policy
-        # of the latest steps, by step and generation round
         self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
+        # of the latest steps, by step and generation round
         self.last_prompts: deque[list[list[Prompt]]] = deque(maxlen=_GAIN_STEPS)
         self.is_stopped = False  # stopped on request; a resumed run does the rest
 
@@ -257,7 +257,15 @@ class RLTrainer:
         state = saved.state
         self.step = saved.step
         self.sampler.load_state_dict(state["sampler"])
-        self.carried = load_carried(folder, self.sampler.prompt_at)
+        carried = load_carried(folder, self.sampler.prompt_at)
+        self.carried = tuple(self.settings.batch.still_fit(carried))
+        if len(self.carried) < len(carried):
+            log.warning(
+                "%d of %d prompts with carried responses are dropped: they do not fit"
+                " rollout.partial_rollout_tokens=%d and rollout.max_new_tokens=%d",
+                *(len(carried) - len(self.carried), len(carried)),
+                *(self.settings.batch.round_tokens, self.settings.batch.max_new_tokens),
+            )
         self.report.history.load_state_dict(state["history"])
         if resumed.has_drafter and self.drafter is not None:
             self.drafter.load_from(folder)

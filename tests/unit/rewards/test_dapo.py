@@ -106,6 +106,15 @@ def test_partial_rollouts_carry_open_groups_and_complete_ones_beyond_the_batch()
     assert BatchRules(num_prompts=2).carry(groups, batch) == []
 
 
+def test_a_resume_with_other_settings_takes_no_group_that_they_do_not_allow() -> None:
+    whole, cut = group(0, 1, 0, lengths=(3, 8)), open_group(1)
+    for limit, fitting in ((7, [1]), (8, [0, 1]), (1, [])):
+        rules = BatchRules(num_prompts=2, round_tokens=1, max_new_tokens=limit)
+        assert draws(rules.still_fit([whole, cut])) == fitting
+    # without partial rollouts, and so perhaps without a correction
+    assert BatchRules(num_prompts=2, max_new_tokens=8).still_fit([whole, cut]) == []
+
+
 def test_dynamic_sampling_carries_no_complete_group_that_it_drops() -> None:
     rules = BatchRules(num_prompts=1, max_rounds=2, round_tokens=8)
     groups = [FLAT[0], group(1, 0, 1), open_group(2), FLAT[3], group(4, 1, 0)]
