@@ -47,11 +47,6 @@ _COMPARED = {  # title and name of the y axis, by metric
 }
 _NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
 _DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
-_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
-_DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
-_BAR_HEIGHT = 46
-# Margins of wide panels are equal, so that time axes line up. Labels of an axis must not make the plot narrower.
-_WIDE = {"margin": {"l": 110, "r": 24, "t": 8, "b": 10}}
 _STACKED = {"barmode": "stack", "bargap": 0.15}
 
 
