@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+
+from tlt_megatron.runtime.durable import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Writes to Weights & Biases, the same run after a resume. WANDB_MODE=offline needs no network."""
+    """Writes to Weights & Biases, the same run after a resume (wandb_id.txt). WANDB_MODE=offline needs no network."""
 
     def __init__(
         self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
@@ -115,11 +117,14 @@ class Wandb:
         import wandb  # pyright: ignore[reportMissingImports]
 
         folder = run_dir.resolve()
+        id_file = folder / "wandb_id.txt"
+        if resume_step is None or not id_file.is_file():
+            replace_text(id_file, f"{folder.name}-{secrets.token_hex(4)}")
         self._wandb = wandb
         self._run = wandb.init(
             project=project,
             name=folder.name,
-            id=f"{folder.name}-{zlib.crc32(str(folder).encode()):08x}",
+            id=id_file.read_text(encoding="utf-8"),
             dir=str(folder),
             config=dict(config),
             resume="allow",  # steps that it already has are dropped

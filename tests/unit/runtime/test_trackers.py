@@ -61,6 +61,7 @@ ROW |= {"logprob_diff": 0.5, "finish_reason": "stop"}
 def track(run_dir: Path, *overrides: str, resume_step: int | None = None, first: int = 1) -> None:
     """Two steps with a response each."""
     config = load_config(None, ["logging.tensorboard=false", *overrides])
+    run_dir.mkdir(exist_ok=True)
     trackers = _make_trackers(config, run_dir, resume_step)
     writer = MetricsWriter(run_dir, trackers, resume_step=resume_step)
     for step in (first, first + 1):
@@ -103,6 +104,20 @@ def test_wandb_gets_every_step_and_the_same_run_after_a_resume(
     assert calls[1][2]["responses"].rows == [ROW]
     assert [call[1] for call in calls if call[0] == "log"] == [1, 1, 2, 2, 2, 2, 3, 3]
     assert calls[2][2]["val-core/math/acc/mean@4"] == 1.5
+
+
+def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(
+    packages: Path, tmp_path: Path
+) -> None:
+    """In the earlier one, wandb would drop all steps that it has."""
+    track(tmp_path / "run", "logging.wandb_project=p")
+    (tmp_path / "run").rename(tmp_path / "run.1")
+    track(tmp_path / "run", "logging.wandb_project=p")
+    track(tmp_path / "run", "logging.wandb_project=p", resume_step=2, first=2)
+    track(tmp_path / "run", "logging.wandb_project=p")
+    ids = [call[1]["id"] for call in calls_of("wandb") if call[0] == "init"]
+    assert ids[1] == ids[2]
+    assert len(set(ids)) == 3
 
 
 def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
