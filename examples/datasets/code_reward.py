@@ -84,11 +84,18 @@ def _run(code: str, setup: str, tests: list[str], timeout_s: float) -> int:
     token = secrets.token_hex(16)
     task = json.dumps({"code": code, "setup": setup, "tests": tests, "token": token})
     cut = can_cut_network()
-    with tempfile.TemporaryDirectory() as folder:
+    # Files, not pipes: a process that leaves the session would hold a pipe open, and could write without end.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as answered,
+    ):
+        given.write(task.encode())
+        given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _RUNNER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=given,
+            stdout=answered,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={},
@@ -96,12 +103,14 @@ def _run(code: str, setup: str, tests: list[str], timeout_s: float) -> int:
             preexec_fn=functools.partial(_limit, cut),
         )
         try:
-            answer, _ = process.communicate(task.encode(), timeout=timeout_s)
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            answer = b""
+            pass  # it has said nothing: 0
         finally:
             _end_session(process.pid)
-            process.communicate()
+            process.wait()
+        answered.seek(0)
+        answer = answered.read()
     said, _, count = answer.decode(errors="replace").partition(" ")
     return int(count) if said == token and count.isdigit() else 0
 

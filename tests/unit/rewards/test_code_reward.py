@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,16 @@ def test_other_programs(code: str, share: float) -> None:
 
 def test_a_program_without_an_end_scores_zero() -> None:
     assert score("while True:\n    pass", timeout_s=0.3)["score"] == 0
+
+
+def test_a_process_that_leaves_its_session_does_not_hold_the_score_up(tmp_path: Path) -> None:
+    """It waits for the score, and is ended after 200 s if none comes."""
+    fifo = tmp_path / "scored"
+    os.mkfifo(fifo)
+    leave = f"    os.setsid()\n    signal.alarm(200)\n    open({str(fifo)!r})\n    os._exit(0)"
+    code = f"import os, signal\nif os.fork() == 0:\n{leave}\ndef double(n):\n    return 2 * n"
+    assert score(code)["score"] == 1
+    os.close(os.open(fifo, os.O_RDWR))
 
 
 def test_a_response_without_code_scores_zero() -> None:
