@@ -13,6 +13,7 @@ become metrics. Change `_question` for a model with other keys. One worker asks 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import urllib.error
@@ -26,13 +27,7 @@ if not URL.startswith(("http://", "https://")):
 REQUEST_TIMEOUT_S = 30.0  # of one attempt
 NUM_ATTEMPTS = 4
 FIRST_WAIT_S = 0.25  # before the second attempt; doubles with each further one
-BUSY = (
-    429,
-    500,
-    502,
-    503,
-    504,
-)  # an attempt with such a status is repeated; another status is an error
+BUSY = (429, 500, 502, 503, 504)  # repeated; another status of failure is an error
 
 _threads = ThreadPoolExecutor(max_workers=64)
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores http_proxy
@@ -56,8 +51,8 @@ async def compute_score(
             if error.code not in BUSY:
                 raise
             failure = error
-        except (OSError, ValueError) as error:  # no connection, too slow, or not JSON
-            failure = error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            failure = error  # no connection, too slow, cut off, or not JSON
     raise RuntimeError(f"{URL}: no answer in {NUM_ATTEMPTS} attempts") from failure
 
 

@@ -29,7 +29,7 @@ def ask(response: str, *, timeout_s: float = 120.0) -> tuple[list[float], int, i
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Starts a model that answers its requests with these statuses; returns the list of what it was asked."""
+    """Starts a model that answers its requests with these statuses, cut off after a negative one; returns the list of what it was asked."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(statuses: list[int]) -> list[dict[str, str]]:
@@ -38,7 +38,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         class Model(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(statuses[len(asked) - 1])
+                status = statuses[len(asked) - 1]
+                self.send_response(abs(status))
+                if status < 0:  # the answer ends before its length
+                    self.send_header("Content-Length", "1000")
                 self.end_headers()
                 self.wfile.write(b'{"score": 0.75, "fluency": 0.5}')
 
@@ -56,10 +59,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         server.server_close()
 
 
-def test_a_model_that_fails_twice_is_asked_a_third_time(serve: Serve) -> None:
-    asked = serve([503, 429, 200])
+def test_a_model_that_fails_three_times_is_asked_a_fourth_time(serve: Serve) -> None:
+    asked = serve([503, 429, -200, 200])
     assert ask("an answer") == ([0.75], 0, 0)
-    assert len(asked) == 3
+    assert len(asked) == 4
     assert {request["response"] for request in asked} == {"an answer"}
 
 
