@@ -164,7 +164,10 @@ def _expand(word: str, variables: Mapping[str, str]) -> str:
         text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
         if "**" in text or not re.fullmatch(r"[\d+*/()-]+", text):
             return match[0]
-        return str(eval(text.replace("/", "//")))  # digits, operators and parentheses only
+        try:
+            return str(eval(text.replace("/", "//")))  # digits, operators and parentheses only
+        except (ArithmeticError, SyntaxError, TypeError):
+            return match[0]
 
     for _ in range(4):  # a default may hold a name
         word = re.sub(r"\$(\w+)|\$\{(\w+)(?::-([^${}]*))?\}", value, word)

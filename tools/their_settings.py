@@ -238,15 +238,16 @@ SLIME: dict[str, str | Convert] = (
     | _of_critic(1)
     | {
         "prompt_data": _file("data.train"),
-        "eval_prompt_data": lambda value, _: {"data.eval": value[-1]},  # a name, then the file
+        "eval_prompt_data": lambda value, _: (  # a name, then the file
+            {"data.eval": value[1]} if isinstance(value, list) and len(value) == 2 else None
+        ),
         "rollout_top_k": _at_least_0("rollout.top_k"),
         "rollout_num_gpus_per_engine": "sglang.engine_args.tp_size",
         "sglang_mem_fraction_static": "sglang.engine_args.mem_fraction_static",
         "sglang_dtype": _word("rollout.dtype", bfloat16="bfloat16"),
         "sglang_disable_cuda_graph": _set(rollout__cuda_graphs=False),
-        "sglang_enable_deterministic_inference": _only(
-            False
-        ),  # rollout.batch_invariant is not for SGLang
+        # SGLang refuses rollout.batch_invariant
+        "sglang_enable_deterministic_inference": _only(False),
         "rm_type": _word("reward.function", math="math", deepscaler="math", dapo="math"),
         "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
         "advantage_estimator": _advantage,

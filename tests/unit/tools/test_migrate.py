@@ -200,9 +200,17 @@ def test_a_run_of_theirs_becomes_one_of_ours(
             "--rollout-batch-size $MY_UNSET_SIZE --n-samples-per-prompt $MY_UNSET_SIZE --global-batch-size 8",
             "global_batch_size: 8",
         ),
+        (
+            "--eval-prompt-data aime a.jsonl gpqa b.jsonl --lr $((1 / MY_UNSET_SIZE)) --seed $MY_UNSET_SIZE",
+            "eval_prompt_data: ['aime', 'a.jsonl', 'gpqa', 'b.jsonl']",
+        ),
+        (
+            "none=0\n--lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $MY_UNSET_SIZE",
+            "lr: '$[1/none]'",
+        ),
     ],
 )
-def test_a_batch_size_that_the_script_leaves_open_is_listed(
+def test_what_the_script_leaves_open_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture, source: str, listed: str
 ) -> None:
     (tmp_path / "run.sh").write_text(source)
