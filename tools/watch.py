@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "").rpartition(":")[0] not in (_HOST, "localhost"):
+        if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN, "only for 127.0.0.1 and localhost")
             return
         if self.path == "/":
@@ -103,8 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"watch: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"watch: --port {options.port}: {error.strerror}; must be free", file=sys.stderr)
+    except (OSError, OverflowError) as error:
+        print(f"watch: --port {options.port}: {error}; must be free", file=sys.stderr)
         return 2
     with server:
         print(f"watch: http://{_HOST}:{server.port}/ (Ctrl-C ends it)", flush=True)

@@ -118,6 +118,9 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
                 get(url + path)
         with pytest.raises(urllib.error.HTTPError, match="403"):  # a page of another site
             get(f"{url}/0/", Host="example.com")
+        assert (
+            get(f"{url}/0/", Host="127.0.0.1") == page
+        )  # of port 80 a browser leaves the number out
     assert sorted(path for path in run_dir.rglob("*")) == before
 
 
@@ -157,6 +160,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([str(tmp_path), "--port", "0"]) == 2
     expected = f"watch: {tmp_path}: is no run folder: must hold one of lock, config.yaml,"
     assert capsys.readouterr().err.startswith(expected)
+
+
+def test_a_port_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lock").touch()
+    assert main([str(tmp_path), "--port", "65536"]) == 2
+    assert capsys.readouterr().err.startswith("watch: --port 65536: ")
 
 
 def test_responses_are_shown_as_text(tmp_path: Path) -> None:
