@@ -1,8 +1,8 @@
-"""Print the memory of one rank by phase, for a configuration and a number of GPUs. Needs no GPU and reads only config.json:
+"""Prints the memory of one rank by phase, for a configuration and a number of GPUs.
 
-python -m tools.print_ledger examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
+    tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
 
-`run.device=cpu` gives the memory of a CPU rank.
+It needs no GPU and reads only config.json of the model. `run.device=cpu` gives the memory of a CPU rank.
 """
 
 from __future__ import annotations
