@@ -64,9 +64,10 @@ drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_d
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
 
-test: setup  ## the whole test suite (CPU), two files at a time
+test: setup  ## the whole test suite (CPU): unit tests two files at a time, then those of several ranks
 	@echo "test: pytest"
-	@$(PY) -m pytest -n 2 --dist loadfile
+	@$(PY) -m pytest -n 2 --dist loadfile tests/unit
+	@$(PY) -m pytest --ignore tests/unit
 
 FAULT_SCHEDULES ?= 500
 FAULT_SEED ?= 1

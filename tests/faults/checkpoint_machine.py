@@ -75,7 +75,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         """A save that ends well."""
         value = self.next_value()
         self.step += ahead
-        self.manager.model.value = value
+        self.manager.models["policy"].value = value
         self.note(self.manager.save(self.step, {"value": value}), value)
         self.is_pointer_ours = True
 
@@ -103,7 +103,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def save_until(self, step: int, value: int, operation: int, is_full: bool) -> None:
         """In a process of its own: save, and be cut off at the given file operation."""
         cut_off_at(operation, self.root, is_full)
-        self.manager.model.value = value
+        self.manager.models["policy"].value = value
         try:
             self.manager.save(step, {"value": value})
         except (OSError, RuntimeError):
@@ -151,7 +151,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         value = self.intact.pop(newest)
         folder = self.manager.restore(saved)
         assert folder.suffix != ".tmp", "a resume finishes the rename of a sealed checkpoint"
-        assert self.manager.model.value == value
+        assert self.manager.models["policy"].value == value
         self.intact[folder] = value
         self.step = saved.step
 
