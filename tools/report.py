@@ -4,7 +4,7 @@
 
 Reads metrics.jsonl, summary.json, config.yaml, timeline/, speculation.jsonl and rollouts/ of the run folder. The page goes to
 <run folder>/report.html, or to `--out`. For things the run did not do, the page has a sentence. Several runs are shown side by
-side: <first run folder>/comparison.html. Needs `pip install -e .[report]`.
+side: <first run folder>/comparison.html. Needs `pip install "tlt_megatron[report]"`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"report: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f"report: needs the package {error.name}: pip install -e .[report]", file=sys.stderr)
+        needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
+        print(f"report: {needed}", file=sys.stderr)
         return 2
     print(f"report: {out} ({out.stat().st_size / 2**20:.1f} MiB)")
     return 0

@@ -98,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         server = WatchServer([LiveRun(path) for path in options.run_dirs], options.port)
     except ModuleNotFoundError as error:
-        print(f"watch: needs the package {error.name}: pip install -e .[report]", file=sys.stderr)
+        needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
+        print(f"watch: {needed}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"watch: {error}", file=sys.stderr)
