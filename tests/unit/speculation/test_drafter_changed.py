@@ -1,9 +1,15 @@
-"""A selector that has given drafting up looks at a new drafter soon, not after a hundred steps."""
+"""A selector that has given drafting up tries a new drafter soon, and does not wait for a suspended one."""
 
 from __future__ import annotations
 
+from tests.synthetic_decoding import (
+    RETRIEVING_ARMS,
+    SyntheticDecoding,
+    counts_by_depth,
+    run_selector,
+)
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 CHAIN = SpeculationStrategy.parse("4_1_4")
 
@@ -40,3 +46,19 @@ def test_a_new_drafter_is_not_judged_by_its_first_pass() -> None:
         assert selector.choose(4).strategy == CHAIN
         selector.observe(CHAIN, 4, [0, 0, 0, 0], 0.040)
         assert all(decode(selector, 60, num_accepted=4)[-10:])
+
+
+def test_retrieval_goes_on_while_the_learned_drafter_is_suspended() -> None:
+    """A probe that the engine overrules waits for its next turn, also the first one of a new drafter."""
+    world = SyntheticDecoding(seed=0, quality=0.03, retrieval=0.6, arms=RETRIEVING_ARMS)
+    selector = CostModelSelector(RETRIEVING_ARMS)
+    run_selector(selector, world, [4] * 300)
+    selector.drafter_changed()
+    chosen = []
+    for _ in range(200):
+        strategy = selector.choose(4).strategy
+        strategy = OFF if strategy.is_learned else strategy
+        accepted, seconds = world.step(strategy, 4)
+        selector.observe(strategy, 4, counts_by_depth(accepted, strategy), seconds)
+        chosen.append(strategy)
+    assert sum(s.num_retrieved > 0 for s in chosen) > 180
