@@ -41,6 +41,11 @@ class CriticTrainer:
         self._max_bad_updates = max_bad_updates
         self._num_bad = 0  # updates in a row
 
+    @property
+    def is_last_update_good(self) -> bool:
+        """Return whether the newest update was not skipped; True before the first update."""
+        return self._num_bad == 0
+
     def infer_values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the values [P] of each micro-batch."""
         return [predicted.values for predicted in self.model.infer_values(batches)]

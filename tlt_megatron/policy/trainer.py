@@ -115,8 +115,10 @@ class PolicyTrainer:
 
     @property
     def is_last_update_good(self) -> bool:
-        """Return whether the newest update had finite numbers; True before the first update."""
-        return self.health is None or self.health.num_bad == 0
+        """Return whether the newest updates, of policy and critic, had finite numbers; True before
+        the first update."""
+        is_critic_good = self.critic is None or self.critic.is_last_update_good
+        return is_critic_good and (self.health is None or self.health.num_bad == 0)
 
     def infer_values(self, scored: Sequence[ScoredGroup]) -> dict[RolloutKey, Tensor]:
         """Return the critic's values [T] of every response of the batch."""

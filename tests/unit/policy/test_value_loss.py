@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
-from tlt_megatron.config.schema import CriticSection
+from tests.unit.policy.test_policy_trainer import FakeModel
+from tlt_megatron.config.schema import AlgorithmSection, CriticSection
 from tlt_megatron.policy.batching import attach_targets, pack_rollouts
 from tlt_megatron.policy.critic import CriticTrainer, value_loss, value_metrics
 from tlt_megatron.policy.health import UnhealthyTrainingError
+from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import FinishReason, MicroBatch, OptimizerStats, Rollout, TokenValues
 
@@ -102,7 +104,18 @@ def test_a_run_ends_after_skipped_updates_in_a_row() -> None:
     groups = ProcessGroups(world=SINGLE)
     model = BrokenCritic({1, 3, 4, 5})
     trainer = CriticTrainer(model, CriticSection(), groups, max_bad_updates=3)
+    whole = PolicyTrainer(
+        FakeModel(),
+        AlgorithmSection(advantage="gae"),
+        groups=groups,
+        micro_batch_tokens=8,
+        temperature=1.0,
+        max_new_tokens=8,
+        critic=trainer,
+    )
     assert trainer.update(1, [[], []])["critic/num_skipped_updates"] == 1
+    assert whole.is_last_update_good
     assert trainer.update(2, [[], []])["critic/num_skipped_updates"] == 2
+    assert not whole.is_last_update_good  # so no checkpoint of it replaces the last good one
     with pytest.raises(UnhealthyTrainingError, match=r"step 3: 3 updates of the critic in a row"):
         trainer.update(3, [[]])
