@@ -1,6 +1,6 @@
-"""Policy checkpoints in Megatron's torch_dist format: save at one tensor x pipeline x data layout, load at another.
+"""Checkpoints of policy and critic in Megatron's torch_dist format: save at one tensor x pipeline x data layout, load at another.
 
-Called by policy_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index), `common.pt` (plain values)
+Called by trained_model.py. A folder holds `__<rank>_0.distcp` (tensors), `.metadata` (their index), `common.pt` (plain values)
 and `metadata.json`. Writing is synchronous and in this process. Megatron's own writer forks workers, which takes seconds and
 hangs if psutil is missing.
 

@@ -67,7 +67,7 @@ def generated_tokens(
 
 
 def _token_rewards(rollout: Rollout, reward: float, penalty_T: Tensor | None) -> Tensor:
-    """Return float64: the reward at the last token, minus the penalty of each token of the policy."""
+    """Return float64: the reward at the last token, less the penalty of each token of the policy."""
     reward_T = torch.zeros(rollout.num_generated, dtype=torch.float64)
     reward_T[-1] = reward
     return reward_T if penalty_T is None else reward_T - rollout.generated(penalty_T)

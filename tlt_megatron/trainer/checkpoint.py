@@ -1,9 +1,10 @@
 """Checkpoints of the whole run in Megatron's layout: <root>/iter_0000010/ and a pointer file.
 
-A checkpoint holds policy/ (torch_dist, reshards on load), trainer_state.json, manifest.json, the
-critic in critic/ as the policy, and the drafter's folders. It is written to a .tmp folder, fsynced, given its manifest and renamed; then
-the pointer moves. So a crash at any time leaves the last good checkpoint loadable. A load verifies
-every file and takes the newest intact checkpoint, by the order of writing.
+A checkpoint holds policy/ (torch_dist, reshards on load), critic/ in the same format if there is
+one, trainer_state.json, manifest.json, and the folders of the drafter. It is written to a .tmp
+folder, fsynced, given its manifest and renamed; then the pointer moves. So a crash at any time
+leaves the last good checkpoint loadable. A load verifies every file and takes the newest intact
+checkpoint, by the order of writing.
 """
 
 from __future__ import annotations

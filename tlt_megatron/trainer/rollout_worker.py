@@ -86,8 +86,8 @@ class RolloutWorker:
 
         With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; 0 for
         an evaluation. With dynamic sampling or partial rollouts, there are rounds until the batch is complete, for which
-        `plan` draws further prompts. Each round is
-        a rollout phase with its own spot training, and all ranks begin the next round with the same drafter.
+        `plan` draws further prompts. Each round is a rollout phase with its own spot training, and all ranks begin the next
+        round with the same drafter.
         All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """

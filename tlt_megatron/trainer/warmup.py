@@ -32,8 +32,9 @@ def warm_up_drafter(
 ) -> None:
     """Generate, train, publish. A collective of all ranks.
 
-    Draws `num_prompts` prompts at a time and restores the sampler. With an environment the policy
-    answers the first turn alone. The drafter gets at least one update. If a rank is told to stop, all raise GenerationStopped.
+    Draws `num_prompts` prompts at a time and restores the sampler. With an environment, only first
+    turns are generated. The drafter gets at least one update. If a rank is told to stop while it
+    generates, all raise GenerationStopped; a stop while the drafter trains ends the warm-up early.
     """
     started = time.monotonic()
     params = dataclasses.replace(params, seed=params.seed + _SEED_OFFSET)
