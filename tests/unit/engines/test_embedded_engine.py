@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -354,6 +355,9 @@ def test_the_memory_plan_is_what_is_allocated(tiny_path: Path, dtype: str) -> No
     plan = EmbeddedEngine(config, section, select_device("cpu")).memory_plan()
     assert plan == plan_memory(config, section, device=select_device("cpu"))
     assert plan.kv_tokens == 64 * (4 * 2 + 3 * 16)
+    for unshared in ({"environment": "any.py:answer"}, {"partial_rollout_tokens": 10}):
+        alone = plan_memory(config, replace(section, **unshared), device=select_device("cpu"))
+        assert alone.kv_tokens == 64 * (4 * 18 + 3 * 16)  # whole sequences
     device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
     assert plan.weights_bytes == weight_bytes(Transformer(config, torch_dtype, device))
     cache = KvCache(

@@ -86,7 +86,8 @@ def plan_memory(
     With strategies that draft, each sequence has slots for drafted tokens after it, and there is
     one more KV layer, with tokens and features: the last hidden state and `num_taps` more. With
     `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their
-    groups, plus one of a partly admitted group. Graphs need a scratch page and a lane for each row.
+    groups, plus one of a partly admitted group. Where requests share no prompt, it holds a whole
+    sequence for each. Graphs need a scratch page and a lane for each row.
     """
     drafting = [strategy for strategy in strategies if not strategy.is_off]
     draft_slots = draft_slots_of(drafting)
@@ -100,12 +101,13 @@ def plan_memory(
         max_length=lane_pages * PAGE_TOKENS,
         item_bytes=item,
     )
+    # later turns of a conversation and continued responses share no prompt
+    is_unshared = bool(section.environment or section.partial_rollout_tokens)
     kv_tokens = PAGE_TOKENS * _num_pages(
         section,
         max_prompt_tokens=max_prompt_tokens,
         draft_slots=draft_slots,
-        # the later turns of a conversation share no prompt
-        lane_pages=lane_pages if has_graphs or section.environment else 0,
+        lane_pages=lane_pages if has_graphs or is_unshared else 0,
     )
     sizes = ModelSizes(model)
     d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
