@@ -158,3 +158,22 @@ def test_a_long_prompt_is_prefilled_over_several_passes() -> None:
         chunks, admitted = simulation.scheduler.plan_prefill()
         spans.append(([(c.start, c.end) for c in chunks], [r.order for r in admitted]))
     assert spans == [([(0, 4)], []), ([(4, 8)], []), ([(8, 10), (0, 2)], [0]), ([(2, 3)], [1])]
+
+
+def test_a_turn_at_its_limit_is_not_kept_for_another() -> None:
+    prompt = Prompt(prompt_id="0", draw_index=0, token_ids=(1,) * 5)
+    requests = make_requests([prompt], SamplingParams(num_samples=2, max_new_tokens=6), None)
+    cache = KvCache(
+        CONFIG, num_pages=20, page_size=PAGE, dtype=torch.float32, device=torch.device("cpu")
+    )
+    scheduler = Scheduler(
+        requests, cache, max_batch_size=2, prefill_chunk_tokens=64, longest_later=30
+    )
+    scheduler.plan_prefill()
+    kept = []
+    for request, num_tokens in zip(requests, (6, 5), strict=True):
+        assert scheduler.grow(request) == []
+        before = cache.num_free
+        scheduler.keep_turn(request, [1] * num_tokens)
+        kept.append(before - cache.num_free)
+    assert kept == [0, cache.pages_for(5 + 5 - 1)]

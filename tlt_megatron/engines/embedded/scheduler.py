@@ -335,8 +335,11 @@ class Scheduler:
     # ---- turns of a conversation
 
     def keep_turn(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Keep the KV of a running request that is complete, if pages for a copy are free and a prompt may continue it."""
-        if not self._longest_later:
+        """Keep the KV of a running request that is complete, if pages for a copy are free and a prompt may continue it.
+
+        None continues a response that has all its tokens.
+        """
+        if not self._longest_later or len(token_ids) == request.max_new_tokens:
             return
         cache, state = self._cache, request.state
         known = (*state.prompt.token_ids, *token_ids[:-1])
