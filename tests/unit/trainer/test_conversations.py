@@ -256,3 +256,23 @@ def test_a_later_prompt_that_was_not_announced_is_refused(tiny_path: Path) -> No
 def test_of_an_engine_without_prompts_none_are_expected(tiny_path: Path) -> None:
     assert converse(engine_over(tiny_path, **SETTINGS), []) == []
     assert torch.is_grad_enabled()
+
+
+def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(tiny_path: Path) -> None:
+    settings = SETTINGS | {"max_new_tokens": 600, "max_observation_tokens": 8}
+    engine = engine_over(
+        tiny_path, **settings, num_samples=2, max_batch_size=4, max_prompt_tokens=16
+    )
+    strategy = SpeculationStrategy.parse("ngram_4")
+    engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
+    finished: list[Rollout] = []
+    engine.generate(
+        [replace(prompt, token_ids=(1,) * 8) for prompt in draw_prompts(2)],
+        SamplingParams(num_samples=2, max_new_tokens=600, seed=3),
+        policy_version=1,
+        max_new_tokens=[[20, 20], [20, 20]],
+        on_finish=finished.append,
+        more_prompts=lambda: None if len(finished) == 4 else [],
+    )
+    assert engine.stats().num_decode_passes > 0
+    assert engine.stats().num_unspeculated_passes == 0

@@ -44,9 +44,17 @@ def draft_slots_of(strategies: Sequence[SpeculationStrategy]) -> int:
 
 
 def _num_pages(
-    section: RolloutSection, *, max_prompt_tokens: int, draft_slots: int, lane_pages: int
+    section: RolloutSection,
+    *,
+    max_prompt_tokens: int,
+    draft_slots: int,
+    lane_pages: int,
+    longest_prompt_pages: int,
 ) -> int:
-    """`lane_pages`: of a whole sequence; 0 if responses lie in pages and share their prompt."""
+    """`lane_pages`: of a whole sequence; 0 if responses lie in pages and share their prompt.
+
+    `longest_prompt_pages`: of a prompt that holds earlier turns or tokens, beside the lanes.
+    """
     if section.kv_cache_tokens:
         num_pages = section.kv_cache_tokens // PAGE_TOKENS
         if num_pages < 2:
@@ -59,7 +67,8 @@ def _num_pages(
     pages_each += section.batch_invariant  # responses start with a copy of their prompt's last page
     prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
     num_groups = -(-section.max_batch_size // section.num_samples) + 1
-    return section.max_batch_size * (lane_pages or pages_each) + num_groups * prompt_pages
+    beside = max(num_groups * prompt_pages, longest_prompt_pages)
+    return section.max_batch_size * (lane_pages or pages_each) + beside
 
 
 def _num_weights(model: ModelConfig, *, is_packed: bool) -> int:
@@ -87,7 +96,7 @@ def plan_memory(
     one more KV layer, with tokens and features: the last hidden state and `num_taps` more. With
     `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their
     groups, plus one of a partly admitted group. Where requests share no prompt, it holds a whole
-    sequence for each. Graphs need a scratch page and a lane for each row.
+    sequence for each and one more. Graphs need a scratch page and a lane for each row.
     """
     drafting = [strategy for strategy in strategies if not strategy.is_off]
     draft_slots = draft_slots_of(drafting)
@@ -108,6 +117,7 @@ def plan_memory(
         max_prompt_tokens=max_prompt_tokens,
         draft_slots=draft_slots,
         lane_pages=lane_pages if has_graphs or is_unshared else 0,
+        longest_prompt_pages=lane_pages if is_unshared else 0,
     )
     sizes = ModelSizes(model)
     d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
