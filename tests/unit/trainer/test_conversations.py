@@ -258,7 +258,10 @@ def test_of_an_engine_without_prompts_none_are_expected(tiny_path: Path) -> None
     assert torch.is_grad_enabled()
 
 
-def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(tiny_path: Path) -> None:
+@pytest.mark.parametrize("num_prompts", [2, 6])  # in one batch of four, and with others waiting
+def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(
+    tiny_path: Path, num_prompts: int
+) -> None:
     settings = SETTINGS | {"max_new_tokens": 600, "max_observation_tokens": 8}
     engine = engine_over(
         tiny_path, **settings, num_samples=2, max_batch_size=4, max_prompt_tokens=16
@@ -267,12 +270,12 @@ def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(tiny_
     engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
     finished: list[Rollout] = []
     engine.generate(
-        [replace(prompt, token_ids=(1,) * 8) for prompt in draw_prompts(2)],
+        [replace(prompt, token_ids=(1,) * 8) for prompt in draw_prompts(num_prompts)],
         SamplingParams(num_samples=2, max_new_tokens=600, seed=3),
         policy_version=1,
-        max_new_tokens=[[20, 20], [20, 20]],
+        max_new_tokens=[[20, 20]] * num_prompts,
         on_finish=finished.append,
-        more_prompts=lambda: None if len(finished) == 4 else [],
+        more_prompts=lambda: None if len(finished) == 2 * num_prompts else [],
     )
     assert engine.stats().num_decode_passes > 0
     assert engine.stats().num_unspeculated_passes == 0

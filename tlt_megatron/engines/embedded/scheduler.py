@@ -202,11 +202,12 @@ class Scheduler:
             num_rows = min(num_rows, len(self.running) + len(waiting))
         end = num_rows * lane_pages
         stay = [page for request in waiting for page in request.state.kv.pages]
-        # Prompts that join together, and one that is only partly prefilled.
-        longest = max([later, *(request.state.num_tokens for request in waiting)])
+        # Prompts that join together, and one that is only partly prefilled. Later ones may come alone.
+        longest = max((request.state.num_tokens for request in waiting), default=0)
         num_siblings = max((request.state.num_unfinished for request in waiting), default=1)
-        num_prompts = min(-(-num_rows // num_siblings) + 1, max(len(waiting), later > 0))
-        if end + num_prompts * self._cache.pages_for(longest) > self._cache.num_pages:
+        num_prompts = min(-(-num_rows // num_siblings) + 1, len(waiting))
+        pages_for = self._cache.pages_for
+        if end + max(num_prompts * pages_for(longest), pages_for(later)) > self._cache.num_pages:
             return False
         if end > min(stay, default=self._cache.num_pages):
             return False
