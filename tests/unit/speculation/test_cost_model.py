@@ -16,7 +16,6 @@ from tests.synthetic_decoding import (
     ARMS,
     RETRIEVING_ARMS,
     SyntheticDecoding,
-    counts_by_depth,
     long_tail,
     long_tailed_lengths,
     run_rollout,
@@ -365,22 +364,6 @@ def test_choice_that_the_engine_overrules_does_no_harm() -> None:
         selector.choose(4)
         selector.observe(OFF, 4, [], world.step(OFF, 4)[1])
     assert run_selector(selector, world, [4] * 100).of_oracle > 0.95
-
-
-def test_retrieval_goes_on_while_the_learned_drafter_is_suspended() -> None:
-    """A probe that the engine overrules waits for its next turn, also the first one of a new drafter."""
-    world = SyntheticDecoding(seed=0, quality=0.03, retrieval=0.6, arms=RETRIEVING_ARMS)
-    selector = CostModelSelector(RETRIEVING_ARMS)
-    run_selector(selector, world, [4] * 300)
-    selector.drafter_changed()
-    chosen = []
-    for _ in range(200):
-        strategy = selector.choose(4).strategy
-        strategy = OFF if strategy.is_learned else strategy
-        accepted, seconds = world.step(strategy, 4)
-        selector.observe(strategy, 4, counts_by_depth(accepted, strategy), seconds)
-        chosen.append(strategy)
-    assert sum(s.num_retrieved > 0 for s in chosen) > 180
 
 
 def test_state_round_trip_repeats_every_choice() -> None:
