@@ -18,7 +18,7 @@ from tlt_megatron.engines.sglang.noise import (
     spec_logprobs,
     tree_draws,
 )
-from tlt_megatron.speculation.sampling import sample
+from tlt_megatron.speculation.sampling import cut_logits, sample
 from tlt_megatron.speculation.tree import Ranking
 
 NUM_REQUESTS, NUM_NODES, VOCAB_SIZE = 5, 4, 97
@@ -94,7 +94,13 @@ def test_logprobs_of_the_policy_are_computed_where_they_are_asked_for(
     assert hasattr(found, "next_token_top_logprobs_val") == wants_policy
     if wants_policy:
         expected = logits_PV.log_softmax(-1).gather(1, predicted_P.unsqueeze(1))
-        assert torch.equal(torch.tensor(found.next_token_top_logprobs_val).view(-1, 1), expected)
+        values = [row[0] for row in found.next_token_top_logprobs_val]
+        assert torch.equal(torch.tensor(values).view(-1, 1), expected)
+        for ids, token, logits_V in zip(
+            found.next_token_top_logprobs_idx, predicted_P, logits_PV, strict=True
+        ):
+            allowed_V = cut_logits(logits_V[None] / CUT.temperature, CUT.top_p, CUT.top_k)[0]
+            assert ids.tolist() == [int(token), *(allowed_V > -torch.inf).nonzero()[:, 0].tolist()]
 
 
 def test_a_branch_reads_the_keys_and_values_of_its_own_ancestors() -> None:
