@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -68,6 +70,26 @@ def test_a_run_leaves_all_it_promises(straight: Path) -> None:
             (rank, n) for n in ("DECODE", "REWARD", "WAIT", "LOGPROB", "UPDATE", "SYNC")
         } <= spans
     assert (straight / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+# of verl's trainer; docs/coming_from.md says which are not written
+VERL_NAMES = """
+actor/{pg_loss,pg_clipfrac,ppo_kl,entropy,grad_norm,lr}
+critic/{score,rewards,advantages,returns}/{mean,max,min}
+response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min}
+timing_s/{gen,reward,old_log_prob,update_actor,update_weights,step} timing_per_token_ms/{gen,update_actor}
+perf/{throughput,time_per_step,total_num_tokens,cpu_memory_used_gb}
+training/{global_step,epoch,rollout_probs_diff_mean,rollout_probs_diff_max,rollout_probs_diff_std}
+"""
+
+
+def test_metrics_have_the_names_of_verl(straight: Path) -> None:
+    for row in (row for row in metric_rows(straight) if "actor/pg_loss" in row):
+        for pattern in VERL_NAMES.split():
+            choices = [part.split(",") for part in re.findall(r"{(.*?)}", pattern)]
+            for chosen in itertools.product(*choices):
+                name = re.sub(r"{.*?}", "%s", pattern) % chosen
+                assert isinstance(row.get(name), float), name
 
 
 def test_training_changed_the_weights_and_transformers_loads_them(

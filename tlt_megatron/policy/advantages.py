@@ -55,6 +55,27 @@ def compute_advantages(
     return _by_rollout(scored, computed), None
 
 
+def advantage_metrics(
+    scored: Sequence[ScoredGroup],
+    advantages: Mapping[RolloutKey, Tensor],
+    returns: Mapping[RolloutKey, Tensor] | None,
+) -> dict[str, float]:
+    """Return statistics over the policy's tokens. Without a critic the returns are the advantages, as in verl."""
+    return token_statistics("critic/advantages", generated_tokens(scored, advantages)) | (
+        token_statistics("critic/returns", generated_tokens(scored, returns or advantages))
+    )
+
+
+def token_statistics(name: str, values: Mapping[RolloutKey, Tensor]) -> dict[str, float]:
+    """Return mean, maximum and minimum over all tokens."""
+    tokens_N = torch.cat(list(values.values())).double()
+    return {
+        f"{name}/mean": float(tokens_N.mean()),
+        f"{name}/max": float(tokens_N.max()),
+        f"{name}/min": float(tokens_N.min()),
+    }
+
+
 def generated_tokens(
     scored: Sequence[ScoredGroup], values: Mapping[RolloutKey, Tensor]
 ) -> dict[RolloutKey, Tensor]:

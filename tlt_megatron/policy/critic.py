@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import CriticSection
-from tlt_megatron.policy.advantages import RolloutKey
+from tlt_megatron.policy.advantages import RolloutKey, generated_tokens, token_statistics
 from tlt_megatron.policy.health import UnhealthyTrainingError
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import LossResult, MicroBatch, OptimizerStats, TokenValues
+from tlt_megatron.types import (
+    LossResult,
+    MicroBatch,
+    OptimizerStats,
+    ScoredGroup,
+    TokenValues,
+)
 
 log = logging.getLogger(__name__)
 
@@ -119,19 +125,19 @@ def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: fl
 
 
 def value_metrics(
+    scored: Sequence[ScoredGroup],
     values: Mapping[RolloutKey, Tensor],
     returns: Mapping[RolloutKey, Tensor],
-    advantages: Mapping[RolloutKey, Tensor],
 ) -> dict[str, float]:
-    """Return statistics over all tokens of the policy in a batch, given those of each response."""
-    metrics: dict[str, float] = {}
-    flat = {"values": values, "returns": returns, "advantages": advantages}
-    tokens = {name: torch.cat([each[k] for k in values]).double() for name, each in flat.items()}
-    for name, tokens_N in tokens.items():
-        metrics[f"critic/{name}/mean"] = float(tokens_N.mean())
-        metrics[f"critic/{name}/max"] = float(tokens_N.max())
-        metrics[f"critic/{name}/min"] = float(tokens_N.min())
-    error = (tokens["returns"] - tokens["values"]).var(correction=0)
-    variance = tokens["returns"].var(correction=0)
-    metrics["critic/vf_explained_var"] = 1 - float(error / (variance + _VARIANCE_EPS))
-    return metrics
+    """Return statistics of the values [T] over all tokens of the policy in a batch."""
+    known = generated_tokens(scored, values)
+    values_N, returns_N = (
+        torch.cat(list(each.values())).double()
+        for each in (known, generated_tokens(scored, returns))
+    )
+    error = (returns_N - values_N).var(correction=0)
+    variance = returns_N.var(correction=0)
+    return {
+        **token_statistics("critic/values", known),
+        "critic/vf_explained_var": 1 - float(error / (variance + _VARIANCE_EPS)),
+    }

@@ -48,6 +48,10 @@ def policy_loss(
         "ppo_kl": ((old_P - predicted.logprobs.detach()) * mask_P).sum(),
         "entropy": (predicted.entropy.detach() * mask_P).sum(),
     }
+    if section.dual_clip and section.loss == "ppo":
+        ratio_P = (predicted.logprobs.detach() - old_P).exp()
+        is_bounded_P = (batch.advantages < 0) & (ratio_P > section.dual_clip)
+        metrics["pg_clipfrac_lower"] = (is_bounded_P * mask_P).sum()
     if section.has_correction:
         weight_P, found = correction_weights(old_P, batch, section)
         metrics |= found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.advantages import RolloutKey, compute_advantages, generated_tokens
+from tlt_megatron.policy.advantages import RolloutKey, advantage_metrics, compute_advantages
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
@@ -181,7 +181,7 @@ class PolicyTrainer:
             values=values,
             returns=returns,
             tap=tap,
-            metrics=metrics,
+            metrics=metrics | advantage_metrics(scored, advantages, returns),
         )
 
     def update_critic(self, inference: Inference) -> dict[str, float]:
@@ -189,8 +189,7 @@ class PolicyTrainer:
         assert self.critic is not None
         assert inference.values is not None
         assert inference.returns is not None
-        found = inference.values, inference.returns, inference.advantages
-        metrics = value_metrics(*(generated_tokens(inference.scored, each) for each in found))
+        metrics = value_metrics(inference.scored, inference.values, inference.returns)
         minibatches = [
             [self._with_targets(pack, inference) for pack in minibatch.packs]
             for minibatch in inference.minibatches

@@ -154,7 +154,7 @@ class RLTrainer:
         self.report.end_step(
             self.step,
             collected,
-            inference.metrics | learned,
+            inference.metrics | learned | {"training/epoch": float(self.sampler.epoch)},
             self.policy_trainer.engine_differences,
         )
 

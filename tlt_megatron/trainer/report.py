@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import psutil
+
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.metrics import MetricsWriter
@@ -60,14 +62,18 @@ class RunReport:
         timings = gather_objects(self.phases.take_timings(), self.world)
         metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
-        num_tokens = metrics["rollout/num_tokens"]
+        metrics["perf/time_per_step"] = metrics["timing_s/step"]
+        num_tokens = metrics["perf/total_num_tokens"] = metrics["rollout/num_tokens"]
+        metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1e9
         metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / self.world.size
         num_generated = sum(r.num_generated for g in collected.groups for r in g.group.rollouts)
         for phase, count in (("gen", num_generated), ("update_actor", num_tokens)):
             seconds = metrics[f"timing_s/{phase}"]
             metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds / count
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
-        metrics |= self.add_memory()
+        memory = self.add_memory()
+        peaks = [gb for name, gb in memory.items() if name.startswith("memory/peak_gb/")]
+        metrics |= memory | ({"perf/max_memory_reserved_gb": max(peaks)} if peaks else {})
         self.history.add_step(metrics)
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)

@@ -318,6 +318,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     cut = torch.tensor([r.finish_reason == FinishReason.LENGTH for r in rollouts]).double()
     metrics = {"response_length/clip_ratio": float(cut.mean())}
     for name, values in (
+        ("critic/score", rewards),
         ("critic/rewards", rewards),
         ("response_length", lengths),
         ("prompt_length", prompts),

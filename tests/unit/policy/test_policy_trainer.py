@@ -264,7 +264,7 @@ def test_log_probs_are_computed_first_where_the_update_cannot_know_them(
 
 def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() -> None:
     inferred, updated, _ = run(AlgorithmSection(tis_cap=2.0), ProcessGroups(world=SINGLE))
-    assert inferred == {}
+    assert {name.partition("/")[0] for name in inferred} == {"critic"}  # of the advantages alone
     assert updated["actor/ppo_kl"] == 0
     assert updated["actor/pg_clipfrac"] == 0
     # The fake's update says 0.1 less than the rollouts' distribution, and 0.15 more than their raw policy.

@@ -9,17 +9,27 @@ import torch
 
 from tests.unit.policy.test_policy_trainer import FakeModel
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection
+from tlt_megatron.policy.advantages import advantage_metrics
 from tlt_megatron.policy.batching import attach_targets, pack_rollouts
 from tlt_megatron.policy.critic import CriticTrainer, value_loss, value_metrics
 from tlt_megatron.policy.health import UnhealthyTrainingError
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
-from tlt_megatron.types import FinishReason, MicroBatch, OptimizerStats, Rollout, TokenValues
+from tlt_megatron.types import (
+    FinishReason,
+    MicroBatch,
+    OptimizerStats,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredGroup,
+    TokenValues,
+)
 
 
-def make_batch(aggregation: str) -> MicroBatch:
+def make_rollouts() -> list[Rollout]:
     """Responses of two tokens and of one, behind prompts of two and of one."""
-    rollouts = [
+    return [
         Rollout(
             prompt_id="p",
             draw_index=0,
@@ -33,6 +43,10 @@ def make_batch(aggregation: str) -> MicroBatch:
         )
         for g in range(2)
     ]
+
+
+def make_batch(aggregation: str) -> MicroBatch:
+    rollouts = make_rollouts()
     return attach_targets(
         pack_rollouts(rollouts),
         rollouts,
@@ -73,13 +87,18 @@ def test_value_loss_takes_the_larger_error_and_no_prompt(
 def test_statistics_of_values_and_returns() -> None:
     values = {(0, 0): torch.tensor([0.0, 1.0]), (0, 1): torch.tensor([2.0])}
     returns = {(0, 1): torch.tensor([3.0]), (0, 0): torch.tensor([0.0, 3.0])}
-    metrics = value_metrics(values, returns, values)
+    group = RolloutGroup(
+        prompt=Prompt(prompt_id="p", draw_index=0, token_ids=(7,)), rollouts=tuple(make_rollouts())
+    )
+    scored = [ScoredGroup(group=group, rewards=(1.0, 0.0))]
+    metrics = value_metrics(scored, values, returns)
+    metrics |= advantage_metrics(scored, values, returns)
     assert metrics["critic/values/mean"] == 1.0
     assert (metrics["critic/values/min"], metrics["critic/values/max"]) == (0.0, 2.0)
     assert (metrics["critic/returns/mean"], metrics["critic/returns/max"]) == (2.0, 3.0)
+    assert metrics["critic/advantages/max"] == 2.0
     # errors 0 2 1: variance 2/3; returns 0 3 3: variance 2
     assert metrics["critic/vf_explained_var"] == pytest.approx(2 / 3, abs=1e-5)
-    assert metrics["critic/advantages/max"] == 2.0
 
 
 class BrokenCritic:

@@ -100,7 +100,7 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
         collect=collect,
     )
     ignored = SimpleNamespace(begin_step=lambda: None, end_step=lambda *_: None)
-    sampler = SimpleNamespace(state_dict=dict, next_batch=lambda n: [])
+    sampler = SimpleNamespace(state_dict=dict, epoch=0, next_batch=lambda n: [])
     return RLTrainer(
         SimpleNamespace(batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None),
         sampler=sampler,
