@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.sglang.rollouts import (
     CUT,
@@ -40,6 +41,15 @@ def test_a_chain_accepts_as_much_as_in_the_embedded_engine_and_can_be_paused(
         engine.close()
 
 
+def prefer(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a selector that has seen `name` take a hundredth of the time of all other strategies."""
+    now, cells = state["cost"]["now"], []
+    for strategy in ("off", *STRATEGIES):
+        seconds = [0.01 if strategy == name else 1.0] * 8
+        cells += [[strategy, quarter, seconds, now] for quarter in range(20)]
+    return state | {"cost": {"now": now, "cells": cells}}
+
+
 def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_state_survives(
     policy_folder: Path, drafter: Path
 ) -> None:
@@ -59,7 +69,6 @@ def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_stat
         plain = start_embedded(policy_folder)
         for params in (GREEDY, CUT):
             assert token_lists(answers(engine, params)) == token_lists(answers(plain, params))
-        earlier = engine.take_passes()
 
         expected = token_lists(answers(plain, SAMPLED))
         found = answers(engine, SAMPLED)
@@ -80,9 +89,14 @@ def test_our_selector_chooses_on_two_ranks_as_one_its_passes_add_up_and_its_stat
         early = engine.state_dict()["selector"]
         assert early["kind"] == "cost_model"
         assert token_lists(answers(engine, SAMPLED)) == expected
-        assert len({record.strategy for record in [*earlier, *passes]}) > 1
         late = engine.state_dict()["selector"]
         assert late["num_observed"] > early["num_observed"]
+        # Which chain is the best depends on the machine. Where all others are said to be slow, one runs.
+        for name in ("2_1_2", "6_1_6"):
+            engine.take_passes()
+            engine.load_state_dict({"selector": prefer(name, early)})
+            assert token_lists(answers(engine, SAMPLED)) == expected
+            assert name in {record.strategy for record in engine.take_passes()}
         engine.load_state_dict({"selector": early})
         assert engine.state_dict()["selector"]["num_observed"] == early["num_observed"]
         # The state of a run with other strategies is left aside: the selector starts anew.
