@@ -80,7 +80,7 @@ def _with_kept(scored: ScoredGroup) -> ScoredGroup:
 
 
 def _run(path: Path, layout: Layout, micro_batch_tokens: int) -> dict[str, tuple[list, dict]]:
-    """Metrics of every step and the weights after the last, for every section."""
+    """Return by section the metrics of each step and the final weights."""
     results = {}
     for name, section in SECTIONS.items():
         policy, groups = build_policy(path, layout, keep_reference=section.kl_coef > 0)
@@ -174,7 +174,7 @@ def _scored(groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
 
 
 def _learn(path: Path) -> dict[str, list[float]]:
-    """Mean reward of each of 20 steps, for every section: rollouts by the embedded engine, updates by Megatron."""
+    """Train 20 steps by section and return the mean reward of each. The embedded engine draws, Megatron updates."""
     means: dict[str, list[float]] = {}
     engine = EmbeddedEngine(
         load_model_config(path), RolloutSection(), select_device("cpu"), max_prompt_tokens=8

@@ -1,7 +1,7 @@
 """Our StrategySelector as SGLang's adaptive speculation policy.
 
 SGLang 0.5.23 holds one set of graphs per number of steps, all with `topk` 1 and steps + 1 rows. So
-this policy chooses between chains and OFF. SGLang captures each of them for every batch size.
+this policy chooses a chain or OFF. SGLang captures one graph per chain and batch size.
 """
 
 from __future__ import annotations
