@@ -42,7 +42,6 @@ QUICK = {
     "num_tokens": 40,
     "max_new_tokens": 200,
     "rounds": 1,
-    "fixed_rounds": 1,
     "strategies": ["6_1_6", "4_2_8"],
     "bytes_layers": 1,
     "bytes_max_batch_size": 8,

@@ -100,7 +100,6 @@ def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse
         num_samples=2,
         strategies=config.speculation.strategies,
         rounds=options.rounds,
-        fixed_rounds=options.rounds,
     )
 
 

@@ -54,7 +54,6 @@ def add_setting_options(add: Callable[..., object]) -> None:
     add("--max-new-tokens", type=int, default=600)
     add("--temperature", type=float, default=1.0)
     add("--rounds", type=int, default=4, help="after one that warms up")
-    add("--fixed-rounds", type=int, default=3, help="in which fixed strategies run too")
 
 
 def make_setting(
@@ -103,7 +102,7 @@ def make_variants(
     good = drafts[GOOD]
     variants = {
         str(s): Variant(
-            speculation=Speculation(good, FixedSelector(s), [s]), num_rounds=options.fixed_rounds
+            speculation=Speculation(good, FixedSelector(s), [s]), num_rounds=options.rounds
         )
         for s in strategies
     }

@@ -51,7 +51,6 @@ QUICK = {
     "num_requests": 16,
     "max_new_tokens": 200,
     "rounds": 1,
-    "fixed_rounds": 1,
     "unhelped_rounds": 1,
     "strategies": ["6_1_6", "4_2_8"],
     "temperatures": [1.0],

@@ -126,25 +126,51 @@ def best_fixed(comparison: Comparison, fixed: Sequence[str]) -> tuple[str, float
 def print_oracle(
     measured: Mapping[int, Comparison], fixed: Sequence[str], console: Console
 ) -> dict[str, object]:
-    """Compare selectors with the best fixed strategy of each batch size, found by running all of them.
+    """Compare selectors with fixed strategies, found best by running all of them: of each batch size, and of all sizes together.
 
-    Noise counts against the selectors: the best of several strategies is partly the luckiest.
+    Ratios are of the same round, because rounds have other prompts. Noise counts against the selectors: the best of several
+    strategies is partly the luckiest.
     """
     live: dict[str, dict[str, Spread]] = {COST_MODEL: {}, BEG_MAB: {}}
+    single = max(fixed, key=lambda name: _overall(measured, name))
+    over_single: dict[str, list[float]] = {name: [] for name in live}
     rows = []
     for size, comparison in measured.items():
         best, ratio = best_fixed(comparison, fixed)
         for name, by_size in live.items():
-            rounds = comparison.records[name].ratios
-            by_size[str(size)] = spread([value / ratio for value in rounds[1:] or rounds])
-        medians = [f"{by_size[str(size)]['median']:.3f}" for by_size in live.values()]
-        rows.append([str(size), best, ratio, *medians])
+            by_size[str(size)] = spread(_paired(comparison, name, best))
+            over_single[name].append(statistics.median(_paired(comparison, name, single)))
+        spreads = [by_size[str(size)] for by_size in live.values()]
+        cells = [f"{s['median']:.3f} ({s['min']:.2f}-{s['max']:.2f})" for s in spreads]
+        rows.append([str(size), best, ratio, *cells])
     # Equal weight for each batch size: the harmonic mean of rates over equal work.
     overall = {
         name: statistics.harmonic_mean([each["median"] for each in by_size.values()])
         for name, by_size in live.items()
     }
-    rows.append(["all", "", "", *(f"{value:.3f}" for value in overall.values())])
-    title = "(d) selectors over the best fixed strategy of each batch size"
+    against_single = {name: statistics.harmonic_mean(each) for name, each in over_single.items()}
+    rows.append(["all", "each size's", "", *(f"{value:.3f}" for value in overall.values())])
+    rows.append(["all", single, "", *(f"{value:.3f}" for value in against_single.values())])
+    title = "(d) selectors over the best fixed strategy, by batch size and over all"
     print_table(console, title, ("batch", "best", "speed-up", *live), rows, num_names=0)
-    return {"by_batch": live, "overall": overall}
+    return {
+        "by_batch": live,
+        "overall": overall,
+        "best_single": single,
+        "over_best_single": against_single,
+    }
+
+
+def _paired(comparison: Comparison, name: str, best: str) -> list[float]:
+    """Return the speed of a variant over that of another, by round; the first round is left out if there are others."""
+    ratios = comparison.records[name].ratios
+    others = [1.0] * len(ratios) if best == PLAIN else comparison.records[best].ratios
+    paired = [mine / other for mine, other in zip(ratios, others, strict=True)]
+    return paired[1:] or paired
+
+
+def _overall(measured: Mapping[int, Comparison], name: str) -> float:
+    """Return the speed of a fixed strategy over plain decoding, with equal weight for each batch size."""
+    return statistics.harmonic_mean(
+        [comparison.records[name].ratio["median"] for comparison in measured.values()]
+    )
