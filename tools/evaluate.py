@@ -1,16 +1,18 @@
 """Evaluates a model or a finished run: pass@k, avg@k, maj@k and the mean reward of each data source.
 
-    tlt evaluate runs/mine --data test.jsonl --samples 16
+    tlt evaluate runs/mine --data math.jsonl gsm8k.jsonl --samples 16
     tlt evaluate /models/my-model --data test.jsonl --nproc-per-node 8 reward.function=my_reward.py:compute_score
 
 An evaluation is a run of 0 RL steps, with the settings of the finished run or of `--config`. Speculation is off unless a
-setting turns it on. The result is printed, and is in evaluation.json of the new run folder.
+setting turns it on. The result is printed, a row per file, and is in evaluation.json of the new run folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -19,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_megatron.cli import train_command
 from tlt_megatron.config.load import load_config
+
+_SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,19 +43,24 @@ def evaluation_command(arguments: list[str]) -> list[str]:
                 f"{source}: missing; tlt convert --from {source.parent} --to FOLDER makes a model of its checkpoint"
             )
     out = options.out or Path(f"runs/evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
+    # a setting may follow the files
+    given = [word for word in options.data if _SETTING.match(word)]
+    files = [word for word in options.data if word not in given]
+    data = json.dumps(files) if len(files) > 1 else "".join(files)
     settings = [
-        *(f"model.path={source}", f"data.train={options.data}", f"data.eval={options.data}"),
+        *(f"model.path={source}", f"data.train={''.join(files[:1])}", f"data.eval={data}"),
         *(f"eval.num_samples={options.samples}", f"eval.temperature={options.temperature}"),
         *("eval.num_prompts=0", "eval.interval=0", "run.num_steps=0", f"run.dir={out}"),
         *("speculation.enabled=false", "spot.enabled=false", "checkpoint.resume=never"),
         *("checkpoint.at_end=false", "checkpoint.export_hf=false", "logging.trace=false"),
+        *given,
         *(word for word in rest if not word.startswith("-") and "=" in word),
     ]
     parallel = load_config(config, settings).parallel
     ranks = options.nproc_per_node or str(parallel.tensor * parallel.pipeline)
     launcher = [word for word in rest if word not in settings]
-    given = ["--nproc-per-node", ranks, *launcher, *settings]
-    return train_command([str(config), *given] if config else given)
+    command = ["--nproc-per-node", ranks, *launcher, *settings]
+    return train_command([str(config), *command] if config else command)
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -60,7 +69,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Further words are settings (section.key=value) and options of torchrun (as --name=value).",
     )
     parser.add_argument("source", type=Path, metavar="MODEL_OR_RUN")
-    parser.add_argument("--data", required=True, help=".jsonl or .parquet, as for training")
+    parser.add_argument(
+        "--data", required=True, nargs="+", metavar="FILE", help=".jsonl or .parquet, as data.eval"
+    )
     parser.add_argument("--samples", type=int, default=8, help="responses per prompt; default 8")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy; default 1")
     parser.add_argument("--config", type=Path, help="default: the run's, or the default settings")

@@ -12,6 +12,7 @@ import argparse
 import math
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tlt_megatron.cli import ROOT
 from tlt_megatron.config.layout import check_layout, draft_slack
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.prompts import load_prompts
+from tlt_megatron.data.prompts import load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
@@ -92,10 +93,11 @@ def choose_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     max_prompt = min(limit // 2, math.ceil(longest / 64) * 64)
     max_new = min(8192 if options.gpus else 512, limit - max_prompt - draft_slack(STRATEGIES))
     dtype = "bfloat16" if options.gpus else "float32"
-    files = {"train": str(options.data.resolve())}
+    files: dict[str, str | list[str]] = {"train": str(options.data.resolve())}
     if options.eval:
-        load_prompts(options.eval, tokenizer, section)  # checks it
-        files["eval"] = str(options.eval.resolve())
+        held_out = [str(path.resolve()) for path in options.eval]
+        files["eval"] = held_out if len(held_out) > 1 else held_out[0]
+        load_held_out(replace(section, eval=files["eval"]), tokenizer)  # checks them
     settings: dict[str, Any] = {
         "model": {"path": str(options.model.resolve()), "dtype": dtype},
         "data": {**files, **keys, "max_prompt_tokens": max_prompt},
@@ -186,7 +188,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model")
     parser.add_argument("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")
-    parser.add_argument("--eval", type=Path, help="the same, held out")
+    parser.add_argument("--eval", type=Path, nargs="+", help="the same, held out")
     parser.add_argument("--gpus", type=int, required=True, help="of the run; 0: 2 CPU ranks")
     parser.add_argument("--gpu-memory", type=int, default=80, metavar="GIB", help="default 80")
     parser.add_argument("--input-key", default="prompt", help="of a row's prompt")

@@ -24,8 +24,10 @@ def _at_least_0(key: str) -> Convert:
 
 def _file(key: str) -> Convert:
     def convert(value: Any, _: Values) -> dict[str, Any] | None:
-        files = value if isinstance(value, list) else [value]
-        return {key: str(files[-1])} if len(files) == 1 else None
+        files = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        if len(files) > 1 and key == "data.eval":
+            return {key: files}
+        return {key: files[0]} if len(files) == 1 else None
 
     return convert
 
@@ -238,8 +240,10 @@ SLIME: dict[str, str | Convert] = (
     | _of_critic(1)
     | {
         "prompt_data": _file("data.train"),
-        "eval_prompt_data": lambda value, _: (  # a name, then the file
-            {"data.eval": value[1]} if isinstance(value, list) and len(value) == 2 else None
+        "eval_prompt_data": lambda value, given: (  # a name, then its file, and so on
+            _file("data.eval")(value[1::2], given)
+            if isinstance(value, list) and len(value) % 2 == 0
+            else None
         ),
         "rollout_top_k": _at_least_0("rollout.top_k"),
         "rollout_num_gpus_per_engine": "sglang.engine_args.tp_size",

@@ -215,7 +215,7 @@ def _of_run(config: RunConfig) -> dict[str, object]:
     options = {
         "model": config.model.path,
         "prompts": config.data.train,
-        "eval": config.data.eval,
+        "eval": [*config.data.eval_files.values(), ""][0],
         "dtype": rollout.dtype,
         "temperature": rollout.temperature,
         "max_new_tokens": rollout.max_new_tokens,

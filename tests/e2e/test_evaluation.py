@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,15 @@ pytestmark = pytest.mark.e2e
 
 def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: Path) -> None:
     trained, data = tmp_path / "trained", config.parent / "train.jsonl"
-    run(1, config, trained, "run.num_steps=1")
+    held_out = config.parent / "eval.jsonl"
+    settings = ("eval.num_samples=2", "eval.num_prompts=6", "run.num_steps=1")
+    run(1, config, trained, *settings, f"data.eval=[{held_out}, {data}]")
+    for row in (row for row in metric_rows(trained) if "eval/accuracy" in row):
+        for name in ("accuracy", "pass@1", "pass@2", "maj@2", "response_length/mean"):
+            parts = (row[f"eval/eval/{name}"], row[f"eval/train/{name}"])
+            assert row[f"eval/{name}"] == pytest.approx(sum(parts) / 2)
+        for name in ("eval", "train"):
+            assert row[f"val-core/{name}/reward/mean@2"] == row[f"eval/{name}/accuracy"]
     given = f"{trained} --data {data} --samples 4 --out {tmp_path}/result run.seed=7".split()
     command = evaluation_command(given)
     start = next(i for i, word in enumerate(command) if word.endswith("pretrain_rl.py"))
@@ -31,6 +40,41 @@ def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: P
     assert 0 <= metrics["maj@4"] <= 1
     assert not (tmp_path / "result" / "hf").exists()
     assert not list((tmp_path / "result").glob("checkpoints/iter_*"))
+
+
+def test_a_model_is_evaluated_on_several_files(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A file without data sources gives its prompts its own name. A setting may follow the files."""
+    row = {"prompt": "e1=", "label": "5"}
+    for name, more in (("one", {}), ("two", {"data_source": "sums"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.jsonl").write_text(json.dumps(row | more) + "\n")
+    files = [str(tmp_path / name / "test.jsonl") for name in ("one", "two")]
+    given = [str(config.parent / "model"), "--data", *files]
+    given += [f"reward.function={config.parent}/reward.py:compute_score"]
+    given += [
+        "rollout.max_new_tokens=24",
+        "data.max_prompt_tokens=16",
+        "--samples=3",
+        f"--out={tmp_path}/result",
+    ]
+    command = evaluation_command(given)
+    start = next(i for i, word in enumerate(command) if word.endswith("pretrain_rl.py"))
+    ((code, stderr),) = run_forked(1, *command[start + 1 :])
+    assert code == 0, stderr
+    result = json.loads((tmp_path / "result" / "evaluation.json").read_text())
+    assert result["data"] == files
+    one, two = result["data_sets"]["one-test"], result["data_sets"]["two-test"]
+    metrics = result["metrics"]
+    assert metrics["avg@3"] == pytest.approx((one["avg@3"] + two["avg@3"]) / 2)
+    assert metrics["val-core/one-test/reward/mean@3"] == one["avg@3"]
+    assert metrics["val-core/sums/reward/mean@3"] == two["avg@3"]
+    printed = capfd.readouterr().out
+    names = re.findall(r"^ *(data set|one-test|two-test|mean) .*\d", printed, re.MULTILINE)
+    assert names == ["data set", "one-test", "two-test", "mean"]
+    with pytest.raises(ValueError, match=r"data\.eval=.*must be files with different names"):
+        evaluation_command([str(config.parent / "model"), "--data", files[0], files[0]])
 
 
 def test_a_run_without_an_exported_policy_is_told_how_to_get_one(tmp_path: Path) -> None:

@@ -43,12 +43,20 @@ def test_the_reward_template_compares_the_last_words(
 def test_a_cpu_run_starts_with_what_is_written(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    init(config.parent, tmp_path, "--gpus", 0)
+    held_out = [config.parent / "eval.jsonl", config.parent / "train.jsonl"]
+    init(config.parent, tmp_path, "--gpus", 0, "--eval", *held_out)
     last = capfd.readouterr().out.splitlines()[-1]
     assert last == f"tlt train {tmp_path}/config.yaml --nproc-per-node 2"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.yaml", "reward.py"]
-    assert load_config(tmp_path / "config.yaml").run.dir == f"runs/{tmp_path.name}"
-    shorter = ("rollout.max_new_tokens=16", "run.num_steps=1", "checkpoint.at_end=false")
+    written = load_config(tmp_path / "config.yaml")
+    assert written.run.dir == f"runs/{tmp_path.name}"
+    assert written.data.eval == [str(path) for path in held_out]
+    shorter = (
+        "eval.num_prompts=1",
+        "rollout.max_new_tokens=16",
+        "run.num_steps=1",
+        "checkpoint.at_end=false",
+    )
     run(2, tmp_path / "config.yaml", tmp_path / "run", *shorter)
     assert metric_rows(tmp_path / "run")[-1]["step"] == 1
     with pytest.raises(ValueError, match=r"holds config.yaml already"):

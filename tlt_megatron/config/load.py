@@ -157,8 +157,9 @@ def _convert(value: object, hint: Any, name: str) -> object:
         options = typing.get_args(hint)
         if value is None and type(None) in options:
             return None
-        (hint,) = (o for o in options if o is not type(None))
-        return _convert(value, hint, name)
+        kinds = [o for o in options if o is not type(None)]
+        fitting = (o for o in kinds if isinstance(value, typing.get_origin(o) or o))
+        return _convert(value, next(fitting, kinds[0]), name)
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):

@@ -52,8 +52,8 @@ def check_files(config: RunConfig) -> None:
             check_extension_file(key, spec)
     _check_trackers(config.logging.all_trackers)
     _check_prompts("data.train", config.data.train)
-    if config.data.eval:
-        _check_prompts("data.eval", config.data.eval)
+    for path in config.data.eval_files.values():
+        _check_prompts("data.eval", path)
     _check_tokenizer(config.model.path, policy.vocab_size)  # last, because it is the slowest
 
 

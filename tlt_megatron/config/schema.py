@@ -6,7 +6,9 @@ Each section checks itself. `layout.py` checks what depends on ranks and model s
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from tlt_megatron.config.drafter_sections import DrafterSection, SpeculationSection, SpotSection
@@ -36,7 +38,7 @@ class DataSection(Section):
     """Prompts. Rows use slime's keys (prompt, label) or verl's (reward_model.ground_truth)."""
 
     train: str = ""  # .jsonl or .parquet
-    eval: str = ""  # the same; empty: no evaluation
+    eval: str | list[str] = ""  # a file, or a list of files; empty: no evaluation
     input_key: str = "prompt"  # string or list of chat messages
     label_key: str = ""  # empty: label, else reward_model.ground_truth
     apply_chat_template: bool = True  # for chat messages; a string prompt is used unchanged
@@ -45,6 +47,25 @@ class DataSection(Section):
     max_prompt_tokens: PositiveInt = 1024  # longer prompts are skipped, counted and reported
     shuffle: bool = True  # anew in every epoch
     seed: int = 0  # of the order of the prompts
+
+    @property
+    def eval_files(self) -> dict[str, str]:
+        """Return the files of `eval` by name: test, or folder-test where files have the same name."""
+        files = self.eval if isinstance(self.eval, list) else [self.eval] if self.eval else []
+        paths = [Path(file).absolute() for file in files]
+        counts = Counter(path.stem for path in paths)
+        names = [p.stem if counts[p.stem] == 1 else f"{p.parent.name}-{p.stem}" for p in paths]
+        return dict(zip(names, files, strict=True))
+
+    def check(self) -> None:
+        if isinstance(self.eval, list):
+            is_text = all(isinstance(file, str) and file for file in self.eval)
+            self.require(is_text, "eval", "a file or a list of files")
+            self.require(
+                len(self.eval_files) == len(self.eval),
+                "eval",
+                "files with different names, or in folders with different names",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +139,7 @@ class EvalSection(Section):
     """Evaluation on data.eval before the first RL step, after the last, and at `interval`."""
 
     interval: NonNegativeInt = 0  # 0: first and last only
-    num_prompts: NonNegativeInt = 0  # 0: all of data.eval
+    num_prompts: NonNegativeInt = 0  # of each file of data.eval; 0: all
     num_samples: PositiveInt = 1  # responses per prompt
     temperature: float = 1.0  # 0 is greedy
 

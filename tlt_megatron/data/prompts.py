@@ -187,6 +187,25 @@ def load_prompts(
     return PromptSet(path=str(path), rows=tuple(rows), fingerprint=_fingerprint(rows))
 
 
+def load_held_out(
+    section: DataSection, tokenizer: Tokenizer, world: Group = SINGLE, *, limit: int = 0
+) -> dict[str, tuple[Prompt, ...]]:
+    """Return the first `limit` prompts (0: all) of each file of `data.eval`, by its name.
+
+    As `load_prompts`. `draw_index` counts on from file to file.
+    """
+    found: dict[str, tuple[Prompt, ...]] = {}
+    num_prompts = 0
+    for name, path in section.eval_files.items():
+        prompts = load_prompts(path, tokenizer, section, world).prompts(limit)
+        found[name] = tuple(
+            dataclasses.replace(prompt, draw_index=num_prompts + index)
+            for index, prompt in enumerate(prompts)
+        )
+        num_prompts += len(prompts)
+    return found
+
+
 def _name_some(items: Sequence[object]) -> str:
     return ", ".join(map(str, items[:_MAX_NAMED])) + (", ..." if len(items) > _MAX_NAMED else "")
 

@@ -108,9 +108,10 @@ class Progress:
 
     def print_table(
         self,
-        rows: Sequence[Mapping[str, float | None]],
+        rows: Sequence[Mapping[str, float | str | None]],
         columns: Sequence[str],
         *,
+        title: str = "steps",
         max_rows: int = 20,
     ) -> None:
         """Print a table of metric rows: all of them, or the first, the last and evenly spaced rows in between.
@@ -123,13 +124,13 @@ class Progress:
         shown = [c for c in columns if any(row.get(c) is not None for row in rows)]
         for column in shown:
             header = _header(column)
-            cells = [format_number(row.get(column)) for row in picked]
+            cells = [_cell(row.get(column)) for row in picked]
             # A narrow terminal wraps headers between words. Rows may exceed the width, so that no number is cut.
             width = max(map(len, [*cells, *header.split()]))
             table.add_column(header, justify="right", min_width=width)
         for row in picked:
-            table.add_row(*(format_number(row.get(column)) for column in shown))
-        self.message(f"steps{cut}")
+            table.add_row(*(_cell(row.get(column)) for column in shown))
+        self.message(f"{title}{cut}")
         self._draw(lambda: self._console.print(table, crop=False))
 
     def close(self) -> None:
@@ -218,6 +219,10 @@ def _header(column: str) -> str:
     if column.startswith("timing_s/"):
         column = column.removeprefix("timing_s/") + "_s"
     return column.rpartition("/")[2].replace("_", " ")
+
+
+def _cell(value: float | str | None) -> str:
+    return value if isinstance(value, str) else format_number(value)
 
 
 def format_number(value: float | None) -> str:

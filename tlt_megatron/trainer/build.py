@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.preflight import risky_settings
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.data.prompts import PromptSampler, load_prompts
+from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.critic_model import McoreCriticModel
@@ -138,9 +139,9 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     if saved is not None:
         resumed = compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
-    held_out = _load_held_out(config, tokenizer, world)
+    held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
     if config.rollout.environment:
-        _check_conversations(tokenizer, (*prompts.rows, *held_out))
+        _check_conversations(tokenizer, [*prompts.rows, *chain(*held_out.values())])
     rewards.wait_ready()
 
     seed_everything(config.run.seed)
@@ -177,14 +178,6 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     if saved and folder:
         trainer.resume(saved, folder, resumed)
     return trainer, model
-
-
-def _load_held_out(config: RunConfig, tokenizer: Tokenizer, world: Group) -> tuple[Prompt, ...]:
-    """Return the prompts of evaluations, none without data.eval. A collective of all ranks."""
-    if not config.data.eval:
-        return ()
-    found = load_prompts(config.data.eval, tokenizer, config.data, world)
-    return found.prompts(config.eval.num_prompts)
 
 
 def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from math import comb
 from statistics import fmean
 
@@ -16,20 +18,43 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Evaluator:
-    """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts."""
+    """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts.
+
+    `data_sets` has the prompts of each file by its name (`data.prompts.load_held_out`).
+    """
 
     def __init__(
-        self, worker: RolloutWorker, prompts: Sequence[Prompt], params: SamplingParams
+        self,
+        worker: RolloutWorker,
+        data_sets: Mapping[str, Sequence[Prompt]],
+        params: SamplingParams,
     ) -> None:
         self.worker = worker
-        self.prompts = prompts
+        self.data_sets = data_sets
         self.params = params
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
-        """Return the eval/* metrics, {} without prompts. A collective of all ranks."""
-        if not self.prompts:
+        """Return the eval/* and val-* metrics, {} without prompts. A collective of all ranks.
+
+        With several data sets, eval/* are means over the data sets, and eval/<name>/* of each.
+        """
+        prompts = list(chain(*self.data_sets.values()))
+        if not prompts:
             return {}
-        groups = self.worker.collect(self.prompts, self.params, policy_version).groups
+        rest = iter(self.worker.collect(prompts, self.params, policy_version).groups)
+        groups = {name: list(islice(rest, len(own))) for name, own in self.data_sets.items()}
+        found = {name: self._measure(own) for name, own in groups.items()}
+        names = next(iter(found.values()))
+        metrics = {name: fmean(own[name] for own in found.values()) for name in names}
+        if len(found) > 1:
+            for data_set, own in found.items():
+                for name, value in own.items():
+                    metrics[name.replace("eval/", f"eval/{data_set}/", 1)] = value
+        named = [name_source(group, name) for name, own in groups.items() for group in own]
+        return metrics | by_data_source(named)
+
+    def _measure(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
         num_right = [sum(reward >= 1 for reward in g.rewards) for g in groups]
         answers = [
@@ -42,7 +67,6 @@ class Evaluator:
             **pass_at_k(num_right, self.params.num_samples),
             f"eval/maj@{self.params.num_samples}": majority(answers, [g.rewards for g in groups]),
             "eval/response_length/mean": fmean(lengths),
-            **by_data_source(groups),
         }
 
 
@@ -79,6 +103,14 @@ def majority(answers: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]
         votes = [reward >= 1 for text, reward in zip(texts, row, strict=True) if text == chosen]
         shares.append(fmean(votes))
     return fmean(shares)
+
+
+def name_source(group: ScoredGroup, name: str) -> ScoredGroup:
+    """Return the group; a prompt without a data source gets `name`, that of its file."""
+    prompt = group.group.prompt
+    if prompt.data_source:
+        return group
+    return replace(group, group=replace(group.group, prompt=replace(prompt, data_source=name)))
 
 
 def by_data_source(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -115,14 +115,26 @@ def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
 def _write_evaluation(
     config: RunConfig, row: dict[str, float], path: Path, progress: Progress
 ) -> None:
-    """Write and print the metrics of a run of 0 steps."""
-    samples = config.eval.num_samples
-    metrics = {k.removeprefix("eval/"): v for k, v in row.items() if k != "step"}
-    metrics = {f"avg@{samples}": metrics.pop("accuracy"), **metrics}
+    """Write and print the metrics of a run of 0 steps: a row per data set, then the data sources."""
+    samples, names = config.eval.num_samples, list(config.data.eval_files)
+    prefixes = [f"eval/{name}/" if len(names) > 1 else "eval/" for name in names]
+    kinds = [name.removeprefix(prefixes[0]) for name in row if name.startswith(prefixes[0])]
+
+    def of(prefix: str) -> dict[str, float]:
+        return {f"avg@{samples}" if k == "accuracy" else k: row[prefix + k] for k in kinds}
+
+    sets = {name: of(prefix) for name, prefix in zip(names, prefixes, strict=True)}
+    by_source = {name: value for name, value in row.items() if name.startswith("val-")}
+    metrics = of("eval/") | by_source
     about = {"model": config.model.path, "data": config.data.eval, "num_samples": samples}
     about |= {"temperature": config.eval.temperature, "seed": config.run.seed}
-    path.write_text(json.dumps(about | {"metrics": metrics}, indent=2) + "\n", encoding="utf-8")
-    for name, value in metrics.items():
+    result = about | {"metrics": metrics, "data_sets": sets}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    rows = [{"data set": name, **found} for name, found in sets.items()]
+    if len(names) > 1:
+        rows.append({"data set": "mean", **of("eval/")})
+    progress.print_table(rows, list(rows[0]), title="evaluation", max_rows=len(rows))
+    for name, value in by_source.items():
         progress.message(f"{name:<40} {value:10.4f}")
     progress.message(f"evaluation: {path.resolve()}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 
@@ -85,8 +86,14 @@ class RunReport:
         if result:
             self.history.add_eval(step, result["eval/accuracy"])
             self._write(step, result)
+            parts = [
+                f"{match[1]} {value:.3f}"
+                for name, value in result.items()
+                if (match := re.fullmatch(r"eval/(.+)/accuracy", name))
+            ]
             self.phases.progress.message(
                 f"step {step}: held-out accuracy {result['eval/accuracy']:.3f}"
+                + (f" ({', '.join(parts)})" if parts else "")
             )
 
     def add_memory(self) -> dict[str, float]:

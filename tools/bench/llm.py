@@ -91,7 +91,7 @@ def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse
     return argparse.Namespace(
         model=config.model.path,
         drafter=options.drafter,
-        prompts=config.data.eval,
+        prompts=[*config.data.eval_files.values(), ""][0],
         deepen=0,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,

@@ -201,8 +201,8 @@ def test_a_run_of_theirs_becomes_one_of_ours(
             "global_batch_size: 8",
         ),
         (
-            "--eval-prompt-data aime a.jsonl gpqa b.jsonl --lr $((1 / MY_UNSET_SIZE)) --seed $MY_UNSET_SIZE",
-            "eval_prompt_data: ['aime', 'a.jsonl', 'gpqa', 'b.jsonl']",
+            "--eval-prompt-data aime a.jsonl gpqa --lr $((1 / MY_UNSET_SIZE)) --seed $MY_UNSET_SIZE",
+            "eval_prompt_data: ['aime', 'a.jsonl', 'gpqa']",
         ),
         (
             "none=0\n--lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $MY_UNSET_SIZE",
@@ -218,6 +218,16 @@ def test_what_the_script_leaves_open_is_listed(
     printed = capsys.readouterr().out
     assert listed in printed
     assert "'$MY_UNSET_SIZE'" in printed
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["data.val_files=[a.jsonl,b.parquet]", "--eval-prompt-data aime a.jsonl gpqa b.parquet"],
+)
+def test_several_files_to_evaluate_on_stay_several(tmp_path: Path, source: str) -> None:
+    (tmp_path / "run.sh").write_text(source)
+    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    assert load_config(tmp_path / "ours.yaml").data.eval == ["a.jsonl", "b.parquet"]
 
 
 @pytest.mark.parametrize(
