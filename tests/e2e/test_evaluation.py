@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ def test_a_finished_run_is_evaluated_with_its_settings(config: Path, tmp_path: P
     trained, data = tmp_path / "trained", config.parent / "train.jsonl"
     held_out = config.parent / "eval.jsonl"
     settings = ("eval.num_samples=2", "eval.num_prompts=6", "run.num_steps=1")
-    run(1, config, trained, *settings, f"data.eval=[{held_out}, {data}]")
+    critic = shutil.copytree(config.parent / "model", tmp_path / "critic")
+    ppo = ("algorithm.advantage=gae", f"critic.path={critic}")
+    run(1, config, trained, *settings, *ppo, f"data.eval=[{held_out}, {data}]")
+    shutil.rmtree(critic)  # an evaluation of PPO needs no critic
     for row in (row for row in metric_rows(trained) if "eval/accuracy" in row):
         for name in ("accuracy", "pass@1", "pass@2", "maj@2", "response_length/mean"):
             parts = (row[f"eval/eval/{name}"], row[f"eval/train/{name}"])

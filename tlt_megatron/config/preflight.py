@@ -38,7 +38,7 @@ _PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a parquet file
 def check_files(config: RunConfig) -> None:
     """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
     policy = _check_model("model.path", config.model.path)
-    if config.algorithm.has_critic and config.critic.path:
+    if config.has_critic and config.critic.path:
         _check_critic(config.critic.path, policy)
     if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
         needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled

@@ -219,7 +219,12 @@ class RunConfig:
     @property
     def trained_paths(self) -> list[str]:
         """Return the folders of the models that are trained: the policy's, and the critic's."""
-        return [self.model.path, *([self.critic_path] if self.algorithm.has_critic else [])]
+        return [self.model.path, *([self.critic_path] if self.has_critic else [])]
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether the run loads a critic. An evaluation, a run of 0 steps, needs none."""
+        return self.algorithm.has_critic and self.run.num_steps > 0
 
     @property
     def critic_path(self) -> str:

@@ -99,7 +99,7 @@ class PolicyTrainer:
     ) -> None:
         """`health` stops a run that trains wrongly. Without it, the numbers are only reported.
 
-        `critic` is given where `section.has_critic`.
+        `critic` is given where `section.has_critic`, unless the run has no steps.
         """
         self.model = model
         self.section = section

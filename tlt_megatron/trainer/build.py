@@ -150,7 +150,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     step = saved.step if saved else 0
     worker = _build_worker(site, rewards, tokenizer, first_step=step)
     model = _build_policy(config, groups, site.device)
-    critic = _build_critic(config, groups, site.device) if config.algorithm.has_critic else None
+    critic = _build_critic(config, groups, site.device) if config.has_critic else None
     checkpoints = CheckpointManager(
         run_dir / CHECKPOINTS,
         model,

@@ -97,7 +97,7 @@ def describe_checkpoint(config: RunConfig, world_size: int) -> str:
 
 def _critic_sizes(config: RunConfig) -> ModelSizes | None:
     """Return the sizes of the critic, which has an embedding and no output layer."""
-    if not config.algorithm.has_critic:
+    if not config.has_critic:
         return None
     model = load_model_config(config.critic_path)
     return ModelSizes(replace(model, tie_word_embeddings=True))
