@@ -57,8 +57,9 @@ class Evaluator:
         """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
         num_right = [sum(reward >= 1 for reward in g.rewards) for g in groups]
+        decode = self.worker.decode  # without what an environment wrote
         answers = [
-            [final_answer(self.worker.decode(r.token_ids.tolist())) for r in g.group.rollouts]
+            [final_answer(decode(r.generated(r.token_ids).tolist())) for r in g.group.rollouts]
             for g in groups
         ]
         lengths = [r.num_generated for g in groups for r in g.group.rollouts]

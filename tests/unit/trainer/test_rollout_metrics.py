@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,24 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.runtime.process_groups import group_of
-from tlt_megatron.trainer.evaluate import by_data_source, final_answer, majority, pass_at_k
-from tlt_megatron.trainer.rollout_worker import rollout_metrics
+from tlt_megatron.trainer.evaluate import (
+    Evaluator,
+    by_data_source,
+    final_answer,
+    majority,
+    pass_at_k,
+)
+from tlt_megatron.trainer.rollout_worker import Collected, rollout_metrics
 from tlt_megatron.trainer.weight_sync import push_policy
-from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, RolloutGroup, ScoredGroup
+from tlt_megatron.types import (
+    FinishReason,
+    KeptTokens,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    ScoredGroup,
+)
 
 
 def scored(
@@ -89,6 +104,28 @@ def test_majority_by_hand() -> None:
     rewards = [[1, 0, 0, 0], [1, 0, 0, 0], [0.9, 1, 0, 1]]
     # 2 is wrong; of four answers once each the first, 4, is right; 8 is right in one of its two responses
     assert majority(answers, rewards) == pytest.approx((0 + 1 + 0.5) / 3)
+
+
+def test_votes_are_what_the_policy_wrote_and_not_an_observation() -> None:
+    """Both responses answer 5. The environment says 7 behind the first."""
+    (first, second) = (group := scored((2, 1), (1.0, 1.0), 8)).group.rollouts
+    mask = torch.tensor([True, False])
+    rollouts = (
+        replace(first, token_ids=torch.tensor([5, 7]), loss_mask=mask),
+        replace(second, token_ids=torch.tensor([5])),
+    )
+    group = replace(group, group=replace(group.group, rollouts=rollouts), rewards=(0.0, 1.0))
+
+    class Worker:
+        def collect(self, *_: object) -> Collected:
+            return Collected(groups=(group,), metrics={}, passes=[])
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return " ".join(map(str, token_ids))
+
+    params = SamplingParams(num_samples=2, max_new_tokens=8)
+    metrics = Evaluator(Worker(), {"test": [group.group.prompt]}, params).evaluate(0)
+    assert metrics["eval/maj@2"] == 0.5
 
 
 def test_rewards_of_an_evaluation_by_data_source() -> None:
