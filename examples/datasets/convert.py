@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +50,9 @@ def dapo_math(row: Json, index: int) -> Example:
 
 def aime(row: Json, index: int) -> Example:
     """Read a row with ID, Problem and Answer (an integer from 0 to 999)."""
-    return Example(f"{row['Problem']}\n{_BOXED}", str(int(row["Answer"])), row["ID"])
+    if not str(row["Answer"]).strip().isdecimal():
+        raise ValueError(f"Answer={row['Answer']!r}: must be an integer from 0 to 999")
+    return Example(f"{row['Problem']}\n{_BOXED}", str(int(row["Answer"])), str(row["ID"]))
 
 
 def mbpp(row: Json, index: int) -> Example:
@@ -72,10 +75,18 @@ SOURCES: dict[str, Callable[[Json, int], Example]] = {
 
 
 def convert(source: str, path: Path, *, as_text: bool = False) -> Iterator[Json]:
-    """Yield the rows of `path` for a trainer. A repeated id or question is left out: DAPO-Math-17k repeats its rows."""
+    """Yield the rows of `path` for a trainer. A repeated id or question is left out: DAPO-Math-17k repeats its rows.
+
+    ValueError names the file and the row that is not one of `source`.
+    """
     seen: set[str] = set()
     for index, raw in enumerate(read_file(path)):
-        example = SOURCES[source](raw, index)
+        try:
+            example = SOURCES[source](raw, index)
+        except KeyError as error:
+            raise ValueError(f"{path} row {index + 1}: lacks {error.args[0]}") from error
+        except (ValueError, TypeError, IndexError) as error:
+            raise ValueError(f"{path} row {index + 1}: {error}") from error
         if {example.number, example.question} & seen:
             continue
         seen |= {example.number, example.question}
@@ -89,7 +100,7 @@ def convert(source: str, path: Path, *, as_text: bool = False) -> Iterator[Json]
 
 
 def read_file(path: Path) -> Iterator[Json]:
-    """Yield the rows of a .jsonl or .parquet file."""
+    """Yield the rows of a .jsonl or .parquet file. ValueError names a row that is no JSON object."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -97,24 +108,54 @@ def read_file(path: Path) -> Iterator[Json]:
             yield from batch.to_pylist()
         return
     with path.open(encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.strip())
+        for number, line in enumerate(filter(str.strip, file), start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path} row {number}: is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise ValueError(f"{path} row {number}: is a {kind}, must be an object")
+            yield row
+
+
+def _ids(text: str) -> range:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected an id such as 7, or ids such as 601-974"
+        )
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def _select(rows: list[Json], ids: range) -> list[Json]:
+    """Return the rows with one of these ids. ValueError if ids are no numbers."""
+    for row in rows:
+        if not row["id"].isdecimal():
+            raise ValueError(f"--ids: ids of {row['data_source']} are no numbers: {row['id']!r}")
+    return [row for row in rows if int(row["id"]) in ids]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the rows to --out."""
+    """Write the rows to --out. Exit code 2 and one line for a file or a row that cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("file", type=Path, help="the downloaded .jsonl or .parquet")
     parser.add_argument("--out", type=Path, required=True, help=".jsonl")
     parser.add_argument("--text", action="store_true", help="prompts as strings")
     parser.add_argument(
-        "--ids", metavar="A-B", help="only these numbers; mbpp trains on 601-974, tests on 11-510"
+        "--ids",
+        type=_ids,
+        metavar="A-B",
+        help="only these numbers; mbpp trains on 601-974, tests on 11-510",
     )
     options = parser.parse_args(arguments)
-    rows = list(convert(options.source, options.file, as_text=options.text))
-    if options.ids:
-        first, _, last = options.ids.partition("-")
-        rows = [row for row in rows if int(first) <= int(row["id"]) <= int(last)]
+    try:
+        rows = list(convert(options.source, options.file, as_text=options.text))
+        if options.ids is not None:
+            rows = _select(rows, options.ids)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     options.out.write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,42 @@ def test_a_sample_is_converted(tmp_path: Path, source: str) -> None:
         ]
     else:
         assert [row["label"] for row in rows] == LABELS[source]
+
+
+AIME = {"ID": "2024-I-1", "Problem": "1+1?", "Answer": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "options", "message"),
+    [
+        ("aime", AIME, ["--ids", "1-5"], "--ids: ids of aime are no numbers: '2024-I-1'"),
+        ("aime", AIME, ["--ids", "1-x"], "'1-x': expected an id such as 7, or ids such as 601-974"),
+        ("aime", AIME | {"Answer": "x"}, [], "rows row 1: Answer='x': must be an integer"),
+        ("aime", {"ID": "1"}, [], "rows row 1: lacks Problem"),
+        ("gsm8k", AIME, [], "rows row 1: lacks answer"),
+        ("dapo_math", {"prompt": []}, [], "rows row 1: "),
+        ("mbpp", "{", [], "rows row 1: is no JSON: "),
+        ("mbpp", [1], [], "rows row 1: is a list, must be an object"),
+        ("mbpp", None, [], "No such file"),
+    ],
+)
+def test_what_cannot_be_converted_is_said_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    source: str,
+    text: Any,
+    options: list[str],
+    message: str,
+) -> None:
+    file = tmp_path / "rows"
+    if text is not None:
+        file.write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(SystemExit) as ended:
+        main([source, str(file), "--out", str(tmp_path / "out.jsonl"), *options])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert message in last
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_every_recipe_is_tried() -> None:
