@@ -80,3 +80,14 @@ def test_speculation_changes_no_token(config: Path, straight: Path, tmp_path: Pa
     assert answers(tmp_path / "run") == answers(straight)
     assert learned(tmp_path / "run") == learned(straight)
     assert all(row["rollout/spec_accept_length"] > 1 for row in metric_rows(tmp_path / "run"))
+
+
+def test_a_critic_that_starts_at_a_resume_is_warmed_up_first(config: Path, tmp_path: Path) -> None:
+    """Its warm-up steps count from there, and are not repeated at a further resume."""
+    quick = ("data.eval=", "logging.tensorboard=false", "rollout.max_new_tokens=8", "--resume=auto")
+    run(1, config, tmp_path, *quick, "run.num_steps=1")
+    ppo = (*PPO, *quick, "critic.warmup_steps=2")
+    run(1, config, tmp_path, *ppo, "run.num_steps=2")
+    run(1, config, tmp_path, *ppo, "run.num_steps=4")
+    updated = ["actor/pg_loss" in row for row in metric_rows(tmp_path)]
+    assert updated == [True, False, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,16 @@ def test_a_stopped_and_resumed_run_with_tlt_equals_the_plain_one(
     ]
     for name, tensor in weights(straight).items():
         assert torch.equal(weights(run_dir)[name], tensor), name
+
+
+def test_a_resume_with_another_group_size_trains_on_whole_groups_of_it(
+    config: Path, straight: Path, tmp_path: Path
+) -> None:
+    again = (*SETTINGS, "rollout.num_samples=3", "run.num_steps=6")
+    found = ("--config", config, f"run.dir={tmp_path}", f"--resume={straight}/checkpoints")
+    for code, stderr in run_forked(2, *found, *again):
+        assert code == 0, stderr
+        if "prompts with carried responses are dropped" in stderr:
+            assert "rollout.num_samples=3" in stderr
+    sizes = Counter(row["draw_index"] for row in rollouts(tmp_path))
+    assert set(sizes.values()) == {3}

@@ -230,7 +230,7 @@ class CriticSection(Section):
     weight_decay: NonNegative = 0.01  # not on norms
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
     cliprange_value: Positive = 0.5  # values move by at most so much in the updates of a step
-    warmup_steps: NonNegativeInt = 0  # first RL steps, in which only the critic learns
+    warmup_steps: NonNegativeInt = 0  # first RL steps of a critic, in which only it learns
 
     def optimizer(self, policy: OptimizerSection) -> OptimizerSection:
         """Return the critic's optimizer: the policy's betas and eps, everything else its own."""

@@ -97,17 +97,19 @@ class BatchRules:
         }
         return [g for g in rest if not g.is_complete or g.group.prompt.draw_index in waiting]
 
-    def still_fit(self, carried: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    def still_fit(self, carried: Sequence[ScoredGroup], *, num_samples: int) -> list[ScoredGroup]:
         """Return those of a checkpoint's carried groups that these rules allow, which may be others than before.
 
-        A response has at most max_new_tokens, and fewer if it has not ended. [] without partial rollouts.
+        A group has num_samples responses. A response has at most max_new_tokens, and fewer if it has not ended. [] without
+        partial rollouts.
         """
         if not self.round_tokens:
             return []
         return [
             group
             for group in carried
-            if all(
+            if len(group.group.rollouts) == num_samples
+            and all(
                 r.token_ids.numel() + (r.finish_reason is FinishReason.CUT) <= self.max_new_tokens
                 for r in group.group.rollouts
             )

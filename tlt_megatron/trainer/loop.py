@@ -75,6 +75,7 @@ class RLTrainer:
         self.drafter = drafter
         self.report = report
         self.step = 0  # RL steps done; also the version of the policy
+        self.critic_from = 0  # the step at which the critic began, if there is one
         self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
         # of the latest steps, by step and generation round
         self.last_prompts: deque[list[list[Prompt]]] = deque(maxlen=_GAIN_STEPS)
@@ -188,9 +189,9 @@ class RLTrainer:
 
     @property
     def _has_policy_update(self) -> bool:
-        """Return False in the first steps, in which only the critic learns, if there is one."""
+        """Return False in a critic's first steps, in which only it learns."""
         critic = self.policy_trainer.critic
-        return critic is None or self.step >= critic.section.warmup_steps
+        return critic is None or self.step - self.critic_from >= critic.section.warmup_steps
 
     def _infer(self, scored: Sequence[ScoredGroup]) -> Inference:
         """Run the forward-only passes of critic, policy and reference."""
@@ -236,6 +237,7 @@ class RLTrainer:
         with self.phases("CHECKPOINT", "save_checkpoint"):
             state = {
                 "step": self.step,
+                "critic_from": self.critic_from,
                 "sampler": self.sampler.state_dict(),
                 "rng": gather_objects(rng_state(), self.world),
                 "engine": gather_objects(self.engine.state_dict(), self.world),
@@ -256,14 +258,18 @@ class RLTrainer:
         """Restore what `save_checkpoint` wrote, except the policy. `resumed`: learned parts."""
         state = saved.state
         self.step = saved.step
+        has_critic = (folder / "critic").is_dir()
+        self.critic_from = state.get("critic_from", 0) if has_critic else saved.step
         self.sampler.load_state_dict(state["sampler"])
         carried = load_carried(folder, self.sampler.prompt_at)
-        self.carried = tuple(self.settings.batch.still_fit(carried))
+        num_samples = self.settings.sampling.num_samples
+        self.carried = tuple(self.settings.batch.still_fit(carried, num_samples=num_samples))
         if len(self.carried) < len(carried):
             log.warning(
                 "%d of %d prompts with carried responses are dropped: they do not fit"
-                " rollout.partial_rollout_tokens=%d and rollout.max_new_tokens=%d",
-                *(len(carried) - len(self.carried), len(carried)),
+                " rollout.num_samples=%d, rollout.partial_rollout_tokens=%d and"
+                " rollout.max_new_tokens=%d",
+                *(len(carried) - len(self.carried), len(carried), num_samples),
                 *(self.settings.batch.round_tokens, self.settings.batch.max_new_tokens),
             )
         self.report.history.load_state_dict(state["history"])

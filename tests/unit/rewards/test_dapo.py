@@ -110,9 +110,11 @@ def test_a_resume_with_other_settings_takes_no_group_that_they_do_not_allow() ->
     whole, cut = group(0, 1, 0, lengths=(3, 8)), open_group(1)
     for limit, fitting in ((7, [1]), (8, [0, 1]), (1, [])):
         rules = BatchRules(num_prompts=2, round_tokens=1, max_new_tokens=limit)
-        assert draws(rules.still_fit([whole, cut])) == fitting
+        assert draws(rules.still_fit([whole, cut], num_samples=2)) == fitting
+        assert rules.still_fit([whole, cut], num_samples=3) == []
     # without partial rollouts, and so perhaps without a correction
-    assert BatchRules(num_prompts=2, max_new_tokens=8).still_fit([whole, cut]) == []
+    rules = BatchRules(num_prompts=2, max_new_tokens=8)
+    assert rules.still_fit([whole, cut], num_samples=2) == []
 
 
 def test_dynamic_sampling_carries_no_complete_group_that_it_drops() -> None:
