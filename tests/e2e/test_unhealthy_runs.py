@@ -135,6 +135,25 @@ def test_difference_above_the_users_bound_ends_the_run(config: Path, tmp_path: P
     assert saved_steps(tmp_path) == []
 
 
+def test_a_run_that_fails_closes_its_trackers_as_failed(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, run_dir, **_): self.path = run_dir / 'ends'\n"
+        "    def log(self, step, metrics): pass\n"
+        "    def log_responses(self, step, rows): pass\n"
+        "    def close(self, failed=False):\n"
+        "        with self.path.open('a') as file: print(failed, file=file)\n"
+    )
+    tracked = (f"logging.trackers=['{tmp_path}/own.py:Mine']", *EVERY_STEP, "run.num_steps=1")
+    arguments = ("--config", config, f"run.dir={tmp_path}/run", *tracked)
+    [(code, _)] = run_forked(1, *arguments, "rollout.dtype=bfloat16", "algorithm.max_logprob_diff=1e-5")  # fmt: skip
+    assert code == 1
+    [(code, _)] = run_forked(1, *arguments, "run.on_used_dir=set_aside")
+    assert code == 0
+    ends = sorted(tmp_path.glob("run*/ends"))
+    assert [path.read_text() for path in ends] == ["False\n", "True\n"]
+
+
 def test_rewards_that_cannot_be_compared_are_refused_with_their_prompt(
     config: Path, tmp_path: Path
 ) -> None:

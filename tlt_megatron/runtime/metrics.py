@@ -44,8 +44,8 @@ class MetricsWriter:
         self._note_nonfinite(step, [name for name, value in row.items() if value is None])
         self.trackers.log(step, values)
 
-    def close(self) -> None:
-        """Close all outputs. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close all outputs, of a run that `failed` as such. A second call does nothing."""
         if self._file.closed:
             return
         self._file.close()
@@ -53,7 +53,7 @@ class MetricsWriter:
             log.warning(
                 "%s: %d non-finite values were written as null", self.path, self.num_nonfinite
             )
-        self.trackers.close()
+        self.trackers.close(failed=failed)
 
     def _note_nonfinite(self, step: int, names: list[str]) -> None:
         if names and self.num_nonfinite == 0:

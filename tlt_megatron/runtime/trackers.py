@@ -39,8 +39,8 @@ class Tracker(Protocol):
     def log_responses(self, step: int, rows: Sequence[Row]) -> None:
         """Log responses as a table, or do nothing."""
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left. `failed` is given if the run ended with an error."""
 
 
 class Trackers:
@@ -57,9 +57,10 @@ class Trackers:
         """Log responses to all trackers."""
         self._call(f"step {step}", lambda tracker: tracker.log_responses(step, rows))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close all trackers."""
-        self._call("the end of the run", lambda tracker: tracker.close())
+        arguments = {"failed": True} if failed else {}
+        self._call("the end of the run", lambda tracker: tracker.close(**arguments))
 
     def _call(self, when: str, function: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -104,7 +105,7 @@ class TensorBoard:
     def log_responses(self, step: int, rows: Sequence[Row]) -> None:
         """Do nothing: TensorBoard has no tables."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
@@ -137,8 +138,8 @@ class Wandb:
         data = [[row[name] for name in COLUMNS] for row in rows]
         self._run.log({"responses": self._wandb.Table(columns=list(COLUMNS), data=data)}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MlFlow:
@@ -176,8 +177,8 @@ class MlFlow:
         table = {name: [row[name] for row in rows] for name in COLUMNS}
         self._client.log_table(self._run_id, table, f"responses/step_{step:07d}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, *, failed: bool = False) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def _mlflow_name(name: str) -> str:
@@ -217,5 +218,5 @@ class SwanLab:
         ]
         self._swanlab.log({"responses": texts}, step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._swanlab.finish()

@@ -259,7 +259,7 @@ def _open_report(
     first_step = saved.step + 1 if saved else None
     trackers = _make_trackers(site.config, run_dir, first_step)
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
-    site.stack.callback(metrics.close)
+    site.stack.push(lambda error, *_: metrics.close(failed=error is not None))
     rollouts = None
     if logging_section.rollouts:
         rollouts = RolloutLog(run_dir / "rollouts", tokenizer, resume_step=first_step)

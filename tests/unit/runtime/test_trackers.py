@@ -24,7 +24,7 @@ class Table:
     def __init__(self, columns, data): self.rows = [dict(zip(columns, row)) for row in data]
 class Run:
     def log(self, data, *, step): calls.append(("log", step, data))
-    def finish(self): calls.append(("finish",))
+    def finish(self, exit_code=0): calls.append(("finish", exit_code))
 def init(**options):
     calls.append(("init", options))
     return Run()
@@ -42,7 +42,7 @@ class MlflowClient:
     def log_dict(self, run_id, settings, file): calls.append((file, settings["run"]["seed"]))
     def log_batch(self, run_id, metrics): calls.extend(("log", *metric) for metric in metrics)
     def log_table(self, run_id, table, file): calls.append(("table", table, file))
-    def set_terminated(self, run_id): calls.append(("finish",))
+    def set_terminated(self, run_id, status="FINISHED"): calls.append(("finish", status))
 """,
     "swanlab": """
 import signal
@@ -58,7 +58,13 @@ ROW = {"prompt": "1+1?", "response": "2", "reward": 1.0, "data_source": "math"}
 ROW |= {"logprob_diff": 0.5, "finish_reason": "stop"}
 
 
-def track(run_dir: Path, *overrides: str, resume_step: int | None = None, first: int = 1) -> None:
+def track(
+    run_dir: Path,
+    *overrides: str,
+    resume_step: int | None = None,
+    first: int = 1,
+    failed: bool = False,
+) -> None:
     """Two steps with a response each."""
     config = load_config(None, ["logging.tensorboard=false", *overrides])
     run_dir.mkdir(exist_ok=True)
@@ -67,7 +73,7 @@ def track(run_dir: Path, *overrides: str, resume_step: int | None = None, first:
     for step in (first, first + 1):
         writer.trackers.log_responses(step, [ROW])
         writer.write(step, {"val-core/math/acc/mean@4": 0.5 + step, "b": math.nan})
-    writer.close()
+    writer.close(failed=failed)
 
 
 @pytest.fixture
@@ -133,6 +139,15 @@ def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
     assert ("log", 2, "val-core/math/acc/mean_4", 2.5) in calls
     table = ("table", {name: [value] for name, value in ROW.items()}, "responses/step_0000001.json")
     assert table in calls
+
+
+def test_a_failed_run_is_closed_as_failed(packages: Path, tmp_path: Path) -> None:
+    both = "logging.trackers=['wandb', 'mlflow']"
+    track(tmp_path / "good", both)
+    track(tmp_path / "bad", both, failed=True)
+    ends = {name: [c for c in calls_of(name) if c[0] == "finish"] for name in ("wandb", "mlflow")}
+    assert ends["wandb"] == [("finish", 0), ("finish", 1)]
+    assert ends["mlflow"] == [("finish", "FINISHED"), ("finish", "FAILED")]
 
 
 @pytest.mark.parametrize("mode", ["local", "offline"])
