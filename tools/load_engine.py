@@ -28,7 +28,7 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers
 
 VERSION = 0  # of the weights that are loaded
-MAX_PROMPT_TOKENS = 256
+DATA = DataSection(max_prompt_tokens=256)
 
 
 class LoadedPolicy:
@@ -42,10 +42,11 @@ class LoadedPolicy:
         num_identity_layers: int = 0,
         tap_layers: tuple[int, ...] = (),
         device: str = "cpu",
+        data: DataSection = DATA,
         **settings: int,
     ) -> None:
-        """`settings` go to RolloutSection. Identity layers follow the policy's own; they change no token and cost time."""
-        self._config = load_model_config(folder)
+        """`data` says how prompts are read; `settings` go to RolloutSection. Identity layers follow the policy's own; they change no token and cost time."""
+        self._config, self._data = load_model_config(folder), data
         num_layers = self._config.num_layers
         named = [(name, t.to(getattr(torch, dtype))) for name, t in HfReader(folder).items()]
         named = with_identity_layers(named, num_layers, num_identity_layers)
@@ -55,7 +56,7 @@ class LoadedPolicy:
             dataclasses.replace(self._config, num_layers=self.num_layers),
             RolloutSection(dtype=dtype, **settings),
             select_device(device),
-            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            max_prompt_tokens=data.max_prompt_tokens,
             tap_layers=tap_layers,
         )
         total = checksum_tensors(named)
@@ -63,8 +64,7 @@ class LoadedPolicy:
 
     def prompts(self, path: str | Path, limit: int = 0) -> tuple[Prompt, ...]:
         """Return the first `limit` prompts of a file; 0 returns all."""
-        section = DataSection(max_prompt_tokens=MAX_PROMPT_TOKENS)
-        return load_prompts(str(path), self.tokenizer, section).prompts(limit)
+        return load_prompts(str(path), self.tokenizer, self._data).prompts(limit)
 
     def params(self, max_new_tokens: int, *, seed: int = 0, **settings: float) -> SamplingParams:
         """Return sampling settings with the policy's stop tokens."""

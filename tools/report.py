@@ -47,6 +47,8 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
 
     runs = [read_run(run_dir) for run_dir in run_dirs]
     if len(runs) > 1:
+        if steps:
+            raise ValueError("--steps: is for the timeline of one run, and a comparison has none")
         return render_comparison(runs, build_comparison(runs))
     responses = read_responses(run_dirs[0], NUM_SHOWN)
     return render_page(runs[0], build_panels(runs[0], steps), responses)
@@ -59,7 +61,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, help="HTML file; default in the folder of the first run"
     )
     parser.add_argument(
-        "--steps", type=_steps, metavar="A-B", help="of the timeline; default the last two"
+        "--steps", type=_steps, metavar="A-B", help="of one run's timeline; default the last two"
     )
     return parser.parse_args(arguments)
 

@@ -37,7 +37,7 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
-from tools.load_engine import LoadedPolicy, accept_length
+from tools.load_engine import DATA, LoadedPolicy, accept_length
 
 _PROMPTS_AT_ONCE = 32  # after which the time is checked
 _GENERATION_SHARE = 0.5  # of --minutes, at most
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.model,
         dtype=options.dtype,
         tap_layers=aux_layer_ids,
+        data=options.data,
         max_new_tokens=options.max_new_tokens,
     )
     params = policy.params(
@@ -203,6 +204,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0)
+    parser.set_defaults(data=DATA)
     config = parser.parse_known_args(arguments)[0].config
     if config:
         parser.set_defaults(**_of_run(load_config(config)))
@@ -214,6 +216,7 @@ def _of_run(config: RunConfig) -> dict[str, object]:
     drafter, rollout = config.drafter, config.rollout
     options = {
         "model": config.model.path,
+        "data": config.data,
         "prompts": config.data.train,
         "eval": [*config.data.eval_files.values(), ""][0],
         "dtype": rollout.dtype,

@@ -380,3 +380,5 @@ def test_steps_that_the_trace_lacks_are_refused(
     with pytest.raises(SystemExit):
         main([str(run_dir), "--steps", "all"])
     assert "'all': expected a step such as 7" in capsys.readouterr().err
+    assert main([str(run_dir), str(run_dir), "--steps", "1"]) == 2
+    assert "--steps: is for the timeline of one run" in capsys.readouterr().err

@@ -24,11 +24,14 @@ def _num_updates(folder: Path) -> int:
 
 
 def test_a_warm_up_continues_from_what_it_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tiny_task(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write('{"prompt": "1+1+1+1+1+1+1+1+1=", "label": "5"}\n')
     _warm_up(tmp_path, "--resume", "--minutes", "0")  # measures, but has no time to train
     assert _num_updates(tmp_path) == 0
+    assert "1 of 25 prompts are longer than data.max_prompt_tokens=16" in caplog.text
     _warm_up(tmp_path, "--resume", "--steps", "3")
     assert _num_updates(tmp_path) == 3
     _warm_up(tmp_path, "--resume", "--steps", "5")
