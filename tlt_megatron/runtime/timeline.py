@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -25,24 +25,26 @@ from typing import Any
 
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.runtime.status import StatusWriter
 
 log = logging.getLogger(__name__)
 
 _MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step cannot fill the memory
 _NUM_CLOCK_MARKS = 5  # barriers; one late rank does not change their median
-_NOTHING = nullcontext()
 
 
 class Timeline:
-    """Records spans of this rank, from any thread. With `path` None it does nothing.
+    """Records spans of this rank, from any thread. With `path` None it records nothing.
 
     Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, which is a row of the trace, by default
     its thread's own. Spans of one lane must nest, which `with` on one thread guarantees.
     """
 
-    def __init__(self, path: Path | None, rank: int) -> None:
+    def __init__(self, path: Path | None, rank: int, status: StatusWriter | None = None) -> None:
+        """`status` is told of each span that the main thread begins with `span`."""
         self.path = path
         self.rank = rank
+        self.status = status or StatusWriter()
         self._events: deque[tuple[str, str, int, int, dict[str, object]]] = deque()
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._flush_lock = threading.Lock()
@@ -53,15 +55,14 @@ class Timeline:
 
     def span(self, name: str, /, *, lane: str = "", **args: object) -> AbstractContextManager[None]:
         """Record the time that the body takes. An exception from the body is recorded and re-raised."""
-        return _NOTHING if self._is_closed else _Span(self, name, lane, args)
+        return _Span(self, name, lane, args)
 
     def add_span(
         self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
     ) -> None:
         """Record a finished span, with both times from `time.perf_counter`. It must nest in its lane like other spans."""
-        if not self._is_closed:
-            start_ns = round(start_s * 1e9)
-            self._add(name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
+        start_ns = round(start_s * 1e9)
+        self._add(name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
 
     def now_s(self) -> float:
         """Return the time in seconds, on the clock that all ranks share after `align_clocks`."""
@@ -104,6 +105,8 @@ class Timeline:
     def _add(
         self, name: str, lane: str, start_ns: int, dur_ns: int, args: dict[str, object]
     ) -> None:
+        if self._is_closed:
+            return
         lane = lane or threading.current_thread().name
         self._events.append((name, lane, start_ns, dur_ns, args))
         if len(self._events) >= _MAX_BUFFERED:
@@ -113,7 +116,7 @@ class Timeline:
 class _Span:
     """The context manager of one span. It is a class, because a generator costs several times as much."""
 
-    __slots__ = ("args", "lane", "name", "start_ns", "timeline")
+    __slots__ = ("args", "lane", "name", "outer", "start_ns", "timeline")
 
     def __init__(self, timeline: Timeline, name: str, lane: str, args: dict[str, object]) -> None:
         self.timeline = timeline
@@ -122,6 +125,7 @@ class _Span:
         self.args = args
 
     def __enter__(self) -> None:
+        self.outer = self.timeline.status.enter(self.name)
         self.start_ns = time.perf_counter_ns()
 
     def __exit__(
@@ -131,7 +135,9 @@ class _Span:
         traceback: TracebackType | None,
     ) -> None:
         dur_ns = time.perf_counter_ns() - self.start_ns
-        if kind is not None:
+        if kind is None:
+            self.timeline.status.leave(self.outer)
+        else:  # the status keeps the phase that failed
             self.args["error"] = kind.__name__
         self.timeline._add(self.name, self.lane, self.start_ns, dur_ns, self.args)
 

@@ -38,6 +38,7 @@ from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group, ProcessGroups
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.rng import seed_everything
+from tlt_megatron.runtime.status import StatusWriter
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Trackers, signals_kept
@@ -207,9 +208,9 @@ def _build_worker(
     engine: RolloutEngine = build_engine(config, site.device, site.run_dir, world)
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
-    timeline = stack.enter_context(
-        closing(Timeline(path if config.logging.trace else None, world.rank))
-    )
+    status = stack.enter_context(closing(StatusWriter(site.run_dir, world.rank, world.size)))
+    timeline = Timeline(path if config.logging.trace else None, world.rank, status)
+    stack.callback(timeline.close)
     timeline.align_clocks(world)
     progress = Progress(
         config.logging.progress,

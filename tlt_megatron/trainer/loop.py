@@ -135,7 +135,7 @@ class RLTrainer:
 
     def train_step(self) -> None:
         """Run one RL step: prompts, rollouts, rewards, drafter, log-probs, updates, weights."""
-        self.report.begin_step()
+        self.report.begin_step(self.step + 1)
         collected = self._collect()
         self.carried = collected.carried
         if self.drafter is not None:

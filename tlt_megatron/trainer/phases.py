@@ -1,4 +1,4 @@
-"""Records each phase of a step: a span, seconds and peak memory, and its name on the display."""
+"""Records each phase of a step: a span, seconds and peak memory, its name on the display and in the rank's status."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Phases:
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         self.progress.phase(name)
+        self.timeline.status.begin_phase(is_inner=bool(self.current))
         outer, self.current = self.current, name
         self._on_phase(name)
         ledger_phase = _LEDGER_PHASES.get(name)

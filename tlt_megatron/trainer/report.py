@@ -39,8 +39,9 @@ class RunReport:
         self._rollouts = rollouts
         self._step_started = time.perf_counter()
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         self._step_started = time.perf_counter()
+        self.phases.timeline.status.begin_step(step)
 
     def end_step(
         self,
@@ -79,6 +80,7 @@ class RunReport:
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)
         self.phases.timeline.flush()
+        self.phases.timeline.status.end_step()
 
     def end_evaluation(self, step: int, result: dict[str, float]) -> None:
         """Report an evaluation. `result` is empty without prompts."""

@@ -160,8 +160,10 @@ class RolloutWorker:
     ) -> _Share:
         """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
         by_draw = {prompt.draw_index: prompt for prompt in prompts}
+        status = self.phases.timeline.status
 
         def score(new: Rollout) -> None:
+            status.add_response(new.num_generated)
             rollout = responses.join(new)
             if rollout.finish_reason is FinishReason.CUT:
                 return
@@ -174,6 +176,7 @@ class RolloutWorker:
                 self.rewards.submit(key, prompt, self.decode(rollout.token_ids.tolist()))
 
         mine = self.share_of(prompts)
+        status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
         generate = (self.conversations or self.engine).generate
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = generate(

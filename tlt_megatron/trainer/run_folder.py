@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import TextIO
@@ -88,6 +89,21 @@ class RunFolder:
             {"pid": os.getpid(), "host": socket.gethostname(), "started": started}, self._file
         )
         self._file.flush()
+
+
+def owner_has_ended(path: Path) -> bool:
+    """Return whether the process that locked the run folder last has ended; False also if this machine cannot tell.
+
+    Asks the kernel and takes no lock. Locks of other hosts and of a file system without locks are not known.
+    """
+    try:
+        with (path / LOCK_FILE).open(encoding="utf-8") as file:
+            host = json.load(file)["host"]
+            query = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # Linux: struct flock
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return host == socket.gethostname() and struct.unpack("hhqqi", answer)[0] == fcntl.F_UNLCK
 
 
 def claim_run_folder(path: Path, *, resume: str, on_used: str) -> RunFolder:

@@ -99,7 +99,7 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
         replicas=None,
         collect=collect,
     )
-    ignored = SimpleNamespace(begin_step=lambda: None, end_step=lambda *_: None)
+    ignored = SimpleNamespace(begin_step=lambda _: None, end_step=lambda *_: None)
     sampler = SimpleNamespace(state_dict=dict, epoch=0, next_batch=lambda n: [])
     return RLTrainer(
         SimpleNamespace(batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None),

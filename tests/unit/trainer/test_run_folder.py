@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_megatron.trainer.run_folder import LOCK_FILE, RunFolder, claim_run_folder
+from tlt_megatron.trainer.run_folder import LOCK_FILE, RunFolder, claim_run_folder, owner_has_ended
 
 
 def _hold(path: Path, connection: Connection) -> None:
@@ -36,6 +36,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
             ValueError, match=rf"in use by pid {holder.pid} on {socket.gethostname()} since 20"
         ):
             RunFolder(tmp_path)
+        assert not owner_has_ended(tmp_path)
         for on_used in ("refuse", "set_aside"):
             (tmp_path / "config.yaml").touch()
             with pytest.raises(ValueError, match="is in use by pid"):
@@ -43,6 +44,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
+        assert owner_has_ended(tmp_path)
         RunFolder(tmp_path).close()  # its child lives on without the lock
     finally:
         os.kill(child, signal.SIGKILL)
@@ -50,6 +52,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
 
 def test_a_lock_file_without_a_holder_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text('{"pid": 1')
+    assert not owner_has_ended(tmp_path)  # not known
     with RunFolder(tmp_path):
         assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
 

@@ -1,0 +1,119 @@
+"""What a rank does now, in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under way from these files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S = 1.0  # between two writes of a rank
+_WRITES_PER_S = 200  # of all ranks together, for the file system that they share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank at one moment. Times are seconds since the epoch."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    changed_s: float
+    step: int = 0  # the RL step under way, or the last one
+    step_began_s: float | None = None  # None between steps
+    phases: tuple[str, ...] = ()  # the open ones, the innermost last
+    phase_began_s: float = 0.0  # the innermost one
+    num_phases: int = 0  # begun; a rank that is behind has fewer than the others
+    num_responses: int = 0  # to generate in the rollout phase of the step
+    num_done: int = 0
+    num_tokens: int = 0  # of the responses that are done
+
+
+class StatusWriter:
+    """Writes the status of this rank. Without a run folder it does nothing.
+
+    A thread writes if the status has changed. So the main thread makes no system call, and a burst of changes is one write.
+    """
+
+    def __init__(self, run_dir: Path | None = None, rank: int = 0, num_ranks: int = 1) -> None:
+        now_s = time.time()
+        self.status = RankStatus(
+            rank=rank,
+            num_ranks=num_ranks,
+            host=socket.gethostname(),
+            changed_s=now_s,
+            phase_began_s=now_s,
+        )
+        self._written: RankStatus | None = None
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if run_dir is not None:
+            path = run_dir / "status" / f"rank_{rank:05d}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(path,), name="status", daemon=True
+            )
+            self._thread.start()
+
+    def begin_step(self, step: int) -> None:
+        self._change(step=step, step_began_s=time.time(), num_responses=0, num_done=0, num_tokens=0)
+
+    def end_step(self) -> None:
+        self._change(step_began_s=None)
+
+    def begin_phase(self, *, is_inner: bool) -> None:
+        """Count a phase, before `enter`. One that is not inside another ends phases that an exception left open."""
+        phases = self.status.phases if is_inner else ()
+        self._change(num_phases=self.status.num_phases + 1, phases=phases)
+
+    def enter(self, name: str) -> tuple[str, ...]:
+        """Begin a phase or a part of one. Return what to give to `leave` at its end, unless that is an exception."""
+        outer = self.status.phases
+        self.leave((*outer, name))
+        return outer
+
+    def leave(self, outer: tuple[str, ...]) -> None:
+        """Go back to the phases that `enter` returned. Calls from other threads than the main one have no effect."""
+        if threading.current_thread() is threading.main_thread():
+            self._change(phases=outer, phase_began_s=time.time())
+
+    def expect_responses(self, count: int) -> None:
+        self._change(num_responses=count, num_done=0, num_tokens=0)
+
+    def add_response(self, num_tokens: int) -> None:
+        now = self.status
+        self._change(num_done=now.num_done + 1, num_tokens=now.num_tokens + num_tokens)
+
+    def close(self) -> None:
+        """Write the last status."""
+        self._is_closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _change(self, **changes: object) -> None:
+        self.status = dataclasses.replace(self.status, changed_s=time.time(), **changes)
+
+    def _run(self, path: Path) -> None:
+        """Write until `close`. If the file system refuses, the run goes on without a status."""
+        interval_s = max(_INTERVAL_S, self.status.num_ranks / _WRITES_PER_S)
+        try:
+            self._write(path)
+            while not self._is_closed.wait(interval_s):
+                self._write(path)
+            self._write(path)
+        except OSError as error:
+            log.warning("%s: the status of this rank is no longer written: %s", path, error)
+
+    def _write(self, path: Path) -> None:
+        status = self.status
+        if status is not self._written:
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(dataclasses.asdict(status)), encoding="utf-8")
+            temporary.replace(path)
+            self._written = status
