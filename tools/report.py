@@ -40,12 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
-    from tools.run_report.data import read_run
+    from tools.run_report.data import distinct_names, read_run
     from tools.run_report.page import render_comparison, render_page
     from tools.run_report.panels import build_comparison, build_panels
     from tools.run_report.responses import NUM_SHOWN, read_responses
 
-    runs = [read_run(run_dir) for run_dir in run_dirs]
+    names = distinct_names(run_dirs)
+    runs = [read_run(path, name=name) for path, name in zip(run_dirs, names, strict=True)]
     if len(runs) > 1:
         if steps:
             raise ValueError("--steps: is for the timeline of one run, and a comparison has none")

@@ -49,11 +49,14 @@ class WatchServer(socketserver.ThreadingTCPServer):
 
     def answer(self, path: str) -> tuple[str, str] | None:
         """Return content and its type; None for a path that does not exist."""
+        from tools.run_report.page import render_states
+
         page = self.pages.get(path.removesuffix("version"))
         if page is None:
             return None
         if path.endswith("version"):
-            return json.dumps({"version": page.version()}), "application/json"
+            states = render_states(page.states())
+            return json.dumps({"version": page.version(), "states": states}), "application/json"
         links = [(address, other.name) for address, other in self.pages.items()]
         return page.page(links if len(links) > 1 else []), "text/html"
 
@@ -94,9 +97,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8017, help="0: any free one; default 8017")
     options = parser.parse_args(arguments)
     try:
+        from tools.run_report.data import distinct_names
         from tools.run_report.live import LiveRun  # needs packages of [report]
 
-        server = WatchServer([LiveRun(path) for path in options.run_dirs], options.port)
+        names = distinct_names(options.run_dirs)
+        runs = [LiveRun(*each) for each in zip(options.run_dirs, names, strict=True)]
+        server = WatchServer(runs, options.port)
     except ModuleNotFoundError as error:
         needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
         print(f"watch: {needed}", file=sys.stderr)

@@ -7,6 +7,7 @@ disabled is None, and the page says so in a sentence.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,23 @@ class RunData:
         return bool(self.config.get(section, {}).get("enabled"))
 
 
-def read_run(run_dir: Path, live_trace: Trace | None = None) -> RunData:
+def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return a name for each folder: its own, and as many of its parents as it takes to tell it from the others."""
+    paths = [path.resolve() for path in run_dirs]
+    names = []
+    for path in paths:
+        depth = 1
+        while any(o.parts[-depth:] == path.parts[-depth:] for o in paths if o != path):
+            depth += 1
+        names.append("/".join(path.parts[-depth:]))
+    return names
+
+
+def read_run(run_dir: Path, live_trace: Trace | None = None, name: str = "") -> RunData:
     """Read the folder. ValueError names a file that is broken, or absent unless the run is in progress.
 
     `live_trace` is given for a run in progress; only what was added since the last call is scanned.
+    `name` is by default that of the folder.
     """
     is_live = live_trace is not None
     if not run_dir.is_dir():
@@ -65,7 +79,7 @@ def read_run(run_dir: Path, live_trace: Trace | None = None) -> RunData:
         trace = live_trace or Trace(run_dir / "timeline")
         trace.scan()
     return RunData(
-        name=run_dir.resolve().name,
+        name=name or run_dir.resolve().name,
         config=config,
         config_text=config_text,
         summary=_parse_object(f"{summary}", _read_text(summary))

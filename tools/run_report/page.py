@@ -19,6 +19,7 @@ from tools.run_report.data import RunData
 from tools.run_report.figure import Absent, Panel
 from tools.run_report.palette import ON_DARK
 from tools.run_report.responses import Response
+from tools.run_report.running import State
 
 _NAMES = {
     "eval_accuracy_first": "held-out accuracy, first",
@@ -37,7 +38,7 @@ class Live:
     """What a page that follows a run has in addition."""
 
     version: str  # of the files that the page shows
-    state: str
+    states: Sequence[State]  # one for each run
     links: Sequence[tuple[str, str]] = ()  # address and name of every page of the server
 
 
@@ -68,23 +69,35 @@ def render_comparison(
     return _render(panels, name=" · ".join(run.name for run in runs), alarms=alarms, live=live)
 
 
-def _render(panels: Sequence[Panel | Absent], **values: object) -> str:
-    environment = jinja2.Environment(
+def render_states(states: Sequence[State]) -> str:
+    """Return the part of a live page that is shown anew every few seconds."""
+    return _environment().get_template("running.html.j2").render(states=states)
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.j2").render(
-        panels=[
-            {"panel": panel, "figure": _script_json(panel)}
-            for panel in panels
-            if isinstance(panel, Panel)
-        ],
-        absent=[panel for panel in panels if isinstance(panel, Absent)],
-        plotly_js=plotly.offline.get_plotlyjs(),
-        on_dark=ON_DARK,
-        **values,
+
+
+def _render(panels: Sequence[Panel | Absent], **values: object) -> str:
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            panels=[
+                {"panel": panel, "figure": _script_json(panel)}
+                for panel in panels
+                if isinstance(panel, Panel)
+            ],
+            absent=[panel for panel in panels if isinstance(panel, Absent)],
+            plotly_js=plotly.offline.get_plotlyjs(),
+            on_dark=ON_DARK,
+            **values,
+        )
     )
 
 

@@ -273,16 +273,13 @@ def _memory(run: RunData) -> Panel | Absent:
 
 def build_comparison(runs: Sequence[RunData]) -> list[Panel | Absent]:
     """Return the panels of several runs: a curve for each, by its name."""
-    names = [run.name for run in runs]
-    labels = [
-        name if names.count(name) == 1 else f"{name} ({number})"
-        for number, name in enumerate(names, start=1)
-    ]
     panels: list[Panel | Absent] = []
     for metric, (title, y_label) in _COMPARED.items():
         curves = [
-            make_curve(label, palette.RANKS[number % len(palette.RANKS)], run.series(metric), DOTS)
-            for number, (label, run) in enumerate(zip(labels, runs, strict=True))
+            make_curve(
+                run.name, palette.RANKS[number % len(palette.RANKS)], run.series(metric), DOTS
+            )
+            for number, run in enumerate(runs)
             if run.series(metric)[0]
         ]
         layout = make_layout("RL step", y_label)

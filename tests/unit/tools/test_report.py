@@ -88,7 +88,7 @@ def make_run(
         speculation=SpeculationSection(enabled=with_speculation, drafter="drafter"),
         spot=SpotSection(enabled=with_spot),
     )
-    folder.mkdir()
+    folder.mkdir(parents=True)
     text = dump_config(config)
     (folder / "config.yaml").write_text(
         text if with_trace else text.replace("trace: true", "trace: false")

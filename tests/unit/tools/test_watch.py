@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, ScoredGroup
 from tools.report import main as report
 from tools.run_report.alarms import find_alarms
+from tools.run_report.data import distinct_names
 from tools.run_report.live import LiveRun
 from tools.run_report.responses import read_responses
 from tools.watch import WatchServer, main
@@ -73,7 +75,8 @@ def write_responses(
 
 @contextmanager
 def serving(*run_dirs: Path) -> Iterator[str]:
-    with WatchServer([LiveRun(run_dir) for run_dir in run_dirs], 0) as server:
+    runs = [LiveRun(*each) for each in zip(run_dirs, distinct_names(run_dirs), strict=True)]
+    with WatchServer(runs, 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
@@ -90,16 +93,18 @@ def get(url: str, **headers: str) -> str:
 
 
 def test_the_page_follows_the_run(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
+    """Two folders of the same name are told apart by their parents."""
+    run_dir = make_run(tmp_path / "one" / "run")
     (run_dir / "summary.json").unlink()  # written at the end
     before = sorted(path for path in run_dir.rglob("*"))
-    with serving(run_dir, run_dir) as url:
+    other = shutil.copytree(run_dir, tmp_path / "other" / "run")
+    with serving(run_dir, other) as url:
         page, version = get(f"{url}/0/"), json.loads(get(f"{url}/0/version"))["version"]
         assert f"3 of {RunConfig().run.num_steps} RL steps are done" in page
         assert 'id="figure-timeline"' in page
-        assert '<a href="/1/">run</a>' in page
+        assert '<a href="/0/">one/run</a>' in page
+        assert '<a href="/1/">other/run</a>' in page
         assert f'"{version}"' in page
-        assert json.loads(get(f"{url}/1/version")) == {"version": version}
         with (run_dir / "metrics.jsonl").open("a") as file:
             file.write('{"step": 4, "timing_s/step": 2.0, "critic/rewards/mean": null}\n{"st')
         new = json.loads(get(f"{url}/0/version"))["version"]
@@ -110,9 +115,12 @@ def test_the_page_follows_the_run(tmp_path: Path) -> None:
         assert "Step 4 has values that are not finite: critic/rewards/mean." in page
         both = get(url)  # of several runs, the first page compares them
         assert 'id="figure-critic_rewards_mean"' in both
-        assert '"name": "run (2)"' in both
-        assert "run: Step 4 has values that are not finite: critic/rewards/mean." in both
-        assert json.loads(get(f"{url}/all/version")) == {"version": new + new}
+        assert '"name": "other/run"' in both
+        assert "one/run: Step 4 has values that are not finite: critic/rewards/mean." in both
+        all_version = json.loads(get(f"{url}/all/version"))
+        assert all_version["version"].startswith(new)
+        assert "<b>one/run</b>: 4 of " in all_version["states"]
+        assert "<b>other/run</b>: 3 of " in all_version["states"]
         for path in ("/2/", "/0/x", "/../etc/passwd", "/0/metrics.jsonl"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 get(url + path)

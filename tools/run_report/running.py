@@ -1,0 +1,121 @@
+"""The step that is under way: what each rank does now, and the alarms of a run that hangs or has died."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_megatron.runtime.status import RankStatus
+
+NUM_ROWS = 8  # of more ranks, those that are furthest behind
+_STALL_STEPS = 5  # median step times without any change
+_MIN_STALL_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What all ranks do at `now_s`, in seconds since the epoch. `ranks` are in order and not empty."""
+
+    ranks: Sequence[RankStatus]
+    now_s: float
+
+    @property
+    def title(self) -> str:
+        """ "Step 4 is under way", or what is done between steps."""
+        step = self.ranks[0].step
+        if any(rank.step_began_s for rank in self.ranks):
+            return f"Step {max(rank.step for rank in self.ranks)} is under way"
+        return f"After step {step}" if step else "Before step 1"
+
+    @property
+    def note(self) -> str:
+        """Seconds, responses and tokens so far, and how many ranks are in each phase."""
+        parts = []
+        began = [rank.step_began_s for rank in self.ranks if rank.step_began_s]
+        if began:
+            parts.append(f"{self.now_s - min(began):,.0f} s so far")
+        num_responses, num_done, num_tokens = (
+            sum(getattr(rank, name) for rank in self.ranks)
+            for name in ("num_responses", "num_done", "num_tokens")
+        )
+        if num_responses:
+            parts.append(f"{num_done:,} of {num_responses:,} responses are done")
+            parts.append(f"{num_tokens:,} tokens in them")
+        counts = Counter(phase_of(rank) for rank in self.ranks)
+        parts += [f"{phase}: {_count(count)}" for phase, count in counts.most_common()]
+        return " · ".join(parts)
+
+    @property
+    def shown(self) -> Sequence[RankStatus]:
+        """The ranks that get a row: all, or of many those that are furthest behind."""
+        if len(self.ranks) <= NUM_ROWS:
+            return self.ranks
+        order = sorted(self.ranks, key=lambda r: (r.num_phases, r.num_done - r.num_responses))
+        return order[:NUM_ROWS]
+
+    def seconds_in_phase(self, rank: RankStatus) -> float:
+        return max(self.now_s - rank.phase_began_s, 0.0)
+
+    def hang(self, median_step_s: float, group_timeout_s: float) -> str:
+        """Return an alarm if no rank has changed for too long, else "". Between steps the median of steps says nothing."""
+        limit_s, reason = group_timeout_s, "run.group_timeout_s"
+        step_limit_s = max(_STALL_STEPS * median_step_s, _MIN_STALL_S)
+        if step_limit_s < limit_s and any(rank.step_began_s for rank in self.ranks):
+            limit_s, reason = step_limit_s, f"the median RL step takes {median_step_s:.3g} s"
+        silent_s = self.now_s - max(rank.changed_s for rank in self.ranks)
+        if silent_s <= limit_s:
+            return ""
+        return (
+            f"The run may hang: no rank has gone on for {silent_s:,.0f} s; {limit_s:,.0f} s is"
+            f" allowed ({reason}). {self.place}"
+        )
+
+    @property
+    def place(self) -> str:
+        """Which ranks are behind, and the phase of the others."""
+        step, newest = self.ranks[0].step, max(rank.num_phases for rank in self.ranks)
+        behind = [rank for rank in self.ranks if rank.num_phases < newest]
+        others = Counter(phase_of(rank) for rank in self.ranks if rank.num_phases == newest)
+        where = " and ".join(others)
+        if not behind:
+            return f"Last seen at step {step}: all ranks in {where}."
+        names = [f"rank {rank.rank} on {rank.host} in {phase_of(rank)}" for rank in behind]
+        more = f" and {len(names) - NUM_ROWS:,} more" if len(names) > NUM_ROWS else ""
+        return (
+            f"Last seen at step {step}: {_count(len(behind))} behind the others, which are in"
+            f" {where}: {', '.join(names[:NUM_ROWS])}{more}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the page of a run says between two changes of its metrics."""
+
+    name: str
+    sentence: str
+    now: Running | None = None  # None: the run has ended, or no rank has written its status
+    alarm: str = ""
+
+
+def read_ranks(run_dir: Path) -> list[RankStatus]:
+    """Return the status of each rank, in order; [] of a run that has written none. ValueError names a file that is no status."""
+    found = []
+    for path in sorted((run_dir / "status").glob("rank_*.json")):
+        try:
+            found.append(RankStatus(**json.loads(path.read_text(encoding="utf-8"))))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: is no status of a rank ({error})") from None
+    # an earlier run in the folder may have had more ranks
+    return [status for status in found if status.num_ranks == found[0].num_ranks]
+
+
+def phase_of(rank: RankStatus) -> str:
+    """Return the open phases, such as "EVAL ROLLOUT"."""
+    return " ".join(rank.phases) or "no phase"
+
+
+def _count(number: int) -> str:
+    return f"{number:,} rank{'' if number == 1 else 's'}"
