@@ -8,10 +8,12 @@ the last threshold gives the paper's elastic switch (its default: on below 32 re
 
 from __future__ import annotations
 
+import math
 import random
-from bisect import bisect_right, insort
+import statistics
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt_megatron.speculation.selector import Decision, fits
@@ -79,7 +81,9 @@ class BegMabSelector:
         self._thresholds = tuple(thresholds)
         self._buckets = [[s for s in strategies if s.num_nodes == b] for b in budgets]
         self._epsilon = epsilon
-        self._rewards = {s: _SlidingMedian(window) for s in strategies}
+        self._rewards: dict[SpeculationStrategy, deque[float]] = {
+            s: deque(maxlen=window) for s in strategies
+        }
         self._rng = random.Random(seed)
 
     def choose(self, batch_size: int) -> Decision:
@@ -90,8 +94,13 @@ class BegMabSelector:
         elif self._rng.random() < self._epsilon:
             chosen, reason = self._rng.choice(bucket), "explore"
         else:
-            chosen, reason = max(bucket, key=lambda s: self._rewards[s].median()), "exploit"
+            chosen, reason = max(bucket, key=self._median_reward), "exploit"
         return Decision(strategy=chosen, reason=reason)
+
+    def _median_reward(self, strategy: SpeculationStrategy) -> float:
+        """Return infinity without rewards, so that the strategy is tried."""
+        rewards = self._rewards[strategy]
+        return statistics.median(rewards) if rewards else math.inf
 
     def observe(
         self,
@@ -114,7 +123,7 @@ class BegMabSelector:
         version, words, gauss = self._rng.getstate()
         return {
             **self._identity(),
-            "rewards": {str(s): self._rewards[s].values() for s in self._strategies},
+            "rewards": {str(s): list(self._rewards[s]) for s in self._strategies},
             "rng": [version, list(words), gauss],
         }
 
@@ -126,38 +135,7 @@ class BegMabSelector:
         if not fits(state, self._identity()):
             return
         for strategy in self._strategies:
-            self._rewards[strategy].replace(state["rewards"][str(strategy)])
+            self._rewards[strategy].clear()
+            self._rewards[strategy].extend(state["rewards"][str(strategy)])
         version, words, gauss = state["rng"]
         self._rng.setstate((version, tuple(words), gauss))
-
-
-class _SlidingMedian:
-    """The median of the latest values. They stay sorted, so an update needs a binary search, not a sort."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._latest: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def append(self, value: float) -> None:
-        if len(self._latest) == self._window:
-            oldest = self._latest.popleft()
-            del self._sorted[bisect_right(self._sorted, oldest) - 1]
-        self._latest.append(value)
-        insort(self._sorted, value)
-
-    def median(self) -> float:
-        """Return the median; infinity without values, so that the strategy is tried."""
-        count = len(self._sorted)
-        if count == 0:
-            return float("inf")
-        return (self._sorted[(count - 1) // 2] + self._sorted[count // 2]) / 2
-
-    def values(self) -> list[float]:
-        return list(self._latest)
-
-    def replace(self, values: Iterable[float]) -> None:
-        self._latest.clear()
-        self._sorted.clear()
-        for value in values:
-            self.append(value)

@@ -212,11 +212,8 @@ class CostModelSelector:
             raise ValueError(f"strategies={', '.join(map(str, strategies))}: one is given twice")
         self._strategies = (OFF, *drafting)
         self._hysteresis = hysteresis
-        kinds = [
-            [OFF],
-            [s for s in drafting if s.is_learned],
-            [s for s in drafting if not s.is_learned],
-        ]
+        learned = [s for s in drafting if s.is_learned]
+        kinds = [[OFF], learned, [s for s in drafting if not s.is_learned]]
         self._kinds = [_Kind(kind) for kind in kinds if kind]
         self._table = AcceptanceTable()
         self._cost = PassCost()
@@ -287,11 +284,10 @@ class CostModelSelector:
 
     def _rates_at(self, batch_size: int) -> dict[SpeculationStrategy, float]:
         """Return the tokens per second of one request."""
-        if batch_size not in self._seconds:
-            self._seconds[batch_size] = {
-                s: self._cost.seconds(s, batch_size) for s in self._strategies
-            }
-        seconds = self._seconds[batch_size]
+        seconds = self._seconds.get(batch_size)
+        if seconds is None:
+            seconds = {s: self._cost.seconds(s, batch_size) for s in self._strategies}
+            self._seconds[batch_size] = seconds
         return {s: tokens / seconds[s] for s, tokens in self._tokens.items()}
 
     def _account(
@@ -330,7 +326,10 @@ class CostModelSelector:
             **self._identity(),
             "table": self._table.state_dict(),
             "cost": self._cost.state_dict(),
-            "kinds": [kind.state_dict() for kind in self._kinds],
+            "kinds": [
+                {name: value for name, value in vars(kind).items() if name != "strategies"}
+                for kind in self._kinds
+            ],
             "current": str(self._current),
             "last": [str(self._last[0]), self._last[1]],
             "num_observed": self._num_observed,
@@ -393,7 +392,3 @@ class _Kind:
         """Probe at once, with several passes."""
         self.rest, self.lost_s, self.budget_s = 1.0, 0.0, max(self.budget_s, 0.0)
         self.num_left = _NEW_DRAFTER
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the budget and the times as values that JSON can hold."""
-        return {name: value for name, value in vars(self).items() if name != "strategies"}

@@ -23,19 +23,17 @@ def retrieved_chain(token_ids_BN: Tensor) -> DraftTree:
     return dataclasses.replace(chain, num_steps=0, num_retrieved=token_ids_BN.shape[1])
 
 
-def graft(
-    tree: DraftTree, token_ids_BN: Tensor, *, ancestors_BRR: Tensor | None = None
-) -> DraftTree:
+def graft(tree: DraftTree, token_ids_BN: Tensor) -> DraftTree:
     """Add N retrieved nodes to a learned tree, below the deepest path that agrees with the retrieved tokens.
 
     Example: root -> {7 -> {8}, 9} and retrieved [7 8 5 6]: 7 and 8 exist, so 5 becomes a child of 8, and 6 of 5. The new
-    nodes for 7 and 8 are UNUSED. `ancestors_BRR` is `ancestor_mask(tree)` if the caller has it already.
+    nodes for 7 and 8 are UNUSED.
     """
     num_learned, num_retrieved = tree.token_ids_BQ.shape[1], token_ids_BN.shape[1]
     # Nodes deeper than the proposal are compared with its last token; a match there changes nothing.
     wanted_BQ = token_ids_BN.gather(1, (tree.depths_BQ - 1).clamp(max=num_retrieved - 1))
     agrees_BQ = (tree.token_ids_BQ == wanted_BQ) & (tree.token_ids_BQ != UNUSED)
-    num_agreed_B, path_BS = deepest_path(tree, agrees_BQ, ancestors_BRR)
+    num_agreed_B, path_BS = deepest_path(tree, agrees_BQ)
     num_agreed_B1 = num_agreed_B.unsqueeze(1)
 
     steps_N = torch.arange(num_retrieved, device=token_ids_BN.device)

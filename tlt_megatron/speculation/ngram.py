@@ -56,17 +56,6 @@ class NgramIndex:
         # The table of all texts, in two generations: a full newer one replaces the older, whose entries are lost.
         self._newer: dict[str, str] = {}
         self._older: dict[str, str] = {}
-        self._num_evicted = 0
-
-    @property
-    def num_entries(self) -> int:
-        """Return the number of entries: at most `max_entries` plus those of the latest text."""
-        return sum(map(len, self._by_prompt.values())) + len(self._newer) + len(self._older)
-
-    @property
-    def num_evicted(self) -> int:
-        """Return the number of entries evicted so far."""
-        return self._num_evicted
 
     def start(self, prompt_id: str, token_ids: Sequence[int]) -> IndexedText:
         """Start a response to this prompt. Siblings and later epochs must use the same `prompt_id`."""
@@ -120,7 +109,6 @@ class NgramIndex:
         text.tail = whole[-sizes[0] :]
         self._num_by_prompt += len(of_prompt) - num_known
         if len(of_all) >= self._max_generation:
-            self._num_evicted += len(self._older)
             self._older, self._newer = of_all, {}
         if self._num_by_prompt > self._max_by_prompt:
             self._make_room()
@@ -134,7 +122,6 @@ class NgramIndex:
                 break
             if table:
                 self._num_by_prompt -= len(table)
-                self._num_evicted += len(table)
                 table.clear()  # in place: its responses may still run
             else:
                 del self._by_prompt[prompt_id]  # still empty since the last eviction

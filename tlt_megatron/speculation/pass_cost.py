@@ -29,7 +29,7 @@ class PassCost:
     def __init__(self) -> None:
         # By strategy and quarter octave of the batch size: the latest seconds, in units of what `_COST_PRIOR` says for their
         # exact batch size, and the pass at which they were seen.
-        self._cells: dict[SpeculationStrategy, dict[int, tuple[deque[float], int]]] = {}
+        self._cells: dict[tuple[SpeculationStrategy, int], tuple[deque[float], int]] = {}
         self._now = 0
         self._plane = _COST_PRIOR
         # Of every median: its place (see `_place`), its weight, its relative distance from the plane.
@@ -39,26 +39,25 @@ class PassCost:
     def observe(self, strategy: SpeculationStrategy, batch_size: int, seconds: float) -> None:
         """Add a pass."""
         self._now += 1
-        cells = self._cells.setdefault(strategy, {})
-        quarter = round(4.0 * math.log2(batch_size))
-        latest = cells[quarter][0] if quarter in cells else deque(maxlen=_WINDOW)
+        key = strategy, round(4.0 * math.log2(batch_size))
+        latest, _ = self._cells.get(key, (deque(maxlen=_WINDOW), 0))
         latest.append(seconds / float(_terms(strategy, batch_size) @ _COST_PRIOR))
-        cells[quarter] = latest, self._now
+        self._cells[key] = latest, self._now
 
     def refresh(self) -> None:
         """Fit the plane to everything observed so far: least squares of the relative error, with a prior, no term < 0."""
         cells = [
             (strategy, quarter / 4.0, statistics.median_low(latest), len(latest), seen_at)
-            for strategy, by_quarter in self._cells.items()
-            for quarter, (latest, seen_at) in by_quarter.items()
+            for (strategy, quarter), (latest, seen_at) in self._cells.items()
         ]
         if not cells:
             return
         weights_N = np.array([n * 0.5 ** ((self._now - at) / _STALE) for *_, n, at in cells])
         terms_NF = np.array([_terms(strategy, 2.0**octave) for strategy, octave, *_ in cells])
         terms_NF *= _COST_PRIOR
-        unit_s = statistics.median_low([ratio for _, _, ratio, *_ in cells])
-        seconds_N = np.array([ratio for _, _, ratio, *_ in cells]) * terms_NF.sum(axis=1)
+        ratios = [ratio for _, _, ratio, *_ in cells]
+        unit_s = statistics.median_low(ratios)
+        seconds_N = np.array(ratios) * terms_NF.sum(axis=1)
         scaled_NF = terms_NF * (np.sqrt(weights_N) / seconds_N * unit_s / _NOISE)[:, None]
         matrix_FF = scaled_NF.T @ scaled_NF + np.eye(len(_COST_PRIOR))
         target_F = scaled_NF.T @ (np.sqrt(weights_N) / _NOISE) + 1.0
@@ -91,17 +90,17 @@ class PassCost:
         """Return the medians' passes as values that JSON can hold."""
         cells = [
             [str(strategy), quarter, list(latest), seen_at]
-            for strategy, by_quarter in self._cells.items()
-            for quarter, (latest, seen_at) in by_quarter.items()
+            for (strategy, quarter), (latest, seen_at) in self._cells.items()
         ]
         return {"now": self._now, "cells": cells}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        self._now, self._cells = state["now"], {}
-        for text, quarter, latest, seen_at in state["cells"]:
-            cells = self._cells.setdefault(SpeculationStrategy.parse(text), {})
-            cells[quarter] = deque(latest, maxlen=_WINDOW), seen_at
+        self._now = state["now"]
+        self._cells = {
+            (SpeculationStrategy.parse(text), quarter): (deque(latest, maxlen=_WINDOW), seen_at)
+            for text, quarter, latest, seen_at in state["cells"]
+        }
         self.refresh()
 
 

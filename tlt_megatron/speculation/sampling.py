@@ -8,6 +8,7 @@ function of (seed, position, token id). Sharing it makes the output independent 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
@@ -94,9 +95,9 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     """
     keys_B = row_keys(seeds_B, positions_B)
     if _has_kernels(keys_B):
-        return _kernels().fill_gumbel(keys_B, vocab_size)
+        return _module("noise_kernel").fill_gumbel(keys_B, vocab_size)
     if keys_B.is_cpu and vocab_size >= _SEARCHED_TOKENS:
-        return _search().fill_gumbel(keys_B, vocab_size)
+        return _module("noise_search").fill_gumbel(keys_B, vocab_size)
     return noise_of_ids(keys_B, torch.arange(vocab_size, device=keys_B.device))
 
 
@@ -112,9 +113,9 @@ def noise_of_ids(keys_B: Tensor, ids_C: Tensor) -> Tensor:
 def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
     if _has_kernels(seeds_B):
-        return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+        return _module("noise_kernel").noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
     if is_searched(logits_BV.shape[0], logits_BV.shape[1], logits_BV.device):
-        tokens_B = _search().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+        tokens_B = _module("noise_search").noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
         if tokens_B is not None:
             return tokens_B
     noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
@@ -136,18 +137,9 @@ def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:
     return is_large and device.type == "cpu"
 
 
-def _search() -> ModuleType:
-    """Imported when needed: it imports this module."""
-    from tlt_megatron.speculation import noise_search
-
-    return noise_search
-
-
-def _kernels() -> ModuleType:
-    """Imported when needed: CPU builds of torch come without triton."""
-    from tlt_megatron.speculation import noise_kernel
-
-    return noise_kernel
+def _module(name: str) -> ModuleType:
+    """Imported when needed: CPU builds of torch come without triton, and both modules import this one."""
+    return importlib.import_module(f"tlt_megatron.speculation.{name}")
 
 
 def gumbel_of(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -164,41 +156,8 @@ def gumbel_(bits: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-class NoiseAhead:
-    """`gumbel_noise` for a decode loop. If one step is small, it makes the noise of several steps in one call.
-
-    Every row advances by one position per `next`. Call `start` after the rows change.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._block_ABV: Tensor | None = None
-        self._used = 0
-
-    def start(self) -> None:
-        """Discard the noise made ahead."""
-        self._block_ABV = None
-
-    def next(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return [B, V]; the caller may overwrite it."""
-        if self._block_ABV is None or self._used == self._block_ABV.shape[0]:
-            num_rows = seeds_B.shape[0]
-            num_steps = min(max(_NOISE_AHEAD // (num_rows * self._vocab_size), 1), 64)
-            ahead_A1 = torch.arange(num_steps, device=seeds_B.device).unsqueeze(1)
-            positions_AB = positions_B + ahead_A1
-            noise = gumbel_noise(
-                seeds_B.expand_as(positions_AB).reshape(-1),
-                positions_AB.reshape(-1),
-                self._vocab_size,
-            )
-            self._block_ABV = noise.view(num_steps, num_rows, self._vocab_size)
-            self._used = 0
-        self._used += 1
-        return self._block_ABV[self._used - 1]
-
-
 class NoiseWindow:
-    """`gumbel_noise` for speculative decoding, where rows advance by different amounts.
+    """`gumbel_noise` for a decode loop. If one pass is small, it makes the noise of several passes in one call.
 
     Keeps a block of positions per row, and makes noise only for those that it lacks. Call `start` after the rows change.
     """
@@ -233,7 +192,8 @@ class NoiseWindow:
         steps_A = torch.arange(ahead, device=device)
         positions_BA = positions_B.unsqueeze(1) + steps_A
         old_BAV = self._block_BAV
-        if old_BAV is None or device.type != "cpu":  # elsewhere, counting rows would wait
+        # One position per row: nothing of the old block is left. Not on a CPU: counting rows would wait.
+        if old_BAV is None or length == 1 or device.type != "cpu":
             seeds_BA = seeds_B.unsqueeze(1).expand_as(positions_BA)
             noise = gumbel_noise(seeds_BA.reshape(-1), positions_BA.view(-1), vocab_size)
             return noise.view(num_rows, ahead, vocab_size)
@@ -296,7 +256,6 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
     *,
-    noise_ahead: NoiseAhead | None = None,
     noise_BV: Tensor | None = None,
 ) -> Sampled:
     """Draw one token per row. `temperature=0` is greedy: the first of the largest logits, with logprob 0.
@@ -319,15 +278,8 @@ def sample(
     scaled = logits if is_plain else cut_logits(logits / temperature, top_p, top_k)
     if noise_BV is not None:
         tokens_B1 = (noise_BV + scaled).argmax(dim=-1, keepdim=True)
-    elif (
-        noise_ahead is None
-        or seeds_B.is_cuda
-        or is_searched(scaled.shape[0], scaled.shape[1], scaled.device)
-    ):
-        tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
     else:
-        noise_BV = noise_ahead.next(seeds_B, positions_B)
-        tokens_B1 = noise_BV.add_(scaled).argmax(dim=-1, keepdim=True)
+        tokens_B1 = noisy_argmax(scaled, seeds_B, positions_B).unsqueeze(1)
     policy_B = policy_logprobs_BV.gather(1, tokens_B1).squeeze(1).float()
     logprobs_B = policy_B
     if not is_plain:
@@ -355,7 +307,7 @@ def add_noise(
     """
     keys_B = row_keys(seeds_B, positions_B)
     if _has_kernels(keys_B):
-        return _kernels().add_noise(logits, keys_B, scale, factor, ids_V)
+        return _module("noise_kernel").add_noise(logits, keys_B, scale, factor, ids_V)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if ids_V is None:
         noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])

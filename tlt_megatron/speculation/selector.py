@@ -1,4 +1,4 @@
-"""Strategy selectors: the protocol, and the selector with a fixed strategy.
+"""Strategy selectors: the protocol, the selector with a fixed strategy, and the one that a setting names.
 
 The engine calls `choose` before a decode pass and `observe` after it. It passes numbers that it has on the host already, so
 no selector synchronizes the device. Passes without drafting (`OFF`) are observed too, with no depths, so that selectors learn
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 log = logging.getLogger(__name__)
@@ -102,3 +103,26 @@ def fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
             )
             return False
     return True
+
+
+def make_selector(
+    spec: str,
+    strategies: Sequence[SpeculationStrategy],
+    *,
+    max_batch_size: int,
+    beg_thresholds: Sequence[int] = (),
+) -> StrategySelector:
+    """Return a new selector over `strategies`. A selector that is not built in is called as `Selector(strategies)`.
+
+    ValueError names the methods of `StrategySelector` that it lacks, or what is wrong with the import path.
+    """
+    selector = load_extension("speculation.selector", spec)
+    if spec == "fixed":
+        return selector(strategies[0])
+    if spec == "beg_mab":
+        return selector(strategies, beg_thresholds, max_batch_size=max_batch_size)
+    methods = [name for name in vars(StrategySelector) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(selector, name, None))]
+    if missing:
+        raise ValueError(f"speculation.selector={spec!r}: lacks {', '.join(missing)}")
+    return selector(strategies)

@@ -15,7 +15,7 @@ from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.speculation.make_selector import make_selector
+from tlt_megatron.speculation.selector import make_selector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers, make_drafter

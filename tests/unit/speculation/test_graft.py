@@ -16,7 +16,6 @@ from tlt_megatron.speculation.tree import (
     UNUSED,
     DraftTree,
     TreeGrower,
-    ancestor_mask,
     chain_tree,
 )
 from tlt_megatron.speculation.verify import verify_noise_keyed
@@ -70,9 +69,7 @@ def test_grafted_tree_equals_the_construction_row_by_row() -> None:
         num_nodes, num_retrieved = generator.randrange(1, 13), generator.randrange(1, 8)
         tree = learned_tree(generator, 4, num_nodes, vocab=2)
         found_BN = random_proposals(generator, 4, num_retrieved, vocab=2)
-        grafted = graft(
-            tree, found_BN, ancestors_BRR=ancestor_mask(tree) if num_nodes % 2 else None
-        )
+        grafted = graft(tree, found_BN)
         assert (grafted.num_steps, grafted.num_retrieved) == (tree.num_steps, num_retrieved)
         assert grafted.num_learned == num_nodes
         assert int(grafted.depths_BQ.max()) <= grafted.depth

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tlt_megatron.speculation import noise_search
 from tlt_megatron.speculation.sampling import (
-    NoiseAhead,
     cut_logits,
     gumbel_noise,
     gumbel_of,
@@ -136,7 +135,7 @@ def test_logits_that_are_not_finite_are_left_to_the_plain_form(value: float) -> 
 def test_samples_are_those_of_the_whole_noise(
     dtype: torch.dtype, temperature: float, top_p: float, top_k: int
 ) -> None:
-    """Token and both log-probabilities, with and without noise made ahead."""
+    """Token and both log-probabilities."""
     logits_BV = normal(8, REAL, 4, 3.0).to(dtype)
     seeds_B, positions_B = draws(8)
     noise_BV = gumbel_noise(seeds_B, positions_B, REAL)
@@ -146,11 +145,10 @@ def test_samples_are_those_of_the_whole_noise(
     scaled = wide if temperature == 1.0 and top_p == 1.0 else wide / temperature
     allowed_BV = cut_logits(scaled, top_p, top_k)
     assert expected.token_ids_B.tolist() == plain(allowed_BV, seeds_B, positions_B)
-    for ahead in (None, NoiseAhead(REAL)):
-        found = sample(*rows, noise_ahead=ahead)
-        assert torch.equal(found.token_ids_B, expected.token_ids_B)
-        assert torch.equal(found.logprobs_B, expected.logprobs_B)
-        assert torch.equal(found.policy_logprobs_B, expected.policy_logprobs_B)
+    found = sample(*rows)
+    assert torch.equal(found.token_ids_B, expected.token_ids_B)
+    assert torch.equal(found.logprobs_B, expected.logprobs_B)
+    assert torch.equal(found.policy_logprobs_B, expected.policy_logprobs_B)
 
 
 def test_noise_of_a_large_vocabulary_is_that_of_the_torch_form() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tlt_megatron.speculation.sampling import (
     MAX_KEPT,
-    NoiseAhead,
     NoiseWindow,
     cut_logits,
     gumbel_noise,
@@ -178,15 +177,14 @@ def test_request_seeds_do_not_repeat() -> None:
 
 
 def test_noise_made_ahead_is_the_noise_of_each_step() -> None:
-    ahead = NoiseAhead(50)
+    ahead = NoiseWindow(50)
     row_seeds, positions = seeds(3), torch.tensor([0, 5, 100])
     for step in range(70):
         if step == 33:  # a row leaves
             row_seeds, positions = row_seeds[:2], positions[:2]
             ahead.start()
-        given = ahead.next(row_seeds, positions)
-        assert torch.equal(given, gumbel_noise(row_seeds, positions, 50))
-        given.zero_()
+        given = ahead.window(row_seeds, positions, 1)
+        assert torch.equal(given[:, 0], gumbel_noise(row_seeds, positions, 50))
         positions = positions + 1
 
 

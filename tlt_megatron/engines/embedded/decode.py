@@ -22,7 +22,7 @@ from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.sampling import NoiseAhead, Sampled, sample
+from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import SamplingParams
 
@@ -88,7 +88,7 @@ class DecodeBatch:
         self._tokens_B = torch.empty(0, dtype=torch.int64, device=device)
         self._drawn: Sampled | None = None  # the next tokens, if a speculative step sampled them
         self._stop_ids = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-        self._noise = NoiseAhead(model.config.vocab_size)
+        self._noise = NoiseWindow(model.config.vocab_size)
         self._set_changed()
 
     # ---- rows join and leave
@@ -179,14 +179,19 @@ class DecodeBatch:
         if drawn is not None and num_drawn == len(self.requests):
             return drawn
         params, new = self._params, slice(num_drawn, None)
+        logits_BV = self._model.logits(self._hidden_BD[new])
+        seeds_B, positions_B, noise_BV = self._rows.seed[new], self._rows.count[new], None
+        is_made = logits_BV.is_cuda or is_searched(*logits_BV.shape, logits_BV.device)
+        if drawn is None and params.temperature > 0.0 and not is_made:
+            noise_BV = self._noise.window(seeds_B, positions_B, 1)[:, 0]
         fresh = sample(
-            self._model.logits(self._hidden_BD[new]),
-            self._rows.seed[new],
-            self._rows.count[new],
+            logits_BV,
+            seeds_B,
+            positions_B,
             params.temperature,
             params.top_p,
             params.top_k,
-            noise_ahead=self._noise if drawn is None else None,
+            noise_BV=noise_BV,
         )
         return fresh if drawn is None else drawn.followed_by(fresh)
 
