@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.runtime.device import GraphMemory
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: made in every pass, and frozen is slower
@@ -40,14 +40,6 @@ class PassInputs:
 Step = Callable[[PassInputs], tuple[Tensor, ...]]
 """A pass. Outputs begin with P. It is run again on the same inputs when it is captured, and must then do the same;
 shapes must follow from shapes alone, and nothing may be read back."""
-
-
-class GraphMemory(Protocol):
-    """See `runtime.device.GraphMemory`."""
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture `work` and return a function that replays it."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,9 +122,9 @@ class GraphPool:
             self._counts.num_eager[role, EagerReason.OFF] += 1
             return self._steps[role](inputs)
         batch_size, num_rows, longest = inputs.bias_BRS.shape
-        found = self._find(role, batch_size, num_rows, longest)
+        found = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
         if isinstance(found, GraphKey):
-            return self._run_graph(found, inputs)
+            return self._run_graph(self._in_lanes(found), inputs)
         self._counts.num_eager[role, found] += 1
         return self._steps[role](inputs)
 
@@ -173,12 +165,6 @@ class GraphPool:
         """Return the seconds spent on captures since the last call. They do not count as cost of a pass."""
         seconds, self._capture_s = self._capture_s, 0.0
         return seconds
-
-    def _find(
-        self, role: Role, batch_size: int, num_rows: int, longest: int
-    ) -> GraphKey | EagerReason:
-        key = self.plan.find(role, num_rows=num_rows, batch_size=batch_size, longest=longest)
-        return key if isinstance(key, EagerReason) else self._in_lanes(key)
 
     def _in_lanes(self, key: GraphKey) -> GraphKey:
         """Return the capture, cut to the lanes that there are and to their length."""

@@ -20,7 +20,7 @@ from tlt_megatron.engines.embedded.graph_pool import (
     addresses_read,
     lane_steps,
 )
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
+from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, request_slots
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
@@ -67,7 +67,8 @@ class KvLayout:
     def join(self, first_row: int, requests: Sequence[Request], num_passes: int) -> None:
         """Add new rows. In pages, `num_passes` decode passes have run."""
         if self._lane:
-            self._join_lanes(first_row, requests)
+            assert all(each.saved is None for each in requests), "preempted although all have lanes"
+            self._to_lanes(first_row, requests, [each.state.num_tokens for each in requests])
             return
         cache = self._cache
         for request in requests:
@@ -180,33 +181,24 @@ class KvLayout:
         self, requests: Sequence[Request], positions: list[int], scheduler: Scheduler
     ) -> None:
         """Move all rows to lanes of full length, if those of all requests fit."""
-        cache = self._cache
-        if not self._reserve_lanes(scheduler):
-            return
-        sources, targets = [], []
-        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
-            num_prompt, copied = request.state.num_tokens, request.kv.num_copied
-            sources.append(cache.slots(request.state.kv.pages, 0, num_prompt))
-            sources.append(cache.slots(request.kv.pages, copied, copied + position - num_prompt))
-            targets.append(self._lane_slots(row, position))
-        self._take_lanes(0, requests, torch.cat(sources), torch.cat(targets))
-        self.is_placed = False
+        if self._reserve_lanes(scheduler):
+            self._to_lanes(0, requests, positions)
+            self.is_placed = False
 
-    def _join_lanes(self, first_row: int, requests: Sequence[Request]) -> None:
-        """Give each new request a lane that starts with its prompt."""
-        sources, targets = [], []
-        for row, request in enumerate(requests, first_row):
-            assert request.saved is None, "a request was preempted although all have lanes"
-            state = request.state
-            sources.append(self._cache.slots(state.kv.pages, 0, state.num_tokens))
-            targets.append(self._lane_slots(row, state.num_tokens))
-        self._take_lanes(first_row, requests, torch.cat(sources), torch.cat(targets))
-
-    def _take_lanes(
-        self, first_row: int, requests: Sequence[Request], source_S: Tensor, target_S: Tensor
+    def _to_lanes(
+        self, first_row: int, requests: Sequence[Request], positions: Sequence[int]
     ) -> None:
-        """Move sequences to lanes. Free their pages, and prompts that no waiting sibling needs."""
-        cache = self._cache
+        """Move the positions so far of requests in pages to the lanes from `first_row` on.
+
+        Free their pages, and prompts that no waiting sibling needs.
+        """
+        cache, device = self._cache, self._cache.device
+        sources, targets = [], []
+        for row, (request, position) in enumerate(zip(requests, positions, strict=True), first_row):
+            start = row * self._lane
+            sources.append(request_slots(request, position, cache))
+            targets.append(torch.arange(start, start + position, device=device))
+        source_S, target_S = torch.cat(sources), torch.cat(targets)
         for request in requests:
             cache.free(request.kv.pages)
         for state in {request.state for request in requests}:
@@ -216,10 +208,6 @@ class KvLayout:
             self._fill_lane(row, request)
         cache.relocate(source_S, target_S)
         cache.mark_written(target_S)
-
-    def _lane_slots(self, row: int, num_positions: int) -> Tensor:
-        start = row * self._lane
-        return torch.arange(start, start + num_positions, device=self._cache.device)
 
     def _fill_lane(self, row: int, request: Request) -> None:
         """Take all pages of lane `row`, which no other request uses."""

@@ -33,8 +33,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
             assert request.saved is not None
             tokens = request.saved[0][chunk.start : chunk.end]
             first = state.num_tokens
-            own = _own_slots(request, chunk.end, cache)
-            context = torch.cat((cache.slots(state.kv.pages, 0, first), own))
+            context = request_slots(request, first + chunk.end, cache)
             num_again += chunk.end - chunk.start
         token_ids.append(tokens)
         position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
@@ -58,12 +57,6 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
         else:
             chunk.state.last_hidden_D = last_hidden_D
     return num_tokens - num_again, num_again
-
-
-def _own_slots(request: Request, num_tokens: int, cache: KvCache) -> Tensor:
-    """Return the slots of the first `num_tokens` tokens of a response over pages."""
-    start = request.kv.num_copied
-    return cache.slots(request.kv.pages, start, start + num_tokens)
 
 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:

@@ -225,13 +225,12 @@ class Scheduler:
         budget = self._prefill_chunk_tokens
         while self._waiting and len(self.running) < self.max_batch_size:
             request = self._waiting[0]
-            if not self._has_room(request):
+            if not self._take_pages(request):
                 if self._drop_kept_turn() or (not self.running and self._reclaim()):
                     continue
                 # If nothing runs it fits: no other request holds pages.
                 assert self.running, "a request that was checked to fit does not"
                 break
-            self._take_pages(request)
             while budget and (chunk := self._next_chunk(request, budget)):
                 chunks.append(chunk)
                 budget -= chunk.end - chunk.start
@@ -243,30 +242,28 @@ class Scheduler:
             admitted.append(request)
         return chunks, admitted
 
-    def _pages_needed(self, request: Request) -> int:
-        """Return the pages still to take before it can decode one token."""
-        cache = self._cache
-        needed = cache.pages_for(request.num_kept + 1) - len(request.kv.pages)
-        return needed + self._prompt_pages_needed(request.state)
-
-    def _prompt_pages_needed(self, state: PromptState) -> int:
-        return self._cache.pages_for(state.num_tokens) - len(state.kv.pages)
-
-    def _has_room(self, request: Request) -> bool:
-        cache = self._cache
+    def _take_pages(self, request: Request) -> bool:
+        """Take the pages that it still needs to decode one token. Return False if they are not free."""
+        cache, prompt_pages, own_pages = self._cache, request.state.kv.pages, request.kv.pages
+        num_prompt = cache.pages_for(request.state.num_tokens) - len(prompt_pages)
+        num_own = cache.pages_for(request.num_kept + 1) - len(own_pages)
         if self._lanes_end:
-            needed = self._prompt_pages_needed(request.state)
-            return needed <= cache.num_free_from(self._lanes_end)
-        # Keep one free page for each running request. Otherwise the new request is the next to be preempted.
-        return self._pages_needed(request) <= cache.num_free - len(self.running)
+            num_own = (
+                0  # it gets its lane when it joins; a page taken now could lie in another lane
+            )
+        if num_prompt + num_own > self._num_spare:
+            return False
+        cache.take_prompt_pages(prompt_pages, num_prompt)
+        for _ in range(num_own):
+            cache.take_response_page(own_pages)
+        return True
 
-    def _take_pages(self, request: Request) -> None:
-        state, cache = request.state, self._cache
-        cache.take_prompt_pages(state.kv.pages, self._prompt_pages_needed(state))
-        if self._lanes_end:
-            return  # it gets its lane when it joins; a page taken now could lie in another lane
-        for _ in range(cache.pages_for(request.num_kept + 1) - len(request.kv.pages)):
-            cache.take_response_page(request.kv.pages)
+    @property
+    def _num_spare(self) -> int:
+        """Return the free pages beside the lanes, or without lanes all but one for each running request, which would
+        else preempt another soon."""
+        num_free = self._cache.num_free_from(self._lanes_end)
+        return num_free if self._lanes_end else num_free - len(self.running)
 
     @staticmethod
     def _next_chunk(request: Request, budget: int) -> PrefillChunk | None:
@@ -345,10 +342,7 @@ class Scheduler:
         cache, state = self._cache, request.state
         known = (*state.prompt.token_ids, *token_ids[:-1])
         needed = cache.pages_for(len(known))
-        num_free = cache.num_free_from(self._lanes_end)
-        if not self._lanes_end:
-            num_free -= len(self.running)
-        if needed > num_free:
+        if needed > self._num_spare:
             return
         kept = KeptTurn(token_ids=known, kv=PromptKv())
         cache.take_prompt_pages(kept.kv.pages, needed)
@@ -378,7 +372,7 @@ class Scheduler:
 
 
 def request_slots(request: Request, num_positions: int, cache: KvCache) -> Tensor:
-    """Return the slots of the first positions of prompt and response of a running request."""
+    """Return the slots of the first positions of prompt and response of a request."""
     if request.kv.prompt is None:  # in a lane
         return cache.slots(request.kv.pages, 0, num_positions)
     num_prompt, first = request.state.num_tokens, request.kv.num_copied

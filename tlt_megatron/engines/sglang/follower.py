@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord, RolloutEngine
+from tlt_megatron.engines.base import EngineStats, PassRecord, RolloutEngine
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
-from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
+from tlt_megatron.types import Prompt, RolloutGroup
 
 
 class FollowerEngine(RolloutEngine):
@@ -41,18 +41,7 @@ class FollowerEngine(RolloutEngine):
             None, self._replica, num_ranks=self._replica.size, offers_own=device.is_cuda
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        policy_version: int,
-        on_finish: Callable[[Rollout], None] | None = None,
-        on_features: Callable[[Rollout, Tensor], None] | None = None,
-        between_passes: Callable[[], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-        more_prompts: MorePrompts | None = None,
-    ) -> list[RolloutGroup]:
+    def generate(self, prompts: Sequence[Prompt], *_: object, **__: object) -> list[RolloutGroup]:
         """Return []. ValueError if there are prompts: they belong to the first rank."""
         if prompts:
             raise ValueError(f"{len(prompts)} prompts for a rank without an engine of its own")
