@@ -14,7 +14,7 @@ from tests.mcore_policy import OPTIMIZER, Layout, build_policy, export, make_bat
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection, McoreSection, ModelSection
-from tlt_megatron.mcore.critic_model import McoreCriticModel
+from tlt_megatron.mcore.policy_model import McoreCriticModel
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.device import select_device
@@ -55,7 +55,6 @@ def build_trainer(
         optimizer=critic.optimizer(OPTIMIZER),
         groups=groups,
         device=select_device("cpu"),
-        has_value_head=True,
     )
     return PolicyTrainer(
         policy,

@@ -1,7 +1,7 @@
-"""The policy on Megatron-core, one per rank: satisfies policy.interfaces.PolicyModel.
+"""The policy and the critic on Megatron-core, one per rank: see policy/interfaces.py.
 
-If asked, it also keeps a host copy of the initial weights as the reference policy. Every method is
-a collective of all ranks.
+If asked, the policy keeps a host copy of the initial weights as the reference policy. The critic is
+of the same architecture with a value head. Every method is a collective of all ranks.
 """
 
 from __future__ import annotations
@@ -12,49 +12,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
 from tlt_megatron.mcore.export import iter_hf_weights
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap
-from tlt_megatron.mcore.schedule import label_logprobs, run_forward
+from tlt_megatron.mcore.schedule import label_logprobs, run_forward, token_values
 from tlt_megatron.mcore.trained_model import TrainedModel
-from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.process_groups import ProcessGroups
-from tlt_megatron.types import LossFunction, MicroBatch, TokenLogprobs
+from tlt_megatron.types import (
+    LossFunction,
+    MicroBatch,
+    TokenLogprobs,
+    TokenValues,
+    ValueLossFunction,
+)
 
 
 class McorePolicyModel(TrainedModel):
-    """A trainable policy over this rank's shard of the Hugging Face folder `model.path`.
-
-    `groups` must come from `initialize_model_parallel` with the same `parallel`. `keep_reference`
-    keeps the initial weights of this rank's shard in host memory.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: ModelSection,
-        parallel: ParallelSection,
-        mcore: McoreSection,
-        optimizer: OptimizerSection,
-        groups: ProcessGroups,
-        device: Device,
-        keep_reference: bool,
-    ) -> None:
-        super().__init__(
-            model=model,
-            parallel=parallel,
-            mcore=mcore,
-            optimizer=optimizer,
-            groups=groups,
-            device=device,
-            has_value_head=False,
-        )
-        self._reference: dict[str, Tensor] | None = None
-        if keep_reference:
-            self._reference = {
-                name: parameter.detach().to("cpu", copy=True)
-                for name, parameter in self._stage.named_parameters()
-            }
+    """A trainable policy over this rank's shard of the Hugging Face folder `model.path`."""
 
     def infer_logprobs(
         self,
@@ -114,3 +86,19 @@ class McorePolicyModel(TrainedModel):
             current = parameter.clone()
             parameter.copy_(host[name])
             host[name].copy_(current)
+
+
+class McoreCriticModel(TrainedModel):
+    """A critic that begins with the weights of the folder `model.path`, and with values of 0."""
+
+    _has_value_head = True
+
+    def infer_values(self, micro_batches: Sequence[MicroBatch]) -> list[TokenValues]:
+        """See CriticModel."""
+        return run_forward(self._model, micro_batches, token_values, TokenValues, self._groups)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: ValueLossFunction
+    ) -> dict[str, float]:
+        """See CriticModel."""
+        return self._forward_backward(micro_batches, token_values, loss_fn)

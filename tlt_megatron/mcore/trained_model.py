@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
 from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
@@ -31,6 +32,8 @@ class TrainedModel:
     `groups` must come from `initialize_model_parallel` with the same `parallel`.
     """
 
+    _has_value_head = False
+
     def __init__(
         self,
         *,
@@ -40,8 +43,9 @@ class TrainedModel:
         optimizer: OptimizerSection,
         groups: ProcessGroups,
         device: Device,
-        has_value_head: bool,
+        keep_reference: bool = False,
     ) -> None:
+        """`keep_reference`: keep the initial weights of this rank's shard in host memory."""
         from megatron.core.transformer.module import Float16Module
 
         dtype = _DTYPES[model.dtype]
@@ -53,7 +57,7 @@ class TrainedModel:
             section=mcore,
             dtype=dtype,
             device=device,
-            has_value_head=has_value_head,
+            has_value_head=self._has_value_head,
         )
         load_hf_weights(self._stage, self._config, HfReader(Path(model.path)), groups)
         wrapped = self._stage
@@ -65,6 +69,12 @@ class TrainedModel:
         self._device = device
         self._offloads = mcore.offload_in_rollouts
         self._is_away = False
+        self._reference: dict[str, Tensor] | None = None
+        if keep_reference:
+            self._reference = {
+                name: parameter.detach().to("cpu", copy=True)
+                for name, parameter in self._stage.named_parameters()
+            }
 
     def optimizer_step(self) -> OptimizerStats:
         """See PolicyModel. If the gradient is not finite, only zero the gradients."""

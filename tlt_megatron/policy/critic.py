@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import CriticSection
 from tlt_megatron.policy.advantages import RolloutKey, generated_tokens, token_statistics
-from tlt_megatron.policy.health import UnhealthyTrainingError
+from tlt_megatron.policy.health import UpdateHealth, warn_of_skipped
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
@@ -24,8 +23,7 @@ from tlt_megatron.types import (
     TokenValues,
 )
 
-log = logging.getLogger(__name__)
-
+_UPDATES = "updates of the critic"  # in messages
 _VARIANCE_EPS = 1e-5  # verl's: explained variance stays finite where all returns are equal
 
 
@@ -44,13 +42,12 @@ class CriticTrainer:
         self.model = model
         self.section = section
         self.groups = groups
-        self._max_bad_updates = max_bad_updates
-        self._num_bad = 0  # updates in a row
+        self._health = UpdateHealth(max_bad_updates, updates=_UPDATES, advice="critic.lr")
 
     @property
     def is_last_update_good(self) -> bool:
         """Return whether the newest update was not skipped; True before the first update."""
-        return self._num_bad == 0
+        return self._health.num_bad == 0
 
     def infer_values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the values [P] of each micro-batch."""
@@ -68,35 +65,19 @@ class CriticTrainer:
             for name, value in self.model.forward_backward(batches, loss_fn).items():
                 totals[name] += value
             stats.append(self.model.optimizer_step())
-        num_skipped = self._check(step, stats)
+        num_skipped = warn_of_skipped(step, stats, updates=_UPDATES, world=self.groups.world)
         sums = sum_metrics(totals, [self.groups.dp])
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
+        loss = sums["vf_loss"] / loss_count
+        self._health.check_updates(step, [each.grad_norm for each in stats], loss)
         return {
-            "critic/vf_loss": sums["vf_loss"] / loss_count,
+            "critic/vf_loss": loss,
             "critic/vf_clipfrac": sums["vf_clipfrac"] / num_tokens,
             "critic/vpred_mean": sums["vpred"] / num_tokens,
             "critic/grad_norm": sum(each.grad_norm for each in stats) / len(stats),
             "critic/lr": stats[-1].lr,
             "critic/num_skipped_updates": float(num_skipped),
         }
-
-    def _check(self, step: int, stats: Sequence[OptimizerStats]) -> int:
-        """Return the number of skipped updates. Every rank has the same `stats`."""
-        num_skipped = sum(each.is_skipped for each in stats)
-        if num_skipped and self.groups.world.is_first:
-            log.warning(
-                "step %d: %d of %d updates of the critic were skipped, gradient norm %s",
-                *(step, num_skipped, len(stats), stats[-1].grad_norm),
-            )
-        for each in stats:
-            self._num_bad = self._num_bad + 1 if each.is_skipped else 0
-        if self._num_bad >= self._max_bad_updates:
-            raise UnhealthyTrainingError(
-                f"step {step}: {self._num_bad} updates of the critic in a row were skipped "
-                f"(run.max_bad_updates={self._max_bad_updates}): gradient norm {stats[-1].grad_norm}. "
-                "Check the rewards (critic/rewards/*) and critic.lr. The newest checkpoint is kept"
-            )
-        return num_skipped
 
 
 def value_loss(predicted: TokenValues, batch: MicroBatch, *, cliprange_value: float) -> LossResult:

@@ -7,6 +7,7 @@ all ranks, so all ranks stop at the same place.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.policy_sections import EXACT_DTYPES, MAX_DIFF_EXACT, MEAN_DIFF_ROUNDED
-from tlt_megatron.types import Rollout
+from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.types import OptimizerStats, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class UnhealthyTrainingError(RuntimeError):
@@ -86,8 +90,37 @@ class EngineDifference:
         }
 
 
-class TrainingHealth:
-    """The checks of one run: engines at the first batch of a fresh or resumed run, and every
+class UpdateHealth:
+    """Ends a run after too many bad updates in a row, over RL steps."""
+
+    def __init__(self, max_bad_updates: int, *, updates: str, advice: str) -> None:
+        """`updates`: what they are called in the error. `advice`: what to check."""
+        self._max_bad_updates = max_bad_updates
+        self._updates = updates
+        self._advice = advice
+        self.num_bad = 0  # updates in a row
+
+    def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
+        """Raise UnhealthyTrainingError after `max_bad_updates` bad updates in a row.
+
+        `grad_norms` are those of the step's updates, in order. An update whose norm is not finite
+        was skipped.
+        """
+        num_before = self.num_bad
+        for grad_norm in grad_norms:
+            self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
+        if not math.isfinite(loss) and self.num_bad == 0:
+            self.num_bad = num_before + 1
+        if self.num_bad >= self._max_bad_updates:
+            raise UnhealthyTrainingError(
+                f"step {step}: {self.num_bad} {self._updates} in a row were skipped or not finite "
+                f"(run.max_bad_updates={self._max_bad_updates}): gradient norm {grad_norms[-1]}, loss {loss}. "
+                f"Check the rewards (critic/rewards/*), {self._advice}. The newest checkpoint is kept"
+            )
+
+
+class TrainingHealth(UpdateHealth):
+    """The checks of the policy: engines at the first batch of a fresh or resumed run, and every
     update.
 
     `max_diff` replaces the default bound on the difference of the engines; None keeps the default.
@@ -97,13 +130,14 @@ class TrainingHealth:
         self, *, max_bad_updates: int, max_diff: float | None, dtypes: tuple[str, str]
     ) -> None:
         """`dtypes` are (training, rollout)."""
-        self._max_bad_updates = max_bad_updates
+        logprobs = "the log-probs of the batch (train/train_rollout_logprob_abs_diff)"
+        advice = f"optimizer.lr and {logprobs}"
+        super().__init__(max_bad_updates, updates="updates", advice=advice)
         self._dtypes = dtypes
         self._is_exact = all(dtype in EXACT_DTYPES for dtype in dtypes)
         default = MAX_DIFF_EXACT if self._is_exact else MEAN_DIFF_ROUNDED
         self._bound = default if max_diff is None else max_diff
         self._is_compared = False
-        self.num_bad = 0  # updates in a row
 
     def check_engines(self, step: int, difference: EngineDifference) -> None:
         """Raise UnhealthyTrainingError if training and rollouts compute different policies.
@@ -125,24 +159,18 @@ class TrainingHealth:
                 "No update was applied in this step"
             )
 
-    def check_updates(self, step: int, grad_norms: Sequence[float], loss: float) -> None:
-        """Raise UnhealthyTrainingError after `max_bad_updates` bad updates in a row, over RL steps.
 
-        `grad_norms` are those of the step's updates, in order. An update whose norm is not finite
-        was skipped.
-        """
-        num_before = self.num_bad
-        for grad_norm in grad_norms:
-            self.num_bad = 0 if math.isfinite(grad_norm) else self.num_bad + 1
-        if not math.isfinite(loss) and self.num_bad == 0:
-            self.num_bad = num_before + 1
-        if self.num_bad >= self._max_bad_updates:
-            raise UnhealthyTrainingError(
-                f"step {step}: {self.num_bad} updates in a row were skipped or not finite "
-                f"(run.max_bad_updates={self._max_bad_updates}): gradient norm {grad_norms[-1]}, loss {loss}. "
-                "Check the rewards (critic/rewards/*), optimizer.lr and the log-probs of the batch "
-                "(train/train_rollout_logprob_abs_diff). The newest checkpoint is kept"
-            )
+def warn_of_skipped(
+    step: int, stats: Sequence[OptimizerStats], *, updates: str, world: Group
+) -> int:
+    """Return the number of skipped updates. The first rank logs them; every rank has the same `stats`."""
+    num_skipped = sum(each.is_skipped for each in stats)
+    if num_skipped and world.is_first:
+        log.warning(
+            "step %d: %d of %d %s were skipped, gradient norm %s: weights and optimizer are unchanged",
+            *(step, num_skipped, len(stats), updates, stats[-1].grad_norm),
+        )
+    return num_skipped
 
 
 def check_weights(version: int, nonfinite: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from tlt_megatron.policy.batching import (
     split_evenly,
 )
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
-from tlt_megatron.policy.health import EngineDifference, TrainingHealth
+from tlt_megatron.policy.health import EngineDifference, TrainingHealth, warn_of_skipped
 from tlt_megatron.policy.interfaces import PolicyModel
 from tlt_megatron.policy.loss import kl_estimate, policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
@@ -43,8 +42,6 @@ from tlt_megatron.types import (
 
 if TYPE_CHECKING:
     from tlt_megatron.mcore.hidden_tap import HiddenStateTap
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,12 +347,7 @@ class PolicyTrainer:
         }
 
     def _check_updates(self, step: int, stats: Sequence[OptimizerStats], loss: float) -> None:
-        num_skipped = sum(each.is_skipped for each in stats)
-        if num_skipped and self.groups.world.is_first:
-            log.warning(
-                "step %d: %d of %d updates were skipped, gradient norm %s: weights and optimizer are unchanged",
-                *(step, num_skipped, len(stats), stats[-1].grad_norm),
-            )
+        warn_of_skipped(step, stats, updates="updates", world=self.groups.world)
         if self.health is not None:
             self.health.check_updates(step, [each.grad_norm for each in stats], loss)
 

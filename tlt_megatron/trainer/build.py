@@ -21,9 +21,8 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tlt_megatron.engines.base import RolloutEngine
-from tlt_megatron.mcore.critic_model import McoreCriticModel
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
-from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.mcore.policy_model import McoreCriticModel, McorePolicyModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
@@ -352,7 +351,6 @@ def _build_critic(config: RunConfig, groups: ProcessGroups, device: Device) -> M
         optimizer=config.critic.optimizer(config.optimizer),
         groups=groups,
         device=device,
-        has_value_head=True,
     )
 
 
