@@ -76,7 +76,7 @@ def test_a_run_leaves_all_it_promises(straight: Path) -> None:
 VERL_NAMES = """
 actor/{pg_loss,pg_clipfrac,ppo_kl,entropy,grad_norm,lr}
 critic/{score,rewards,advantages,returns}/{mean,max,min}
-response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min}
+response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio}
 timing_s/{gen,reward,old_log_prob,update_actor,update_weights,step} timing_per_token_ms/{gen,update_actor}
 perf/{throughput,time_per_step,total_num_tokens,cpu_memory_used_gb}
 training/{global_step,epoch,rollout_probs_diff_mean,rollout_probs_diff_max,rollout_probs_diff_std}

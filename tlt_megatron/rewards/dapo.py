@@ -27,6 +27,7 @@ class BatchRules:
     metric: str = "reward"  # that must differ within a group: the reward, or a further number
     round_tokens: int = 0  # partial rollouts: most tokens of a response in a round; 0: off
     num_drawn: int = 0  # partial rollouts: prompts drawn at the start of a step; 0: num_prompts
+    max_prompt_tokens: int = 0
     max_new_tokens: int = 0
     overlong_tokens: int = 0  # length of the interval before max_new_tokens; 0: no punishment
     overlong_penalty: float = 1.0

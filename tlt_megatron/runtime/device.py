@@ -27,6 +27,11 @@ class Device:
     def is_cuda(self) -> bool:
         return self.torch_device.type == "cuda"
 
+    @property
+    def gpu_name(self) -> str:
+        """Return torch's name of the GPU; "" on a CPU."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
+
     def free_bytes(self) -> int:
         """Return the memory this rank can still take: of its GPU, or its share of what the host has available."""
         if self.is_cuda:
@@ -47,7 +52,7 @@ class Device:
             torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
-        """Restart the measurement of `peak_bytes`."""
+        """Restart the measurement of `peak_bytes` and `peak_allocated_bytes`."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
         else:
@@ -61,6 +66,10 @@ class Device:
         status = _STATUS.read_text() if _STATUS.exists() else ""
         peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)  # gVisor leaves it out
         return int(peak[1]) * 1024 if peak else 0
+
+    def peak_allocated_bytes(self) -> int:
+        """Return the most bytes of tensors on the GPU since `reset_peak`; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
 
     def synchronize(self) -> None:
         """Wait for the device. For timing only, never on a hot path."""

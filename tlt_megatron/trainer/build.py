@@ -46,6 +46,7 @@ from tlt_megatron.trainer.build_drafter import attach_drafter
 from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
@@ -68,8 +69,7 @@ class Run:
 
     trainer: RLTrainer
     model: McorePolicyModel
-    # Context for work of all ranks: a failed collective raises RanksLost, which names the lost
-    # ranks.
+    # for work of all ranks: a failed collective raises RanksLost, which names the lost ranks
     explaining: Callable[[], AbstractContextManager[None]]
 
 
@@ -269,6 +269,7 @@ def _open_report(
         metrics=metrics,
         passes=SpeculationLog(run_dir, resume_step=first_step),
         rollouts=rollouts,
+        utilization=make_utilization(site.config, site.device.gpu_name, site.world.size),
     )
 
 
@@ -300,6 +301,7 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
             metric=algorithm.dynamic_sampling_metric,
             round_tokens=rollout.partial_rollout_tokens,
             num_drawn=rollout.over_sampling_prompts,
+            max_prompt_tokens=config.data.max_prompt_tokens,
             max_new_tokens=rollout.max_new_tokens,
             overlong_tokens=config.reward.overlong_tokens,
             overlong_penalty=config.reward.overlong_penalty,
@@ -361,11 +363,9 @@ def _build_policy_trainer(
     groups: ProcessGroups,
 ) -> PolicyTrainer:
     max_bad_updates = config.run.max_bad_updates
-    critic_trainer = None
+    trainer = None
     if critic is not None:
-        critic_trainer = CriticTrainer(
-            critic, config.critic, groups, max_bad_updates=max_bad_updates
-        )
+        trainer = CriticTrainer(critic, config.critic, groups, max_bad_updates=max_bad_updates)
     return PolicyTrainer(
         model,
         config.algorithm,
@@ -378,7 +378,7 @@ def _build_policy_trainer(
             max_diff=config.algorithm.max_logprob_diff,
             dtypes=(config.model.dtype, config.rollout.dtype),
         ),
-        critic=critic_trainer,
+        critic=trainer,
     )
 
 

@@ -155,7 +155,8 @@ class RLTrainer:
         self.report.end_step(
             self.step,
             collected,
-            inference.metrics | learned | {"training/epoch": float(self.sampler.epoch)},
+            inference,
+            learned | {"training/epoch": float(self.sampler.epoch)},
             self.policy_trainer.engine_differences,
         )
 

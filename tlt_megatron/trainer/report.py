@@ -8,15 +8,20 @@ from collections.abc import Mapping
 
 import psutil
 
+from tlt_megatron.policy.trainer import Inference
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
+from tlt_megatron.trainer.flops import Utilization
 from tlt_megatron.trainer.history import RunHistory
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.speculation_log import SpeculationLog
+
+# whose time per token counts prompts too, as in verl
+_PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
 
 
 class RunReport:
@@ -30,6 +35,7 @@ class RunReport:
         metrics: MetricsWriter | None = None,
         passes: SpeculationLog | None = None,
         rollouts: RolloutLog | None = None,
+        utilization: Utilization | None = None,
     ) -> None:
         self.phases = phases
         self.world = world
@@ -37,6 +43,7 @@ class RunReport:
         self._metrics = metrics
         self._passes = passes
         self._rollouts = rollouts
+        self._utilization = utilization
         self._step_started = time.perf_counter()
 
     def begin_step(self, step: int) -> None:
@@ -47,12 +54,13 @@ class RunReport:
         self,
         step: int,
         collected: Collected,
+        inference: Inference,
         update: dict[str, float],
         differences: Mapping[tuple[int, int], float],
     ) -> None:
         """Report the step. A collective of all ranks.
 
-        `update` are metrics of log-probs and update. `differences` are the engines' mean absolute
+        `update` are metrics of the update. `differences` are the engines' mean absolute
         log-prob differences by (index of the group, sample_index).
         """
         if self._passes is not None:
@@ -60,7 +68,7 @@ class RunReport:
         if self._rollouts is not None and self._metrics is not None:
             samples = self._rollouts.write(step, collected.groups, differences)
             self._metrics.trackers.log_responses(step, samples)
-        metrics = collected.metrics | update
+        metrics = collected.metrics | inference.metrics | update
         timings = gather_objects(self.phases.take_timings(), self.world)
         metrics |= {name: max(rank[name] for rank in timings) for name in timings[0]}
         metrics["timing_s/step"] = time.perf_counter() - self._step_started
@@ -69,13 +77,19 @@ class RunReport:
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1e9
         metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / self.world.size
         num_generated = sum(r.num_generated for g in collected.groups for r in g.group.rollouts)
-        for phase, count in (("gen", num_generated), ("update_actor", num_tokens)):
-            seconds = metrics[f"timing_s/{phase}"]
-            metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds / count
+        counts = {"gen": num_generated} | dict.fromkeys(_PHASES_OF_ALL_TOKENS, num_tokens)
+        for phase, count in counts.items():
+            if f"timing_s/{phase}" in metrics:
+                seconds = metrics[f"timing_s/{phase}"]
+                metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds / count
+        if self._utilization is not None:
+            metrics |= self._utilization.metrics(inference, metrics)
         metrics["training/global_step"] = metrics["training/policy_version"] = float(step)
         memory = self.add_memory()
         peaks = [gb for name, gb in memory.items() if name.startswith("memory/peak_gb/")]
         metrics |= memory | ({"perf/max_memory_reserved_gb": max(peaks)} if peaks else {})
+        if allocated := max(gather_objects(self.phases.take_allocated(), self.world)):
+            metrics["perf/max_memory_allocated_gb"] = allocated / 1e9
         self.history.add_step(metrics)
         self._write(step, metrics)
         self.phases.progress.step(step, metrics)

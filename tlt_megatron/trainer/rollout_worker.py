@@ -109,7 +109,8 @@ class RolloutWorker:
             missing = rules.num_missing(complete, len(rounds))
             prompts = plan.draw(missing) if missing else ()
         batch = rules.select(complete)
-        metrics = rollout_metrics(batch) | rules.metrics(complete, len(rounds))
+        metrics = rollout_metrics(batch, rules.max_prompt_tokens)
+        metrics |= rules.metrics(complete, len(rounds))
         carried = rules.carry(responses.groups(), batch)
         if rules.round_tokens:
             metrics |= carried_metrics(batch, carried, policy_version=policy_version)
@@ -312,14 +313,17 @@ def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
     return metrics
 
 
-def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the metrics of rewards and lengths of a batch."""
+def rollout_metrics(groups: Sequence[ScoredGroup], max_prompt_tokens: int) -> dict[str, float]:
+    """Return the metrics of rewards and lengths of a batch, whose prompts have at most `max_prompt_tokens`."""
     rollouts = [r for g in groups for r in g.group.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
     prompts = torch.tensor([len(g.group.prompt.token_ids) for g in groups], dtype=torch.float64)
     cut = torch.tensor([r.finish_reason == FinishReason.LENGTH for r in rollouts]).double()
-    metrics = {"response_length/clip_ratio": float(cut.mean())}
+    metrics = {
+        "response_length/clip_ratio": float(cut.mean()),
+        "prompt_length/clip_ratio": float((prompts == max_prompt_tokens).double().mean()),
+    }
     for name, values in (
         ("critic/score", rewards),
         ("critic/rewards", rewards),

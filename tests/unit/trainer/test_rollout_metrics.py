@@ -53,12 +53,15 @@ def scored(
 
 
 def test_rollout_metrics_by_hand() -> None:
-    metrics = rollout_metrics([scored((2, 4), (1.0, 1.0), 8), scored((6, 8), (0.0, -0.5), 8)])
+    groups = [scored((2, 4), (1.0, 1.0), 8), scored((6, 8), (0.0, -0.5), 8)]
+    metrics = rollout_metrics(groups, max_prompt_tokens=2)
     assert metrics["critic/rewards/mean"] == pytest.approx(0.375)
     assert (metrics["critic/rewards/max"], metrics["critic/rewards/min"]) == (1.0, -0.5)
     assert metrics["response_length/mean"] == 5
     assert metrics["response_length/clip_ratio"] == 0.25
     assert (metrics["prompt_length/max"], metrics["prompt_length/min"]) == (2, 2)
+    assert metrics["prompt_length/clip_ratio"] == 1.0
+    assert rollout_metrics(groups, max_prompt_tokens=3)["prompt_length/clip_ratio"] == 0.0
     assert metrics["rollout/num_tokens"] == 20 + 4 * 2
     assert metrics["rollout/entropy"] == 0.5
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
@@ -70,7 +73,7 @@ def test_metrics_of_kept_sets_by_hand() -> None:
     counts = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
     kept = KeptTokens(token_ids=torch.arange(6, dtype=torch.int32), counts=counts)
     rollouts = (replace(group.group.rollouts[0], kept=kept),)
-    metrics = rollout_metrics([replace(group, group=replace(group.group, rollouts=rollouts))])
+    metrics = rollout_metrics([replace(group, group=replace(group.group, rollouts=rollouts))], 8)
     assert (metrics["rollout/kept_set_size"], metrics["rollout/kept_set_missing_share"]) == (
         2,
         0.25,
@@ -148,7 +151,7 @@ def test_further_numbers_of_reward_functions_are_metrics_by_data_source() -> Non
         replace(scored((1, 1), (0.0, 1.0), 8, "gsm8k"), details=({"acc": 4.0, "tool": 2.0}, {})),
         replace(scored((1, 1), (0.0, 1.0), 8), details=({"acc": 7.0}, {"acc": 9.0})),
     ]
-    metrics = rollout_metrics(groups)
+    metrics = rollout_metrics(groups, 8)
     assert metrics["reward/gsm8k/acc/mean"] == 2.0
     assert metrics["reward/gsm8k/tool/mean"] == 2.0
     assert metrics["reward/unknown/acc/mean"] == 8.0

@@ -1,0 +1,133 @@
+"""The metrics that rank 0 adds to a step: the utilization of known GPUs, and the peak of their memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tiny_models import make_tiny_hf
+from tests.unit.trainer.test_rollout_metrics import scored
+from tlt_megatron.config.load import load_config
+from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.runtime.metrics import MetricsWriter
+from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.runtime.progress import Progress
+from tlt_megatron.runtime.timeline import Timeline
+from tlt_megatron.runtime.trackers import Trackers
+from tlt_megatron.trainer.flops import Utilization, forward_flops, make_utilization, peak_flops
+from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.report import RunReport
+from tlt_megatron.trainer.rollout_worker import Collected
+
+MODEL = ModelConfig(
+    model_type="qwen2",
+    vocab_size=10,
+    hidden_size=4,
+    ffn_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    has_qkv_bias=True,
+    has_qk_norm=False,
+)
+# a layer: 4 x 8 x 3 of the MLP; queries and output 4 x 4 each, keys and values 4 x 2 each
+NUM_WEIGHTS = 2 * (96 + 48) + 2 * 10 * 4
+
+
+def test_flops_by_hand() -> None:
+    attention = 2 * 2 * 4 * (3 * 3 + 5 * 5)  # 2 FLOPs x layers x width of all heads x squares
+    assert forward_flops(MODEL, [3, 5]) == 2 * NUM_WEIGHTS * 8 + attention
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA RTX A1000", None),
+        ("", None),
+    ],
+)
+def test_the_peak_of_a_gpu_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_utilization_is_left_out_where_the_peak_is_not_known(tmp_path: Path) -> None:
+    make_tiny_hf(tmp_path, "qwen3")
+    config = load_config(None, [f"model.path={tmp_path}", "model.dtype=bfloat16"])
+    known = make_utilization(config, "NVIDIA H100 80GB HBM3", num_ranks=8)
+    assert known is not None
+    assert known.peak == 8 * 989e12
+    assert make_utilization(config, "", num_ranks=8) is None
+    in_float32 = load_config(None, [f"model.path={tmp_path}"])
+    assert make_utilization(in_float32, "NVIDIA H100 80GB HBM3", num_ranks=8) is None
+
+
+class Gpu:
+    """Its memory has a peak in each phase."""
+
+    def __init__(self) -> None:
+        self.peaks = iter([(5e9, 4e9), (9e9, 6e9), (7e9, 3e9)])
+
+    def reset_peak(self) -> None:
+        self.reserved, self.allocated = map(int, next(self.peaks))
+
+    def peak_bytes(self) -> int:
+        return self.reserved
+
+    def peak_allocated_bytes(self) -> int:
+        return self.allocated
+
+
+def test_a_step_on_known_gpus(tmp_path: Path) -> None:
+    phases = Phases(Timeline(None, 0), Progress("none", 1, enabled=False), Gpu(), on_phase=str)
+    report = RunReport(
+        phases,
+        SINGLE,
+        metrics=MetricsWriter(tmp_path, Trackers({}), resume_step=None),
+        utilization=Utilization(model=MODEL, num_epochs=2, peak=1e6),
+    )
+    group = scored((3, 5, 4), (1.0, 0.0, 0.0), 8)  # each behind a prompt of two tokens
+    inference = SimpleNamespace(
+        scored=(group,),
+        skipped={(0, 2)},
+        old_logprobs={},
+        ref_logprobs={},
+        metrics={"critic/advantages/mean": 0.5},
+    )
+    collected = Collected(
+        groups=(group,),
+        metrics={"rollout/num_tokens": 18.0, "perf/rollout_tokens_per_s": 1.0},
+        passes=[],
+    )
+    report.begin_step()
+    for name, timing in (
+        ("ROLLOUT", "gen"),
+        ("LOGPROB", "old_log_prob"),
+        ("UPDATE", "update_actor"),
+    ):
+        with phases(name, timing):
+            pass
+    report.end_step(1, collected, inference, {"actor/num_updates": 2.0}, {})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    # three times a forward pass over 5 and 7 tokens, twice; forward passes of policy and reference over all
+    updated, inferred = 6 * forward_flops(MODEL, [5, 7]), 2 * forward_flops(MODEL, [5, 7, 6])
+    for name, flops, phase in (
+        ("actor", updated, "update_actor"),
+        ("actor_infer", inferred, "old_log_prob"),
+    ):
+        assert row[f"perf/mfu/{name}"] == pytest.approx(flops / row[f"timing_s/{phase}"] / 1e6)
+    assert (row["perf/max_memory_reserved_gb"], row["perf/max_memory_allocated_gb"]) == (9.0, 6.0)
+    assert row["critic/advantages/mean"] == 0.5
+    assert phases.take_allocated() == 0
