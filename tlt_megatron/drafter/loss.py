@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.packing import DraftBatch
+from tlt_megatron.models.attention.kernels import wide_dtype
 from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.draft_model import DraftModel
 
@@ -77,7 +78,7 @@ def draft_loss(
     # Row s at step k is predicted by row s - k, if that row is in the same sequence.
     is_drafted_KM = batch.position_ids[targets_M] >= steps_K.unsqueeze(1)
     sources_KM = (targets_M - steps_K.unsqueeze(1)).clamp(min=0)
-    wide = _accumulation_dtype(head_inputs_PD[0])
+    wide = wide_dtype(head_inputs_PD[0].dtype)
     weights_KM = is_drafted_KM.to(wide) * (objective.decay ** steps_K.to(wide)).unsqueeze(1)
     head_KMD = torch.stack(
         [x.index_select(0, rows) for x, rows in zip(head_inputs_PD, sources_KM, strict=True)]
@@ -123,10 +124,6 @@ def unroll_draft(
     return outputs, head_inputs
 
 
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class _HeadLoss(torch.autograd.Function):
     """Weighted soft cross entropy through the frozen head, in chunks of rows.
 
@@ -145,7 +142,7 @@ class _HeadLoss(torch.autograd.Function):
         between_chunks: Callable[[], None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps, num_rows, _ = head_KMD.shape
-        accumulate = _accumulation_dtype(head_KMD)
+        accumulate = wide_dtype(head_KMD.dtype)
         totals = torch.zeros(3, num_steps, dtype=accumulate, device=head_KMD.device)
         grad_KMD = torch.empty_like(head_KMD)
         for start in range(0, num_rows, chunk_tokens):

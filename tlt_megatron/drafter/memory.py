@@ -42,41 +42,23 @@ def spot_claims(
     rows = drafter.batch_tokens
     # Per row and unroll step: states in and out, fused pair, q, k, v, gate, up, product.
     per_row = (8 * sizes.hidden + 2 * sizes.kv + 4 * sizes.ffn) * item
-    head = 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
+    batch = rows * per_row * make_objective(drafter).num_steps
+    batch += 4 * 4 * drafter.head_chunk_tokens * sizes.vocab  # both distributions and temporaries
     data = f"spot.data_bytes={spot.data_bytes}"
     buffered = step_tokens * (1 + spot.keep_steps) * num_states * sizes.hidden * item
     tapped = step_tokens * num_states * sizes.hidden * (item if is_cuda else _STATE_BYTES)
+    batch_tokens = f"drafter.batch_tokens={drafter.batch_tokens}"
+    spot_only, update = frozenset({Phase.SPOT}), frozenset({Phase.UPDATE})
     claims = [
-        MemoryClaim(name="drafter in training", num_bytes=own * _TRAINED_BYTES),
-        MemoryClaim(
-            name="drafter, borrowed tables", num_bytes=2 * sizes.table * borrowed_item_bytes
-        ),
-        MemoryClaim(
-            name="drafter data",
-            num_bytes=min(spot.data_bytes, buffered),
-            in_host=is_cuda,
-            lower=data,
-        ),
-        MemoryClaim(
-            name="drafter batch",
-            num_bytes=rows * per_row * make_objective(drafter).num_steps + head,
-            phases=frozenset({Phase.SPOT}),
-            lower=f"drafter.batch_tokens={drafter.batch_tokens}",
-        ),
-        MemoryClaim(
-            name="drafter on the move",
-            num_bytes=own * _MOVED_BYTES,
-            phases=frozenset({Phase.SPOT}),
-        ),
+        MemoryClaim("drafter in training", own * _TRAINED_BYTES),
+        MemoryClaim("drafter, borrowed tables", 2 * sizes.table * borrowed_item_bytes),
+        MemoryClaim("drafter data", min(spot.data_bytes, buffered), in_host=is_cuda, lower=data),
+        MemoryClaim("drafter batch", batch, phases=spot_only, lower=batch_tokens),
+        MemoryClaim("drafter on the move", own * _MOVED_BYTES, phases=spot_only),
     ]
     if taps_in_update:
+        held, in_host = min(spot.data_bytes, tapped), is_cuda and not has_pipeline
         claims.append(
-            MemoryClaim(
-                name="tapped states",
-                num_bytes=min(spot.data_bytes, tapped),
-                phases=frozenset({Phase.UPDATE}),
-                in_host=is_cuda and not has_pipeline,
-                lower=data,
-            )
+            MemoryClaim("tapped states", held, phases=update, in_host=in_host, lower=data)
         )
     return claims

@@ -18,6 +18,7 @@ _FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
 # The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) times the memory of one micro-batch.
 _HEAP_FACTOR = 1.3
+_OFFLOADED = "mcore.offload_in_rollouts=True"  # lowers what it keeps in host memory
 _STATE_BYTES = 12  # per parameter in a checkpoint: master weight and two moments in float32
 # Host bytes per parameter of a rank's shard while it loads a checkpoint: the state, and the gate and up projections once more,
 # which Megatron joins. 12 B plus 16 (a small model) to 20 of 12 (Qwen2.5) for these.
@@ -72,57 +73,31 @@ def policy_claims(
     buffers = 4 * largest * (_WRITTEN + _JOINED * (num_shards > 1))
     if resumes:  # a load comes before anything is away
         buffers = max(buffers, largest_own * _LOAD_BYTES // num_shards - away)
+    reference = own * item * has_reference
+    exported = 2 * max(sizes.layer, sizes.table) * 4
+    offload = f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}"
+    recompute = f"{micro_batch} or mcore.recompute={mcore.recompute!r}"
+    update, checkpoint, sync = (
+        frozenset({phase}) for phase in (Phase.UPDATE, Phase.CHECKPOINT, Phase.WEIGHT_SYNC)
+    )
     return [
-        MemoryClaim(name="policy", num_bytes=own * item, lower=layout),
+        MemoryClaim("policy", own * item, lower=layout),
+        MemoryClaim("reference policy", reference, in_host=is_cuda, lower="algorithm.kl_coef"),
+        MemoryClaim("gradients", own * _GRAD_BYTES, phases=gradients_in, lower=offload),
+        MemoryClaim("optimizer", optimizer, phases=optimizer_in, lower=layout),
         MemoryClaim(
-            name="reference policy",
-            num_bytes=own * item * has_reference,
-            in_host=is_cuda,
-            lower="algorithm.kl_coef",
-        ),
-        MemoryClaim(
-            name="gradients",
-            num_bytes=own * _GRAD_BYTES,
-            phases=gradients_in,
-            lower=f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}",
-        ),
-        MemoryClaim(
-            name="optimizer",
-            num_bytes=optimizer,
-            phases=optimizer_in,
-            lower=layout,
-        ),
-        MemoryClaim(
-            name="optimizer outside of updates",
-            num_bytes=away,
-            phases=ALL_PHASES - {Phase.UPDATE},
+            "optimizer outside of updates",
+            away,
+            phases=ALL_PHASES - update,
             in_host=True,
-            lower="mcore.offload_in_rollouts=True",
+            lower=_OFFLOADED,
         ),
+        MemoryClaim("activations", activations, phases=kept_in, lower=recompute),
+        MemoryClaim("logits and their gradient", logits, phases=update, lower=micro_batch),
         MemoryClaim(
-            name="activations",
-            num_bytes=activations,
-            phases=kept_in,
-            lower=f"{micro_batch} or mcore.recompute={mcore.recompute!r}",
+            "checkpoint buffers", buffers, phases=checkpoint, in_host=is_cuda, lower=layout
         ),
-        MemoryClaim(
-            name="logits and their gradient",
-            num_bytes=logits,
-            phases=frozenset({Phase.UPDATE}),
-            lower=micro_batch,
-        ),
-        MemoryClaim(
-            name="checkpoint buffers",
-            num_bytes=buffers,
-            phases=frozenset({Phase.CHECKPOINT}),
-            in_host=is_cuda,
-            lower=layout,
-        ),
-        MemoryClaim(
-            name="exported layer",
-            num_bytes=2 * max(sizes.layer, sizes.table) * 4,
-            phases=frozenset({Phase.WEIGHT_SYNC}),
-        ),
+        MemoryClaim("exported layer", exported, phases=sync),
         *_critic_claims(critic, own, model, parallel, mcore, num_shards, is_cuda),
     ]
 
@@ -150,25 +125,14 @@ def _critic_claims(
     optimizer = _OPTIMIZER_BYTES[model.dtype]
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
     offload = f"{layout} or mcore.offload_in_rollouts={mcore.offload_in_rollouts}"
+    grads, states = trained * _GRAD_BYTES, trained * optimizer // num_shards
+    outside = away * optimizer // num_shards
     return [
-        MemoryClaim(name="critic", num_bytes=own * _ITEM_BYTES[model.dtype], lower=layout),
+        MemoryClaim("critic", own * _ITEM_BYTES[model.dtype], lower=layout),
+        MemoryClaim("critic's gradients", grads, phases=held_in, lower=offload),
+        MemoryClaim("critic's optimizer", states, phases=held_in, lower=offload),
         MemoryClaim(
-            name="critic's gradients",
-            num_bytes=trained * _GRAD_BYTES,
-            phases=held_in,
-            lower=offload,
-        ),
-        MemoryClaim(
-            name="critic's optimizer",
-            num_bytes=trained * optimizer // num_shards,
-            phases=held_in,
-            lower=offload,
-        ),
-        MemoryClaim(
-            name="critic's optimizer outside of its updates",
-            num_bytes=away * optimizer // num_shards,
-            in_host=True,
-            lower="mcore.offload_in_rollouts=True",
+            "critic's optimizer outside of its updates", outside, in_host=True, lower=_OFFLOADED
         ),
     ]
 

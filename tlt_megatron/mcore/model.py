@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt_megatron.config.mcore_fields import check_transformer_fields
 from tlt_megatron.config.model_shape import check_megatron_rope
 from tlt_megatron.config.schema import McoreSection, ParallelSection
 from tlt_megatron.mcore import cpu, transformer_engine
@@ -101,10 +100,7 @@ def transformer_config(
     dtype: torch.dtype,
     device: Device,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of `config`. `section.transformer` replaces our fields.
-
-    ValueError for a field that would change the model or that another setting controls.
-    """
+    """Return Megatron's configuration of `config`. `section.transformer` replaces our fields."""
     if device.is_cuda != torch.cuda.is_available():
         raise ValueError(
             f"run.device={device.torch_device.type!r}: Megatron uses the GPU wherever torch sees one; "
@@ -113,9 +109,6 @@ def transformer_config(
     cpu.install()
     from megatron.core.transformer import TransformerConfig
 
-    check_transformer_fields(section.transformer)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"model.dtype={dtype}: must be torch.float32 or torch.bfloat16")
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,

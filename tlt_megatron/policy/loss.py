@@ -149,6 +149,4 @@ def kl_estimate(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tenso
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    if estimator == "k3":
-        return (-log_ratio).clamp(max=MAX_LOG_RATIO).exp() - 1 + log_ratio
-    raise ValueError(f"kl_estimator={estimator!r}: must be one of k1, k2, k3")
+    return (-log_ratio).clamp(max=MAX_LOG_RATIO).exp() - 1 + log_ratio

@@ -7,7 +7,7 @@ memory, which is added up and checked apart.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 
 _USABLE_SHARE = 0.95  # of the free memory: claims exclude fragmentation and communication buffers
@@ -27,15 +27,16 @@ class Phase(StrEnum):
 ALL_PHASES = frozenset(Phase)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryClaim:
     """The memory that one component takes on a rank, and in which phases.
 
-    Example: `MemoryClaim(name="kv", num_bytes=5 << 30, phases=frozenset({Phase.ROLLOUT}), lower="rollout.max_batch_size=64")`.
+    Example: `MemoryClaim("kv", 5 << 30, phases=frozenset({Phase.ROLLOUT}), lower="rollout.max_batch_size=64")`.
     """
 
     name: str
     num_bytes: int
+    _: KW_ONLY
     phases: frozenset[Phase] = ALL_PHASES  # in which it is held
     in_host: bool = False  # of a rank with a GPU; on a CPU, host memory is the device's
     lower: str = ""  # settings that make it smaller, with their current values

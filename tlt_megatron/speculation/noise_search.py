@@ -20,14 +20,12 @@ from torch import Tensor
 from tlt_megatron.speculation import sampling
 
 _BLOCK = 64  # tokens; only the largest logit of a block is compared with those of other blocks
-_NUM_LEADERS = (
-    32  # blocks; the tokens at least as large as the least of their maxima are scored first
-)
+# blocks; the tokens at least as large as the least of their maxima are scored first
+_NUM_LEADERS = 32
 _CHUNK = 1 << 15  # tokens hashed at once; two buffers of 8 bytes each fit in a level-2 cache
 _MOST_NOISE = 36.8  # see `sampling.gumbel_noise`
-_LOW_BITS = (
-    33  # the last step of the hash changes only these bits, so the comparison leaves them out
-)
+# the last step of the hash changes only these bits, so the comparison leaves them out
+_LOW_BITS = 33
 
 
 def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor | None:

@@ -143,9 +143,8 @@ def path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tenso
 class _Scoring:
     """Estimates the acceptance of every token as a child of a node, by depth."""
 
-    scale_D: tuple[
-        Tensor, ...
-    ]  # factor on the logits; 0-dim, so that float64 does not promote the logits
+    # factors on the logits; 0-dim, so that float64 does not promote the logits
+    scale_D: tuple[Tensor, ...]
     offsets: tuple[Tensor, ...] | None  # [B, V] each, added to the scaled logits
     keys: tuple[Tensor, Tensor] | None  # instead: seeds [B] and positions [B] of depth 0's noise
     temperature: float

@@ -28,9 +28,8 @@ class Verdict:
 
     num_accepted_B: Tensor  # int64, drafted tokens on the path, before stops and limits
     path_BS: Tensor  # int64, rows of the root and the accepted nodes, in order; padded with 0
-    committed_tokens_BS: (
-        Tensor  # int64, accepted tokens, then the bonus token; UNUSED after num_committed
-    )
+    # int64, accepted tokens, then the bonus token; UNUSED after num_committed
+    committed_tokens_BS: Tensor
     num_committed_B: Tensor  # int64, tokens to append, in [1, S]: the accept length of this pass
     is_stopped_B: Tensor  # bool, whether the last committed token is a stop token
 

@@ -27,9 +27,8 @@ class PromptState:
     kv: PromptKv = field(default_factory=PromptKv)
     num_computed: int = 0
     num_ever_computed: int = 0  # prefill of tokens below this is recomputation
-    last_hidden_D: Tensor | None = (
-        None  # of its last token; siblings sample their first token from it
-    )
+    # of its last token; siblings sample their first token from it
+    last_hidden_D: Tensor | None = None
     num_running: int = 0
     num_unfinished: int = 0  # running and waiting siblings
 
@@ -248,9 +247,8 @@ class Scheduler:
         num_prompt = cache.pages_for(request.state.num_tokens) - len(prompt_pages)
         num_own = cache.pages_for(request.num_kept + 1) - len(own_pages)
         if self._lanes_end:
-            num_own = (
-                0  # it gets its lane when it joins; a page taken now could lie in another lane
-            )
+            # it gets its lane when it joins; a page taken now could lie in another lane
+            num_own = 0
         if num_prompt + num_own > self._num_spare:
             return False
         cache.take_prompt_pages(prompt_pages, num_prompt)
