@@ -24,7 +24,7 @@ else:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from tlt_megatron.speculation import noise_kernel
-from tlt_megatron.speculation.noise_kernel import fill_gumbel, noisy_argmax
+from tlt_megatron.speculation.noise_kernel import noisy_argmax
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0]
 ULPS = 4 * 2.0**-52 * 40  # the logarithms of the two libraries may round apart; noise is below 40
@@ -42,7 +42,6 @@ add |= {"BLOCK": "constexpr", "HAS_IDS": "constexpr"}
 outputs = {"vocab_size": "i32", "BLOCK": "constexpr"}
 argmax = {"logits": "*fp32", "keys": "*i64", "largest": "*fp64", "winners": "*i64"} | outputs
 for kernel, signature, constants in (
-    (noise_kernel._fill, {"keys": "*i64", "noise": "*fp64"} | outputs, {}),
     (noise_kernel._argmax_of_block, argmax, {}),
     (noise_kernel._add, add, {"HAS_IDS": False}),
     (noise_kernel._add, add, {"HAS_IDS": True}),
@@ -65,7 +64,9 @@ def keys() -> tuple[torch.Tensor, torch.Tensor]:
 def test_noise_is_that_of_the_torch_form(vocab_size: int) -> None:
     seeds_B, positions_B = keys()
     expected_BV = gumbel_noise(seeds_B.cpu(), positions_B.cpu(), vocab_size)
-    found_BV = fill_gumbel(row_keys(seeds_B, positions_B), vocab_size).cpu()
+    one = torch.ones((), dtype=torch.float64, device=DEVICE)
+    zeros_BV = torch.zeros(expected_BV.shape, dtype=torch.float64, device=DEVICE)
+    found_BV = noise_kernel.add_noise(zeros_BV, row_keys(seeds_B, positions_B), one, one).cpu()
     assert found_BV.dtype == torch.float64
     torch.testing.assert_close(found_BV, expected_BV, rtol=0.0, atol=ULPS)
 

@@ -31,14 +31,6 @@ def _gumbel(key, token_ids):
 
 
 @triton.jit
-def _fill(keys, noise, vocab_size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = _gumbel(tl.load(keys + row), token_ids)
-    tl.store(noise + row * vocab_size + token_ids, values, mask=token_ids < vocab_size)
-
-
-@triton.jit
 def _argmax_of_block(logits, keys, largest, winners, vocab_size, BLOCK: tl.constexpr):
     """Of each block of token ids: the largest logit + noise and the first id that has it."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,14 +59,6 @@ def _add(
     values = tl.load(logits + row * vocab_size + columns, mask=is_token, other=0.0).to(kind)
     noisy = values * tl.load(scale).to(kind) + offsets
     tl.store(out + row * vocab_size + columns, noisy, mask=is_token)
-
-
-def fill_gumbel(keys_B: Tensor, vocab_size: int) -> Tensor:
-    """Return [B, V] float64 noise of `sampling.row_keys`."""
-    noise_BV = keys_B.new_empty((keys_B.shape[0], vocab_size), dtype=torch.float64)
-    grid = (keys_B.shape[0], triton.cdiv(vocab_size, _BLOCK))
-    _fill[grid](keys_B, noise_BV, vocab_size, BLOCK=_BLOCK, **_OPTIONS)
-    return noise_BV
 
 
 def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:

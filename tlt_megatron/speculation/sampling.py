@@ -94,8 +94,6 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     always finite: within [-3.6, 36.8].
     """
     keys_B = row_keys(seeds_B, positions_B)
-    if _has_kernels(keys_B):
-        return _module("noise_kernel").fill_gumbel(keys_B, vocab_size)
     if keys_B.is_cpu and vocab_size >= _SEARCHED_TOKENS:
         return _module("noise_search").fill_gumbel(keys_B, vocab_size)
     return noise_of_ids(keys_B, torch.arange(vocab_size, device=keys_B.device))
@@ -186,14 +184,13 @@ class NoiseWindow:
         return self._block_BAV[rows_B1, offsets_B1 + steps]
 
     def _block_from(self, seeds_B: Tensor, positions_B: Tensor, length: int) -> Tensor:
-        """Return [B, A, V], A >= length. On a CPU, copies the noise that the last block has already."""
+        """Return [B, A, V], A >= length. Copies the noise that the last block has already."""
         num_rows, vocab_size, device = len(seeds_B), self._vocab_size, seeds_B.device
         ahead = max(_NOISE_AHEAD // (num_rows * vocab_size), 1) + length - 1
         steps_A = torch.arange(ahead, device=device)
         positions_BA = positions_B.unsqueeze(1) + steps_A
         old_BAV = self._block_BAV
-        # One position per row: nothing of the old block is left. Not on a CPU: counting rows would wait.
-        if old_BAV is None or length == 1 or device.type != "cpu":
+        if old_BAV is None or length == 1:  # one position per row: nothing of the old block is left
             seeds_BA = seeds_B.unsqueeze(1).expand_as(positions_BA)
             noise = gumbel_noise(seeds_BA.reshape(-1), positions_BA.view(-1), vocab_size)
             return noise.view(num_rows, ahead, vocab_size)

@@ -60,8 +60,8 @@ class StrategySelector(Protocol):
         """Restore `state_dict`. A state of another selector or of other strategies is ignored with a warning."""
 
 
-class FixedSelector:
-    """Always chooses the same strategy."""
+class FixedSelector(StrategySelector):
+    """Always chooses the same strategy. It learns nothing: other methods do nothing, as in the Protocol."""
 
     def __init__(self, strategy: SpeculationStrategy) -> None:
         self._decision = Decision(strategy=strategy, reason="fixed")
@@ -70,25 +70,8 @@ class FixedSelector:
         """Return the fixed strategy."""
         return self._decision
 
-    def observe(
-        self,
-        strategy: SpeculationStrategy,
-        batch_size: int,
-        accepted_by_depth: Sequence[int],
-        seconds: float,
-        first_by_depth: Sequence[int] | None = None,
-    ) -> None:
-        """Do nothing: this selector does not learn."""
-
-    def drafter_changed(self) -> None:
-        """Do nothing: this selector does not learn."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the kind only: there is no learned state."""
         return {"kind": "fixed"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no learned state."""
 
 
 def fits(state: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from tlt_megatron.engines.sglang.processes import (
     EngineProcesses,
     Signals,
     Silence,
-    StartWatch,
+    ended_if_late,
     watched,
 )
 from tlt_megatron.runtime.environment import environment, owned_engine, unless_set
@@ -77,7 +77,7 @@ class Connection:
     ) -> Engine:
         started = time.perf_counter()
         try:
-            with environment(changes), StartWatch(self._processes, timeout_s) as watch:
+            with environment(changes), ended_if_late(self._processes, timeout_s) as is_late:
                 import sglang
 
                 engine = sglang.Engine(custom_sigquit_handler=_ignore, **arguments)
@@ -88,7 +88,8 @@ class Connection:
             self._signals.restore()
             if not isinstance(error, Exception):
                 raise
-            reason = f"not up within sglang.start_timeout_s={timeout_s}" if watch.is_late else error
+            late = f"not up within sglang.start_timeout_s={timeout_s}"
+            reason = late if is_late.is_set() else error
             raise RuntimeError(f"the sglang engine did not start: {reason}") from error
         atexit.unregister(engine.shutdown)
         engine.tokenizer_manager._subprocess_watchdog.stop()

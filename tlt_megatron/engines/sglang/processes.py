@@ -11,8 +11,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
@@ -95,30 +95,27 @@ def _is_shared(process: psutil.Process) -> bool:
         return True
 
 
-class StartWatch:
-    """Ends an engine's processes if it does not start in time. SGLang's start then raises."""
+@contextmanager
+def ended_if_late(processes: EngineProcesses, timeout_s: float) -> Iterator[threading.Event]:
+    """End an engine's processes if the body, its start, takes too long. SGLang's start then raises.
 
-    def __init__(self, processes: EngineProcesses, timeout_s: float) -> None:
-        self.is_late = False
-        self._processes = processes
-        self._timeout_s = timeout_s
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="sglang-start")
+    The event is set if it was too late."""
+    is_done, is_late = threading.Event(), threading.Event()
 
-    def __enter__(self) -> StartWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        waited_s = self._timeout_s
-        while not self._done.wait(waited_s):
-            self.is_late = True
-            self._processes.end()
+    def watch() -> None:
+        waited_s = timeout_s
+        while not is_done.wait(waited_s):
+            is_late.set()
+            processes.end()
             waited_s = _POLL_S  # more processes may still be starting
+
+    thread = threading.Thread(target=watch, daemon=True, name="sglang-start")
+    thread.start()
+    try:
+        yield is_late
+    finally:
+        is_done.set()
+        thread.join()
 
 
 class Signals:
