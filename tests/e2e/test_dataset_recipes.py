@@ -56,7 +56,7 @@ AIME = {"ID": "2024-I-1", "Problem": "1+1?", "Answer": 2}
         ("aime", AIME, ["--ids", "1-5"], "--ids: ids of aime are no numbers: '2024-I-1'"),
         ("aime", AIME, ["--ids", "1-x"], "'1-x': expected an id such as 7, or ids such as 601-974"),
         ("aime", AIME | {"Answer": "x"}, [], "rows row 1: Answer='x': must be an integer"),
-        ("aime", {"ID": "1"}, [], "rows row 1: lacks Problem"),
+        ("aime", {"ID": "1"}, [], "rows row 1: lacks Answer"),
         ("gsm8k", AIME, [], "rows row 1: lacks answer"),
         ("dapo_math", {"prompt": []}, [], "rows row 1: "),
         ("mbpp", "{", [], "rows row 1: is no JSON: "),
