@@ -111,7 +111,7 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
         metrics={"rollout/num_tokens": 18.0, "perf/rollout_tokens_per_s": 1.0},
         passes=[],
     )
-    report.begin_step()
+    report.begin_step(1)
     for name, timing in (
         ("ROLLOUT", "gen"),
         ("LOGPROB", "old_log_prob"),
