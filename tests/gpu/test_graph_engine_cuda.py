@@ -169,7 +169,7 @@ def test_every_batch_size_has_a_graph(path: Path, strategy: str) -> None:
 
 def test_graphs_take_the_bytes_that_were_planned(tmp_path: Path) -> None:
     """Activations and static tensors, which torch's allocator counts. What the driver keeps for the graphs themselves
-    differs between its versions: tools/bench/gpu.py measures it."""
+    differs between its versions."""
     path = make_tiny_hf(
         tmp_path, "qwen3", num_layers=2, vocab_size=512, hidden_size=1024, intermediate_size=4096
     )

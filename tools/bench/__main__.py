@@ -28,10 +28,8 @@ _BENCHES = {
     "gate": "selectors over recorded passes, without the noise of the machine",
     "gpu": "captured graphs and speculation on a GPU",
     "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
-    "noise": "what sampling noise costs beside a decode pass on a CPU",
-    "draft-step": "what a draft step costs beside a decode pass, by the number of ids drafted",
-    "graph-bytes": "bytes of captured graphs of a 7B model, counted without a GPU",
-    "roofline": "tokens per second that memory bandwidth allows on a GPU, computed",
+    "costs": "what sampling noise and a draft step cost beside a decode pass on a CPU",
+    "roofline": "tokens per second and graph pool that follow from bytes on a GPU, computed",
 }
 _TABLE_WIDTH = 140  # in a file
 
@@ -46,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("name", choices=_BENCHES, metavar="NAME")
     name = parser.parse_args(arguments[:1]).name
-    bench = importlib.import_module(f"tools.bench.{name.replace('-', '_')}")
+    bench = importlib.import_module(f"tools.bench.{name}")
     options = _parse(name, bench, arguments[1:])
 
     import torch
@@ -65,7 +63,7 @@ def _parse(name: str, bench: ModuleType, arguments: Sequence[str]) -> argparse.N
     )
     if hasattr(bench, "add_options"):
         bench.add_options(parser.add_argument)
-    parser.add_argument("--out", default=f"build/bench/{name.replace('-', '_')}.json")
+    parser.add_argument("--out", default=f"build/bench/{name}.json")
     quick = getattr(bench, "QUICK", {})
     if quick:
         parser.add_argument("--quick", action="store_true", help="shows that everything works")

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.speculation.beg_mab import BegMabSelector
+from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import SamplingParams
-from tools.bench.measure import cpu_seconds, make_table
-from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
+from tools.bench.measure import cpu_seconds, print_table
+from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, decode, replay
 from tools.bench.setting import (
+    BEG_MAB,
+    COST_MODEL,
     GOOD,
     RANDOM,
     add_setting_options,
@@ -54,15 +57,6 @@ def add_options(add: Callable[..., object]) -> None:
     add_setting_options(add)
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("--num-requests", type=int, default=16, help="at least, per batch size")
-    add(
-        "--selector",
-        nargs="+",
-        default=[
-            "cost_model=tlt_megatron.speculation.cost_model:CostModelSelector",
-            "beg_mab=tlt_megatron.speculation.beg_mab:BegMabSelector",
-        ],
-        help="name=module:class; one with mab in its name gets off as a strategy",
-    )
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -70,13 +64,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     for path in options.traces:
         if not path.is_file():
             _record(options, path)
-    return {str(path): _compare(path, options.selector, console) for path in options.traces}
+    return {str(path): _compare(path, console) for path in options.traces}
 
 
 def _record(options: argparse.Namespace, path: Path) -> None:
     """Write the trace of one policy: passes by drafter, each with the median seconds of its kind."""
     setting = make_setting(options, options.dtype)
-    drafts = make_drafts(setting, options.drafter, None)
+    drafts = make_drafts(setting, options.drafter)
     strategies = [SpeculationStrategy.parse(text) for text in options.strategies]
     prompts = long_prompts(setting, options.num_tokens)
     passes: dict[str, list[PassTrace]] = {GOOD: [], RANDOM: []}
@@ -89,7 +83,7 @@ def _record(options: argparse.Namespace, path: Path) -> None:
                 num_tokens = options.num_tokens if name == GOOD else options.num_tokens // 4
                 params = SamplingParams(max_new_tokens=num_tokens, seed=round_index)
                 for strategy in (OFF, *strategies):
-                    recorder = RecordingSelector(FixedSelector(strategy))
+                    recorder = RecordingSelector(strategy)
                     setting.engine.set_speculation(Speculation(drafts[name], recorder, strategies))
                     # CPU time of this process alone: wall time would include other processes.
                     seconds = cpu_seconds(partial(setting.policy.generate, batch, params))
@@ -138,10 +132,11 @@ def judge(make: MakeSelector, good: Sequence[TraceTable], bad: Sequence[TraceTab
 
 def _collapse(selector: StrategySelector, good: TraceTable, bad: TraceTable, size: int) -> int:
     """Return the drafting passes before the first two plain passes in a row; a single one may be a probe."""
-    _decode(selector, good.draws(), size, _COLLAPSE_AFTER)
+    for _ in decode(selector, good, [size] * _COLLAPSE_AFTER):
+        pass
     num_drafting = 0
     was_off = False
-    for strategy in _decode(selector, bad.draws(), size, _COLLAPSE_SHOWN):
+    for strategy, _ in decode(selector, bad, [size] * _COLLAPSE_SHOWN):
         if strategy.is_off and was_off:
             break
         num_drafting += not strategy.is_off
@@ -149,27 +144,10 @@ def _collapse(selector: StrategySelector, good: TraceTable, bad: TraceTable, siz
     return num_drafting
 
 
-def _decode(
-    selector: StrategySelector,
-    draws: dict[tuple[SpeculationStrategy, int], Iterator[PassTrace]],
-    size: int,
-    num_passes: int,
-) -> list[SpeculationStrategy]:
-    chosen = []
-    for _ in range(num_passes):
-        strategy = selector.choose(size).strategy
-        drawn = next(draws[strategy, size])
-        selector.observe(
-            strategy, size, drawn.accepted_by_depth, drawn.seconds, drawn.first_by_depth
-        )
-        chosen.append(strategy)
-    return chosen
-
-
-def _compare(path: Path, selectors: Sequence[str], console: Console) -> dict[str, list[float]]:
+def _compare(path: Path, console: Console) -> dict[str, list[float]]:
     """Print the table of all fixed strategies and selectors. Return its values, see `judge`, by strategy and selector."""
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    passes = {name: [PassTrace.from_json(row) for row in of] for name, of in rows.items()}
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    passes = {name: [PassTrace.from_json(row) for row in of] for name, of in recorded.items()}
     sizes = sorted({each.batch_size for each in passes[GOOD]})
     sizes = [size for size in sizes if size & (size - 1) == 0]
     good, bad = (
@@ -177,24 +155,25 @@ def _compare(path: Path, selectors: Sequence[str], console: Console) -> dict[str
         for name in (GOOD, RANDOM)
     )
     strategies = [s for s in good[0].strategies if not s.is_off]
-    collapses = (f"collapse {size}" for size in _COLLAPSE_SIZES)
-    table = make_table(
-        f"replayed: {path}", "", *map(str, sizes), "first", "later", "useless", *collapses
-    )
+    rows = []
     result: dict[str, list[float]] = {}
     for strategy in (OFF, *strategies):
         plain = [good[0].tokens_per_s(OFF, size) for size in sizes]
         rates = [good[0].tokens_per_s(strategy, size) for size in sizes]
         speeds = [f"{rate / off:.2f}" for rate, off in zip(rates, plain, strict=True)]
         result[str(strategy)] = judge(partial(FixedSelector, strategy), good, bad)[:3]
-        table.add_row(str(strategy), *speeds, *(f"{x:.3f}" for x in result[str(strategy)]))
-    for text in selectors:
-        name, _, path_of = text.partition("=")
-        module, _, attribute = path_of.partition(":")
-        cls = getattr(importlib.import_module(module), attribute)
-        values = judge(partial(cls, [*strategies, OFF] if "mab" in name else strategies), good, bad)
+        shares = [f"{x:.3f}" for x in result[str(strategy)]]
+        rows.append([str(strategy), *speeds, *shares, *[""] * len(_COLLAPSE_SIZES)])
+    selectors: dict[str, MakeSelector] = {
+        COST_MODEL: partial(CostModelSelector, strategies),
+        BEG_MAB: partial(BegMabSelector, [*strategies, OFF]),
+    }
+    for name, make in selectors.items():
+        values = judge(make, good, bad)
         cells = [*(f"{x:.3f}" for x in values[:3]), *(f"{x:.1f}" for x in values[3:])]
-        table.add_row(name, *[""] * len(sizes), *cells)
+        rows.append([name, *[""] * len(sizes), *cells])
         result[name] = values
-    console.print(table)
+    columns = ["", *map(str, sizes), "first", "later", "useless"]
+    columns += [f"collapse {size}" for size in _COLLAPSE_SIZES]
+    print_table(console, f"replayed: {path}", columns, rows)
     return result

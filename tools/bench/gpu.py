@@ -1,31 +1,25 @@
-"""Measures what captured graphs and speculation gain on a GPU, in three tables.
+"""Measures what captured graphs and speculation gain on a GPU, in two tables.
 
     python -m tools.bench gpu --model build/tiny_policy --drafter build/tiny_drafter
 
 (a) speed by batch size against plain decoding, with graphs: chains, a tree, both selectors
-(b) bytes of the graph pool, measured: every strategy captured alone, each graph in its own memory, against ours
-(c) graphs against eager passes, plain and with the first of the strategies
+(b) graphs against eager passes, plain and with the first of the strategies
 
-(a) and (c) are wall time of the embedded engine, without captures. Each variant runs between two runs of plain decoding.
-`--deepen` adds identity layers to the policy, as in `tools.bench speculation`. (b) has the widths of Qwen2.5-7B and fewer
-layers. Exits with an error if torch sees no CUDA device.
+Both are wall time of the embedded engine, without captures. Each variant runs between two runs of plain decoding. `--deepen`
+adds identity layers to the policy, as in `tools.bench speculation`. Exits with an error if torch sees no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 
 import torch
 from rich.console import Console
 
-from tlt_megatron.runtime.device import select_device
-from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.interleaved import Comparison, Variant
 from tools.bench.measure import print_table
-from tools.bench.pool_bytes import Captures, bench_pool_bytes
 from tools.bench.setting import (
     GOOD,
     Setting,
@@ -33,7 +27,6 @@ from tools.bench.setting import (
     make_drafts,
     make_setting,
     make_variants,
-    parse_strategies,
 )
 from tools.bench.speed import bench_batch_sizes, speedup_by_batch
 
@@ -43,9 +36,6 @@ QUICK = {
     "max_new_tokens": 200,
     "rounds": 1,
     "strategies": ["6_1_6", "4_2_8"],
-    "bytes_layers": 1,
-    "bytes_max_batch_size": 8,
-    "bytes_max_length": 1024,
 }
 
 
@@ -53,9 +43,6 @@ def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add_setting_options(add)
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--bytes-layers", type=int, default=4, help="of the model of (b)")
-    add("--bytes-max-batch-size", type=int, default=32)
-    add("--bytes-max-length", type=int, default=2048)
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -63,18 +50,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     if not torch.cuda.is_available():
         version = torch.__version__
         raise SystemExit(f"tools.bench gpu: needs a CUDA device, torch {version} sees none here")
-    device = select_device("cuda")
-    name = torch.cuda.get_device_name(device.torch_device)
+    name = torch.cuda.get_device_name()
     console.print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    captures = Captures(
-        dataclasses.replace(QWEN_2_5_7B, num_layers=options.bytes_layers),
-        device,
-        dtype=torch.bfloat16,
-        max_batch_size=options.bytes_max_batch_size,
-        max_length=options.bytes_max_length,
-    )
-    pool = bench_pool_bytes(captures, parse_strategies(options), device, console)
-    del captures  # its weights and KV memory
     setting = make_setting(options, options.dtype, device="cuda")
     variants = _variants(setting, options)
     by_batch = bench_batch_sizes(setting, variants, options, console)
@@ -90,14 +67,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         "num_layers": setting.policy.num_layers,
         "speedup_by_batch": speedup_by_batch(by_batch),
         "plain_tokens_per_s": {str(s): each.plain_tokens_per_s for s, each in by_batch.items()},
-        "graph_pool": pool,
         "graphs_over_eager": _graphs_over_eager(by_batch, eager, chain, console),
     }
 
 
 def _variants(setting: Setting, options: argparse.Namespace) -> dict[str, Variant]:
     """Return fixed strategies and both selectors, with the policy's own drafter."""
-    drafts = make_drafts(setting, options.drafter, None)
+    drafts = make_drafts(setting, options.drafter)
     return make_variants({GOOD: drafts[GOOD]}, options)
 
 
@@ -119,7 +95,7 @@ def _graphs_over_eager(
             / statistics.median(fast.seconds_per_token)
             for name, (fast, slow) in pairs.items()
         }
-    title = "(c) captured graphs over eager passes, in speed"
+    title = "(b) captured graphs over eager passes, in speed"
     rows = ([size, *by_kind.values()] for size, by_kind in result.items())
     print_table(console, title, ("batch", "plain", chain), rows, num_names=0)
     return result

@@ -1,6 +1,4 @@
-"""Counts bytes of captured graphs from the plan that an engine makes before it captures anything; needs no GPU.
-
-    python -m tools.bench graph-bytes
+"""Counts bytes of captured graphs from the plan that an engine makes before it captures anything. Called by roofline.py.
 
 Naive: every strategy is captured alone, drafting and verifying together, at every batch size, in separate memory. Single: only
 the widest strategy, captured like that. Pool: what this engine captures. The model is Qwen2.5-7B, with the default strategies
@@ -8,8 +6,6 @@ and with those of the paper (arXiv 2511.16665, table 5: naive 30.39 GB, single 7
 """
 
 from __future__ import annotations
-
-import argparse
 
 from rich.console import Console
 
@@ -70,11 +66,6 @@ def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
     ]
     static = max(plan.cost(key).static_bytes for key in keys if key.role is Role.TARGET)
     return plan.graph_bytes(keys) + static + max(plan.cost(k).activation_bytes for k in keys)
-
-
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Count and print the table. Return the values of the JSON."""
-    return {"graph_pool_bytes": bench_graph_bytes(console)}
 
 
 def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:

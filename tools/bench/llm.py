@@ -6,7 +6,7 @@
 
 Parts, each with a table and its keys in the JSON:
 
-- `cost`: what tools/bench/draft_step.py and noise.py measure, for the shapes of the policy.
+- `cost`: what tools/bench/costs.py measures, for the shapes of the policy.
 - `decode`: speed over plain decoding and differing tokens per token by dtype, and what batch-invariant decoding costs.
 - `step`: RL steps by phase with speculation off, with a frozen drafter, with TLT, and from a random drafter. See
   tools/bench/step.py for how the variants alternate.
@@ -29,8 +29,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import load_model_config
 from tools import warmup_drafter
-from tools.bench import draft_step as bench_draft_step
-from tools.bench import noise as bench_noise
+from tools.bench import costs
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.interleaved import mismatch_per_token
 from tools.bench.setting import make_drafts, make_setting, make_variants
@@ -56,15 +55,16 @@ def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, objec
     config = load_config(options.config, options.overrides)
     vocab_size = load_model_config(config.model.path).vocab_size
     num_ids = {0, config.speculation.num_draft_ids(vocab_size)}  # 0: all
-    draft, noise = {}, {}
+    found: dict[str, dict[str, object]] = {"draft_step_fraction": {}, "noise_fraction": {}}
     for dtype in options.dtypes:
         shapes = argparse.Namespace(
             model=config.model.path, dtype=dtype, batch_sizes=_BATCH_SIZES, rounds=options.cost_rounds,
             num_ids=sorted(num_ids), vocab_sizes=[vocab_size],
         )  # fmt: skip
-        draft[dtype] = bench_draft_step.run(shapes, console)["draft_step_fraction"]
-        noise[dtype] = bench_noise.run(shapes, console)["by_vocabulary_and_batch"]
-    return {"draft_step_fraction": draft, "noise_fraction": noise}
+        measured = costs.run(shapes, console)
+        for key, by_dtype in found.items():
+            by_dtype[dtype] = measured[key]
+    return found
 
 
 def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -74,7 +74,7 @@ def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, obj
     speedup, mismatch, invariant = {}, {}, {}
     for dtype in options.dtypes:
         setting = make_setting(settings, dtype)
-        variants = make_variants(make_drafts(setting, options.drafter, None), settings)
+        variants = make_variants(make_drafts(setting, options.drafter), settings)
         comparison = bench_long_tail(setting, variants, settings, console)
         speedup[dtype] = {name: record.ratio for name, record in comparison.records.items()}
         mismatch[dtype] = mismatch_per_token(comparison.records.values())

@@ -79,14 +79,6 @@ def first_differences(
     return num_differing, num_compared
 
 
-def make_table(title: str, *columns: str, num_names: int = 1) -> Table:
-    """Return a table of numbers, aligned to the right, after `num_names` columns of names."""
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < num_names else "right")
-    return table
-
-
 def print_table(
     console: Console,
     title: str,
@@ -95,8 +87,13 @@ def print_table(
     *,
     num_names: int = 1,
 ) -> None:
-    """Print rows of texts, whole numbers, and numbers with two decimals; "-" for None."""
-    table = make_table(title, *columns, num_names=num_names)
+    """Print rows of texts, whole numbers, and numbers with two decimals; "-" for None.
+
+    Columns after the first `num_names` are aligned to the right.
+    """
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < num_names else "right")
     for row in rows:
         table.add_row(*map(_cell, row))
     console.print(table)

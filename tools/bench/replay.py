@@ -1,18 +1,20 @@
 """Offline evaluation of selectors on recorded decode passes instead of a running engine. Used by benchmarks and tests.
 
-A `RecordingSelector` records passes. When every strategy has run at every batch size, `replay` lets any selector choose
+A `RecordingSelector` records passes of one strategy. When every strategy has run at every batch size, `replay` lets any selector choose
 again. It compares the selector with an oracle that knows the best strategy of every batch size. A selector observes single
 noisy passes in recorded order. Its score uses the mean result of each choice, so luck does not count.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tlt_megatron.speculation.selector import Decision, StrategySelector
+from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 _MAX_SLOWDOWN = (
@@ -39,38 +41,29 @@ class PassTrace:
         """Return the committed tokens: accepted tokens plus one bonus token per request."""
         return self.batch_size + sum(self.accepted_by_depth)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Return the pass as values that JSON can hold."""
-        return {
-            "batch_size": self.batch_size,
-            "strategy": str(self.strategy),
-            "accepted_by_depth": list(self.accepted_by_depth),
-            "seconds": self.seconds,
-            "first_by_depth": self.first_by_depth,
-        }
+        return dataclasses.asdict(self) | {"strategy": str(self.strategy)}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, object]) -> PassTrace:
+    def from_json(cls, record: Mapping[str, Any]) -> PassTrace:
         """Read the result of `to_json`; other keys are ignored."""
+        first = record["first_by_depth"]
         return cls(
             batch_size=record["batch_size"],
             strategy=SpeculationStrategy.parse(record["strategy"]),
             accepted_by_depth=tuple(record["accepted_by_depth"]),
             seconds=record["seconds"],
-            first_by_depth=record["first_by_depth"] and tuple(record["first_by_depth"]),
+            first_by_depth=None if first is None else tuple(first),
         )
 
 
-class RecordingSelector:
-    """Records every pass and forwards all calls to another selector."""
+class RecordingSelector(FixedSelector):
+    """A fixed strategy that records every pass."""
 
-    def __init__(self, selector: StrategySelector) -> None:
-        self._selector = selector
+    def __init__(self, strategy: SpeculationStrategy) -> None:
+        super().__init__(strategy)
         self.passes: list[PassTrace] = []
-
-    def choose(self, batch_size: int) -> Decision:
-        """See `StrategySelector`."""
-        return self._selector.choose(batch_size)
 
     def observe(
         self,
@@ -80,29 +73,16 @@ class RecordingSelector:
         seconds: float,
         first_by_depth: Sequence[int] | None = None,
     ) -> None:
-        """Record the pass, then forward it."""
+        """Record the pass."""
         self.passes.append(
             PassTrace(
                 batch_size=batch_size,
                 strategy=strategy,
                 accepted_by_depth=tuple(accepted_by_depth),
                 seconds=seconds,
-                first_by_depth=first_by_depth and tuple(first_by_depth),
+                first_by_depth=None if first_by_depth is None else tuple(first_by_depth),
             )
         )
-        self._selector.observe(strategy, batch_size, accepted_by_depth, seconds, first_by_depth)
-
-    def drafter_changed(self) -> None:
-        """See `StrategySelector`."""
-        self._selector.drafter_changed()
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the other selector's state."""
-        return self._selector.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore the other selector's state."""
-        self._selector.load_state_dict(state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,16 +150,15 @@ class ReplayResult:
     of_plain: float  # relative to plain decoding
 
 
-def replay(
-    selector: StrategySelector, table: TraceTable, batch_sizes: Iterable[int], *, num_first: int = 0
-) -> ReplayResult:
-    """Let `selector` choose for passes of `batch_sizes`, each replaced by the nearest recorded size.
+def decode(
+    selector: StrategySelector, table: TraceTable, batch_sizes: Iterable[int]
+) -> Iterator[tuple[SpeculationStrategy, int]]:
+    """Let `selector` choose for passes of `batch_sizes` and observe recorded ones. Yield each strategy and recorded size.
 
-    The first `num_first` passes do not count. ValueError if it chooses a strategy that was not recorded, or no pass counts.
+    ValueError if it chooses a strategy that was not recorded.
     """
     draws = table.draws()
-    total_s = oracle_s = plain_s = 0.0
-    for index, wanted in enumerate(batch_sizes):
+    for wanted in batch_sizes:
         batch_size = table.nearest(wanted)
         strategy = selector.choose(batch_size).strategy
         if strategy not in table.strategies:
@@ -190,8 +169,16 @@ def replay(
         selector.observe(
             strategy, batch_size, drawn.accepted_by_depth, drawn.seconds, drawn.first_by_depth
         )
-        if index < num_first:
-            continue
+        yield strategy, batch_size
+
+
+def replay(
+    selector: StrategySelector, table: TraceTable, batch_sizes: Iterable[int], *, num_first: int = 0
+) -> ReplayResult:
+    """Judge the choices of `decode`. The first `num_first` passes do not count; ValueError if no pass counts."""
+    total_s = oracle_s = plain_s = 0.0
+    passes = decode(selector, table, batch_sizes)
+    for strategy, batch_size in list(passes)[num_first:]:
         tokens, spent_s = table.tokens_and_seconds(strategy, batch_size)
         best_rate = table.tokens_per_s(table.best(batch_size), batch_size)
         total_s += spent_s

@@ -1,4 +1,4 @@
-"""Tokens per second that a GPU's memory bandwidth allows: bytes that passes move, and no measurement. Needs no GPU.
+"""What follows from bytes, without a measurement or a GPU: tokens per second, and the size of the graph pool.
 
     python -m tools.bench roofline
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from tlt_megatron.drafter.memory import drafter_parameters
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
-from tools.bench.graph_bytes import QWEN_2_5_7B
+from tools.bench.graph_bytes import QWEN_2_5_7B, bench_graph_bytes
 from tools.bench.measure import print_table
 
 QWEN_2_5_32B = replace(
@@ -96,8 +96,12 @@ class Decoding:
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Compute and print both tables. Return the values of the JSON."""
-    return {"computed": _speeds(console), "speedups": _speedups(console)}
+    """Compute and print the tables. Return the values of the JSON."""
+    return {
+        "computed": _speeds(console),
+        "speedups": _speedups(console),
+        "graph_pool_bytes": bench_graph_bytes(console),
+    }
 
 
 def _speeds(console: Console) -> Mapping[str, object]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tlt_megatron.config.schema import SpeculationSection
-from tlt_megatron.drafter.checkpoint import load_draft_weights
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.draft_inference import DraftInference
-from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
@@ -22,7 +19,7 @@ from tools.bench.interleaved import Variant
 from tools.bench.measure import add_policy_options
 from tools.load_engine import LoadedPolicy
 
-GOOD, RANDOM, OTHER = "good", "random", "other_policy"
+GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
 
 
@@ -72,18 +69,10 @@ def make_setting(
     return Setting(policy=policy, prompts=prompts, dtype=dtype, is_cuda=device == "cuda")
 
 
-def make_drafts(
-    setting: Setting, drafter: str | Path, other: Path | None
-) -> dict[str, DraftInference]:
-    """Return drafters by name: that of this policy, an untrained one, and (with `other`) one of another policy.
-
-    The other policy has the same sizes. An engine would reject its drafter by the fingerprint.
-    """
+def make_drafts(setting: Setting, drafter: str) -> dict[str, DraftInference]:
+    """Return drafters by name: the policy's own in the folder `drafter`, and an untrained one."""
     policy = setting.policy
     models = {GOOD: policy.load_drafter(drafter), RANDOM: policy.new_drafter(seed=1)}
-    if other is not None:
-        models[OTHER] = policy.new_drafter()
-        load_draft_weights(models[OTHER], dict(HfReader(other).items()), source=str(other))
     num_ids = SpeculationSection().num_draft_ids(models[GOOD].config.vocab_size)
     return {
         name: DraftInference(model, model.lm_head_VD.dtype, num_ids=num_ids)
@@ -96,7 +85,7 @@ def make_variants(
 ) -> dict[str, Variant]:
     """Return every strategy and both selectors with the good drafter, and the cost model with every other drafter.
 
-    With a bad drafter it runs `bad_rounds`, because its differences are small.
+    With the untrained drafter it runs `bad_rounds`, because its differences are small.
     """
     strategies = parse_strategies(options)
     good = drafts[GOOD]

@@ -1,12 +1,11 @@
-"""Measures what speculation gains on this machine, in five tables.
+"""Measures what speculation gains on this machine, in four tables.
 
     python -m tools.bench speculation --model build/tiny_policy --drafter build/tiny_drafter --dtype both
 
-(a) speed by batch size, for fixed strategies and both selectors; the adaptive one also with useless drafters
+(a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless drafter
 (b) a long-tailed set of requests end to end
-(c) accept length by kind of tree, temperature and the target's entropy
+(c) accept length by kind of tree and temperature
 (d) the selectors against the best strategy of each batch size; `tools.bench gate` judges them without noise
-(e) bytes of captured graphs
 
 It also measures what `rollout.batch_invariant` costs.
 
@@ -19,15 +18,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 
 from tools.bench.accept_length import bench_accept_lengths
 from tools.bench.batch_invariant import bench_batch_invariant
-from tools.bench.graph_bytes import bench_graph_bytes
 from tools.bench.interleaved import PLAIN, mismatch_per_token
-from tools.bench.policies import Policy, make_policies
 from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
@@ -62,36 +58,31 @@ QUICK = {
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add_setting_options(add)
-    add("--policies", default="build/entropy_policies", help="of (c); made there if absent")
     add("--num-requests", type=int, default=128)
     add("--num-samples", type=int, default=8)
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     add("--accept-prompts", type=int, default=32)
     add("--accept-max-new-tokens", type=int, default=200)
-    add("--unhelped-rounds", type=int, default=12, help="in which bad drafters run")
+    add("--unhelped-rounds", type=int, default=12, help="in which the useless drafter runs")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Measure and print the tables. Return the values of the JSON."""
-    policies = make_policies(Path(options.policies))
     dtypes = ("bfloat16", "float32") if options.dtype == "both" else (options.dtype,)
     result: dict[str, object] = {}
     for dtype in dtypes:
-        measured = _bench_one_dtype(options, dtype, policies[1].drafter, console)
+        measured = _bench_one_dtype(options, dtype, console)
         result |= {dtype: measured} if result else measured
-    model = Path(options.model)
-    own = Policy(model=model, drafter=Path(options.drafter), data=model)
-    result["graph_pool_bytes"] = bench_graph_bytes(console)
-    return result | bench_accept_lengths([*policies, own], options, console)
+    return result | bench_accept_lengths(options, console)
 
 
 def _bench_one_dtype(
-    options: argparse.Namespace, dtype: str, other_drafter: Path, console: Console
+    options: argparse.Namespace, dtype: str, console: Console
 ) -> dict[str, object]:
     """Run all tables except (c) in one dtype."""
     setting = make_setting(options, dtype)
-    drafts = make_drafts(setting, options.drafter, other_drafter)
+    drafts = make_drafts(setting, options.drafter)
     variants = make_variants(drafts, options, options.unhelped_rounds)
     by_batch = bench_batch_sizes(setting, variants, options, console)
     minima = adaptive_minima(by_batch, list(drafts), console)

@@ -30,7 +30,7 @@ def test_a_name_that_is_not_listed_is_refused(capsys: pytest.CaptureFixture[str]
 
 def test_bytes_of_graphs_are_written_with_their_ratios(tmp_path: Path) -> None:
     out = tmp_path / "graphs.json"
-    main(["graph-bytes", "--out", str(out)])
+    main(["roofline", "--out", str(out)])
     result = json.loads(out.read_text())["graph_pool_bytes"]
     figures = result["paper"]
     assert figures["naive_over_pool"] == figures["naive"] / figures["pool"]

@@ -48,7 +48,7 @@ def test_fixed_strategy_against_the_oracle_by_hand() -> None:
 
 def test_batch_sizes_are_taken_as_the_nearest_recorded_one() -> None:
     """Ratios: 2 is 2 times 1 and a fourth of 8; 3 is 3 times 1 and 1 / 2.67 of 8."""
-    recorder = RecordingSelector(FixedSelector(OFF))
+    recorder = RecordingSelector(OFF)
     replay(recorder, small_table(), [1, 2, 3, 8, 100])
     assert [each.batch_size for each in recorder.passes] == [1, 1, 8, 8, 8]
     assert small_table().nearest(2) == 1
@@ -63,7 +63,7 @@ def test_first_passes_are_not_judged() -> None:
 
 
 def test_passes_are_drawn_in_recorded_order() -> None:
-    recorder = RecordingSelector(FixedSelector(CHAIN))
+    recorder = RecordingSelector(CHAIN)
     replay(recorder, small_table(), [1, 1, 1])
     assert [each.num_committed for each in recorder.passes] == [3, 1, 3]
     assert [each.seconds for each in recorder.passes] == [1.5, 0.5, 1.5]
@@ -97,7 +97,7 @@ def test_selector_is_judged_on_a_recorded_table_as_on_the_machine_itself() -> No
     world, passes = SyntheticDecoding(seed=0, quality=0.8), []
     for strategy in (OFF, *ARMS):
         for batch_size in (2, 16):
-            recorder = RecordingSelector(FixedSelector(strategy))
+            recorder = RecordingSelector(strategy)
             run_selector(recorder, world, [batch_size] * 100)
             passes += recorder.passes
     table = TraceTable(passes, [2, 16])
