@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,27 +87,29 @@ def test_every_call_to_a_frozen_host_ends(tmp_path: Path) -> None:
         world = world_group()
         store = open_job_store(world, 1.5)
         pids = gather_objects(os.getpid(), world)
-        part, other = store.part("x"), store.connect("x")
+        part, *others = store.part("x"), *(store.connect("x") for _ in range(4))
         part.set(f"key {world.rank}", "1")
         dist.barrier()
         if world.is_first:
             os.kill(os.getpid(), signal.SIGSTOP)
         while Path(f"/proc/{pids[0]}/stat").read_text().split()[2] != "T":
             time.sleep(0.01)
-        said = []
-        for call in (
-            lambda: part.get("key 1"),
-            lambda: part.check(["key 1"]),
-            lambda: part.wait(["none"], datetime.timedelta(seconds=1.5)),
-            lambda: other.multi_get(["key 1"]),
-            lambda: other.add("count", 1),
-        ):
-            with pytest.raises(dist.DistError) as error:
-                call()
-            said.append(str(error.value).splitlines()[0])
+        with ThreadPoolExecutor() as pool:  # each call waits on a connection of its own
+            waiting = [
+                pool.submit(*call)
+                for call in (
+                    (part.get, "key 1"),
+                    (others[0].check, ["key 1"]),
+                    (others[1].wait, ["none"], datetime.timedelta(seconds=1.5)),
+                    (others[2].multi_get, ["key 1"]),
+                    (others[3].add, "count", 1),
+                )
+            ]
+        errors = [call.exception() for call in waiting]
+        assert all(isinstance(error, dist.DistError) for error in errors)
         os.kill(pids[0], signal.SIGKILL)
         markers.set("ended")
-        return said
+        return [str(error).splitlines()[0] for error in errors]
 
     _, said = run_ranks(2, body, killed=(0,))
     assert said is not None

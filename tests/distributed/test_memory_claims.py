@@ -2,54 +2,64 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
 
-from tests.fake_megatron import measure_policy
+from tests.fake_megatron import PolicyBytes, measure_policy
 from tests.ranks import run_ranks
 from tests.unit.config.test_cluster_examples import EXAMPLES, QWEN_7B, QWEN_32B, write_example
+from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.memory import MemoryLedger
 from tlt_megatron.trainer.memory_ledger import make_ledger
 
+CASES = {
+    "7b": ("qwen2_5_7b_8gpu", QWEN_7B, 8),
+    "7b-no-recompute": ("qwen2_5_7b_8gpu", QWEN_7B, 8, "mcore.recompute=none"),
+    "32b": ("qwen2_5_32b_slurm", QWEN_32B, 32),
+}
+Measured = dict[str, tuple[MemoryLedger, list[PolicyBytes]]]
 
-def claimed(ledger: MemoryLedger, *names: str) -> int:
-    return sum(c.num_bytes for c in ledger.claims if c.name in names)
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """The ledger of each case, and the bytes of its pipeline stages. Two stages are measured at a time."""
+    found: Measured = {}
+    stages: list[tuple[str, RunConfig, int, int]] = []
+    for case, (name, sizes, world_size, *overrides) in CASES.items():
+        folder = tmp_path_factory.mktemp(case)
+        config, gpu = write_example(folder, EXAMPLES / f"{name}.yaml", sizes, *overrides)
+        found[case] = make_ledger(config, world_size, gpu), []
+        stages += [(case, config, world_size, i) for i in range(config.parallel.pipeline)]
+
+    def measure(two: list[tuple[str, RunConfig, int, int]]) -> PolicyBytes:
+        _, config, world_size, stage = two[int(os.environ["RANK"])]
+        num_tokens = config.mcore.micro_batch_tokens
+        return measure_policy(config, world_size, stage, num_tokens, num_micro_batches=2)
+
+    for first in range(0, len(stages), 2):
+        two = stages[first : first + 2]
+        results = run_ranks(len(two), measure, two, has_world=False)
+        for (case, *_), result in zip(two, results, strict=True):
+            found[case][1].append(result)
+    return found
 
 
-@pytest.mark.parametrize(
-    "name, sizes, world_size, overrides",
-    [
-        ("qwen2_5_7b_8gpu", QWEN_7B, 8, []),
-        ("qwen2_5_7b_8gpu", QWEN_7B, 8, ["mcore.recompute=none"]),
-        ("qwen2_5_32b_slurm", QWEN_32B, 32, []),
-    ],
-    ids=["7b", "7b-no-recompute", "32b"],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_claims_of_the_policy_are_what_megatron_allocates(
-    tmp_path: Path, name: str, sizes: dict[str, object], world_size: int, overrides: list[str]
+    measured: Measured, case: str
 ) -> None:
-    config, gpu = write_example(tmp_path, EXAMPLES / f"{name}.yaml", sizes, *overrides)
-    ledger = make_ledger(config, world_size, gpu)
-    stages = [
-        run_ranks(
-            1,
-            measure_policy,
-            config,
-            world_size,
-            stage,
-            config.mcore.micro_batch_tokens,
-            2,
-            has_world=False,
-        )[0]
-        for stage in range(config.parallel.pipeline)
-    ]
+    ledger, stages = measured[case]
+
+    def claimed(*names: str) -> int:
+        return sum(c.num_bytes for c in ledger.claims if c.name in names)
+
     for part, claim in (
         ("parameters", "policy"),
         ("gradients", "gradients"),
         ("optimizer", "optimizer"),
     ):
         largest = max(getattr(stage, part) for stage in stages)
-        assert claimed(ledger, claim) == pytest.approx(largest, rel=0.1), part
-    passes = claimed(ledger, "activations", "logits and their gradient")
+        assert claimed(claim) == pytest.approx(largest, rel=0.1), part
+    passes = claimed("activations", "logits and their gradient")
     assert passes == pytest.approx(max(stage.activations for stage in stages), rel=0.1)
