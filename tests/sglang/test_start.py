@@ -25,7 +25,7 @@ from tests.sglang.rollouts import GREEDY, answers, engine_processes, start_sglan
 
 if __name__ == "__main__":
     print("begin", flush=True)
-    engine = start_sglang(Path(sys.argv[1]), rank=63, request_timeout_s=12.0)
+    engine = start_sglang(Path(sys.argv[1]), rank=int(sys.argv[2]), request_timeout_s=12.0)
     next(p for p in engine_processes() if "schedul" in p.name()).send_signal(signal.SIGSTOP)
     try:
         answers(engine, GREEDY)
@@ -58,28 +58,35 @@ def test_a_plugin_that_is_not_loaded_is_an_error(
     assert engine_processes() == []
 
 
-@pytest.fixture
-def rank(policy_folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """The process of RANK, which has begun."""
-    script = tmp_path / "rank.py"
+@pytest.fixture(scope="module")
+def ranks(
+    policy_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[subprocess.Popen]]:
+    """Two processes of RANK, 62 and 63, which have begun: one starts while the other waits for its scheduler."""
+    script = tmp_path_factory.mktemp("ranks") / "rank.py"
     script.write_text(RANK)
     path = os.pathsep.join(
         [str(REPO), os.environ["PYTHONPATH"]]
     )  # the script lies elsewhere and imports tests
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", script, policy_folder],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", script, policy_folder, str(number)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for number in (62, 63)
+    ]
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begin\n"
-        yield process
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begin\n"
+        yield processes
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def sglang_children(rank: subprocess.Popen) -> list[psutil.Process]:
@@ -100,14 +107,18 @@ def check_ended(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-def test_processes_that_are_still_starting_end_with_their_rank(rank: subprocess.Popen) -> None:
+def test_processes_that_are_still_starting_end_with_their_rank(
+    ranks: list[subprocess.Popen],
+) -> None:
+    rank, _ = ranks
     children = sglang_children(rank)
     rank.kill()
     rank.wait()
     check_ended(children)
 
 
-def test_a_hung_scheduler_is_named_and_ends_with_its_rank(rank: subprocess.Popen) -> None:
+def test_a_hung_scheduler_is_named_and_ends_with_its_rank(ranks: list[subprocess.Popen]) -> None:
+    _, rank = ranks
     assert rank.stdout is not None
     message = rank.stdout.readline()
     children = sglang_children(rank)
