@@ -34,7 +34,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["tlt_megatron", "tlt_megatron.*"]),
-    package_data={"tlt_megatron": ["py.typed"]},
+    package_data={"tlt_megatron": ["py.typed", "config/other_names.txt"]},
     install_requires=[
         "torch>=2.11,<2.15",
         "megatron-core==0.16.1",

@@ -20,7 +20,7 @@ import yaml
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.other_names import our_name
-from tools.their_settings import GPUS, NODES, SLIME, SWITCHES, VERL, Values
+from tools import their_settings as theirs
 
 _QUOTED_OR_NEWLINE = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*'|\n""")
 
@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in path[:-1]:
             node = node.setdefault(name, {})
         node[path[-1]] = value
-    lines = [f"{key}: {value!r}{_hint(key)}" for key, value in left.items()]
+    hints = {key: f"; see {name}" for key in left if (name := our_name(key))}
+    lines = [f"{key}: {value!r}{hints.get(key, '')}" for key, value in left.items()]
     text = (
         f"# From {options.source.name}, by tlt migrate.\n{yaml.safe_dump(nested, sort_keys=False)}"
     )
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"to be changed before a run: {error}", file=sys.stderr)
         return 2
     num_nodes, num_ranks = (
-        next((given[k] for k in ks if k in given), None) for ks in (NODES, GPUS)
+        next((given[k] for k in ks if k in given), None) for ks in (theirs.NODES, theirs.GPUS)
     )
     nodes = f" --nnodes {num_nodes}" if num_nodes not in (None, 1) else ""
     print(f"tlt train {out} --nproc-per-node {num_ranks or 'N'}{nodes}")
@@ -105,39 +106,48 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def convert(given: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return our settings by dotted key, and theirs that have no counterpart."""
     ours: dict[str, Any] = {}
     left: dict[str, Any] = {}
     is_verl = any("." in key for key in given)
-    table = VERL if is_verl else SLIME
+    table = theirs.VERL if is_verl else theirs.SLIME
+    newest = {theirs.newest_name(key): value for key, value in given.items()}
     for key, value in given.items():
-        meaning = table.get(key)
-        if key in SWITCHES or (value is None and meaning):
+        name = theirs.newest_name(key)
+        meaning = table.get(name)
+        if name in theirs.SWITCHES or (value is None and meaning):
             continue
-        settings = {meaning: value} if isinstance(meaning, str) else None
-        if callable(meaning) and "$" not in str(value):
-            settings = meaning(value, given)
-        if settings is None or "$" in str(value):
+        if "$" in str(value):  # left open in the script
+            settings = None
+        elif isinstance(meaning, str):
+            settings = {meaning: value}
+        else:
+            settings = meaning(value, newest) if meaning else theirs.passed_on(name, value)
+        if settings is None:
             left[key] = value
-            continue
-        ours |= settings
-    defaults = {"rollout.engine": "sglang", "model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
-    if not is_verl:
-        defaults["algorithm.aggregation"] = "sequence_mean"
-    elif "algorithm.adv_estimator" not in given:
-        defaults["algorithm.advantage"] = "gae"
-    ours = defaults | ours
-    if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
-        ours["algorithm.clip_high"] = ours["algorithm.clip_low"]
+        else:
+            ours |= settings
     loss = ours.get("algorithm.loss")
     if loss in ("gspo", "cispo") and ours.get("algorithm.dual_clip"):
         left["dual clip"] = ours.pop("algorithm.dual_clip")
     if loss == "gspo" and ours.get("algorithm.aggregation") != "sequence_mean":
         left["aggregation"] = ours.pop("algorithm.aggregation", "token_mean")
         ours["algorithm.aggregation"] = "sequence_mean"
+    ours = (theirs.VERL_DEFAULTS if is_verl else theirs.SLIME_DEFAULTS) | ours
+    if loss in ("gspo", "cispo"):
+        ours.pop("algorithm.dual_clip", None)
+    if ours.get("algorithm.advantage") == "gae":
+        ours = {"rollout.num_samples": 1, **ours}
+    else:
+        of_critic = ("critic.", "algorithm.gamma", "algorithm.lam")
+        ours = {key: value for key, value in ours.items() if not key.startswith(of_critic)}
+    if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
+        ours["algorithm.clip_high"] = ours["algorithm.clip_low"]
     if ours.get("algorithm.clip_low", 0) > 1:  # no lower bound
         ours["algorithm.clip_low"] = 1.0
+    if ours.get("parallel.sequence") and ours.get("parallel.tensor", 1) == 1:
+        left["sequence parallelism"] = ours.pop("parallel.sequence")
     if ours.get("eval.interval") and not ours.get("data.eval"):
         left["evaluation every"] = ours.pop("eval.interval")
     return ours, left
@@ -183,14 +193,9 @@ def _typed(text: str) -> Any:
     if re.fullmatch(r"[-+]?[\d.]+e[-+]?\d+", text):  # YAML reads 1e-6 as text
         return float(text)
     try:
-        return yaml.safe_load(text)
+        return None if text == "None" else yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def _hint(key: str) -> str:
-    ours = our_name(key)
-    return f"  (see {ours})" if ours else ""
 
 
 if __name__ == "__main__":

@@ -3,38 +3,87 @@
 from __future__ import annotations
 
 import math
+import operator
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlt_megatron.config.other_names import NAMES
+from tlt_megatron.config.mcore_fields import ALLOWED_FIELDS
+from tlt_megatron.config.other_names import PROJECTS, rows
 
 Values = Mapping[str, Any]  # theirs, by dotted key of verl or flag of slime (with _)
 # Returns our settings; None if the value has no counterpart.
 Convert = Callable[[Any, Values], dict[str, Any] | None]
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_MULTI_TURN = f"{_ROLLOUT}multi_turn."
+_CORRECTION, _OVERLONG = "algorithm.rollout_correction.", "reward_model.overlong_buffer."
 
 
-def _word(key: str, **words: str) -> Convert:
-    return lambda value, _: {key: words[value]} if value in words else None
+def newest_name(key: str) -> str:
+    """Return the present name of a key that other versions of verl have in another section."""
+    key = key.replace("reward_kwargs.overlong_buffer_cfg", "overlong_buffer")
+    older = r"(algorithm|actor_rollout_ref\.rollout)\.(rollout_(is|rs|token)(?!\w*\.).*)"
+    return re.sub(older, rf"{_CORRECTION}\2", key)
 
 
-def _at_least_0(key: str) -> Convert:
-    return lambda value, _: {key: max(0, int(value or 0))}
+def passed_on(key: str, value: Any) -> dict[str, Any] | None:
+    """Return an option that goes unchanged to SGLang or Megatron; None for other keys."""
+    if (option := key.removeprefix(f"{_ROLLOUT}engine_kwargs.sglang.")) != key:
+        return {f"sglang.engine_args.{option}": value}
+    option = key.removeprefix(f"{_ACTOR}megatron.override_transformer_config.")
+    return {f"mcore.transformer.{option}": value} if option in ALLOWED_FIELDS else None
 
 
-def _file(key: str) -> Convert:
+def _same(project: str) -> dict[str, str | Convert]:
+    """Return the settings that differ in nothing but the name, by their name."""
+    column = PROJECTS.index(project)
+    given = [(row.theirs[column].replace("-", "_"), row) for row in rows() if row.theirs[column]]
+    counts = Counter(name for name, _ in given)
+    return {name: row.ours for name, row in given if not row.note and counts[name] == 1}
+
+
+def _to(key: str, here: Callable[[Any], Any]) -> Convert:
+    """Return `key` with the value that `here` returns for theirs; None there: no counterpart."""
+
     def convert(value: Any, _: Values) -> dict[str, Any] | None:
-        files = list(map(str, value)) if isinstance(value, list) else [str(value)]
-        if len(files) > 1 and key == "data.eval":
-            return {key: files}
-        return {key: files[0]} if len(files) == 1 else None
+        ours = here(value)
+        return None if ours is None else {key: ours}
 
     return convert
 
 
+def _word(key: str, *words: str, **other_words: str) -> Convert:
+    return _to(key, (dict(zip(words, words, strict=True)) | other_words).get)
+
+
+def _at_least_0(key: str) -> Convert:
+    return _to(key, lambda value: max(0, int(value or 0)))
+
+
+def _set(key: str, here: Any = True) -> Convert:
+    """Return `key` with the value `here` where their switch is on, else nothing."""
+    return lambda value, _: {key: here} if value else {}
+
+
 def _if(switch: str, key: str, **more: Any) -> Convert:
-    """Their value counts only with their `switch`; a switch that is off means 0."""
+    """Their value counts only with their `switch`."""
     return lambda value, given: {key: value, **more} if given.get(switch) else {}
+
+
+def _only(expected: Any) -> Convert:
+    """Their value `expected` is what happens here; another has no counterpart."""
+    return lambda value, _: {} if value == expected else None
+
+
+def _files(value: Any) -> str | list[str]:
+    files = [str(file) for file in value] if isinstance(value, list) else [str(value)]
+    return files[0] if len(files) == 1 else files
+
+
+def _file(value: Any) -> str | None:
+    files = _files(value)
+    return files if isinstance(files, str) else None
 
 
 def _minibatches(*factors: str) -> Convert:
@@ -49,70 +98,65 @@ def _minibatches(*factors: str) -> Convert:
     return convert
 
 
-def _verl_reward(path: Any, given: Values) -> dict[str, Any] | None:
+def _prompts(size: Any, given: Values) -> dict[str, Any] | None:
+    """Of verl's fully asynchronous trainer, a step is as many minibatches as it waits for."""
+    if size != 0:
+        return {"rollout.num_prompts": size}
+    count = given.get("async_training.require_batches", 1)
+    size = count * given.get(f"{_ACTOR}ppo_mini_batch_size", 256)
+    return {"rollout.num_prompts": size, "algorithm.num_minibatches": count}
+
+
+def _reward(path: Any, given: Values) -> dict[str, Any]:
     name = given.get("custom_reward_function.name", "compute_score")
     return {"reward.function": f"{path}:{name}"} if path else {}
 
 
 def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
-    if value == "grpo" and given.get("algorithm.norm_adv_by_std_in_grpo") is False:
-        return {"algorithm.advantage": "dr_grpo"}
-    if value == "ppo":  # of slime
-        return {"algorithm.advantage": "gae"}
-    names = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
-    if value == "gspo":
-        return {"algorithm.loss": "gspo", "algorithm.aggregation": "sequence_mean"}
-    return {"algorithm.advantage": value} if value in names else None
+    without_std = given.get("algorithm.norm_adv_by_std_in_grpo") is False
+    if value == "grpo" and (without_std or given.get("disable_grpo_std_normalization")):
+        value = "dr_grpo"
+    if value in ("gspo", "cispo"):  # of slime
+        return _loss(value, given)
+    names = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    return _word("algorithm.advantage", *names, gae="gae", ppo="gae")(value, given)
 
 
-def _of_critic(column: int) -> dict[str, str | Convert]:
-    """Return our settings of the critic by their name. They count only with one."""
-
-    def with_critic(key: str) -> Convert:
-        def convert(value: Any, given: Values) -> dict[str, Any] | None:
-            kind = given.get("algorithm.adv_estimator", given.get("advantage_estimator", "gae"))
-            return {key: value} if kind in ("gae", "ppo") else {}
-
-        return convert
-
-    keys = ("critic.lr", "critic.weight_decay", "critic.clip_grad", "critic.cliprange_value")
-    keys = (*keys, "critic.warmup_steps", "critic.path", "algorithm.gamma", "algorithm.lam")
-    found = {NAMES[key][column].replace("-", "_"): with_critic(key) for key in keys}
-    return {name: convert for name, convert in found.items() if name}
+def _loss(value: Any, given: Values) -> dict[str, Any] | None:
+    ours = _word("algorithm.loss", "gspo", "cispo", vanilla="ppo")(value, given)
+    return {**ours, "algorithm.aggregation": "sequence_mean"} if value == "gspo" and ours else ours
 
 
-def _loss(value: Any, _: Values) -> dict[str, Any] | None:
-    more = {"algorithm.aggregation": "sequence_mean"} if value == "gspo" else {}
-    names = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
-    return {"algorithm.loss": names[value], **more} if value in names else None
+def _turns(_: Any, given: Values) -> dict[str, Any]:
+    """verl ends a conversation at either limit. The last turn is the policy's."""
+    policy, user = (given.get(f"{_MULTI_TURN}max_{who}_turns") for who in ("assistant", "user"))
+    return {"rollout.max_turns": min(policy or math.inf, user + 1 if user else math.inf)}
 
 
-def _set(**settings: Any) -> Convert:
-    """Return `settings` (with __ for the dot) where their switch is on, else none."""
-    return lambda value, _: {k.replace("__", "."): v for k, v in settings.items()} if value else {}
+def _observations(characters: Any, given: Values) -> dict[str, Any]:
+    """verl limits the characters of each answer. A token has at least one."""
+    turns = [given.get(f"{_MULTI_TURN}max_{who}_turns") for who in ("assistant", "user")]
+    answers = given.get(f"{_MULTI_TURN}max_parallel_calls", 1) * max(1, *filter(None, turns), 1)
+    return {"rollout.max_observation_tokens": characters * answers}
 
 
 def _rollout_is(level: Any, given: Values) -> dict[str, Any] | None:
-    """verl's truncated importance sampling: a level, and a cap under the same prefix."""
-    if level in (None, "null", "None"):
-        return {}
-    cap = next((v for k, v in given.items() if k.endswith(".rollout_is_threshold")), 2.0)
+    """verl's truncated importance sampling: a level and a cap."""
     if level not in ("token", "sequence", "geometric"):
         return None
+    cap = given.get(f"{_CORRECTION}rollout_is_threshold", 2.0)
     return {"algorithm.rollout_is": level, "algorithm.tis_cap": cap}
 
 
 def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
     """verl's masked importance sampling: k1 of a token, of the sum or of the mean is our ratio at three levels."""
-    if level in (None, "null", "None"):
-        return {}
     levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
     level = levels.get(level, level)
     if level not in levels.values():
         return None
     ours: dict[str, Any] = {"algorithm.rollout_rs": level}
-    bounds = next((v for k, v in given.items() if k.endswith(".rollout_rs_threshold")), None)
-    if bounds not in (None, "null", "None"):  # upper, or lower_upper
+    bounds = given.get(f"{_CORRECTION}rollout_rs_threshold")
+    if bounds is not None:  # upper, or lower_upper
         *lower, upper = map(float, str(bounds).split("_"))
         ours["algorithm.rollout_rs_threshold"] = upper
         if lower:
@@ -120,184 +164,145 @@ def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
     return ours
 
 
-def _overlong(prefix: str) -> dict[str, str | Convert]:
-    """DAPO's soft punishment, which counts only where it is enabled."""
-    return {
-        f"{prefix}.enable": lambda value, _: {},
-        f"{prefix}.log": lambda value, _: {},
-        f"{prefix}.len": _if(f"{prefix}.enable", "reward.overlong_tokens"),
-        f"{prefix}.penalty_factor": _if(f"{prefix}.enable", "reward.overlong_penalty"),
-    }
-
-
-def _correction(prefix: str) -> dict[str, str | Convert]:
-    """Keys of `algorithm.rollout_correction`, which older versions have elsewhere."""
-    return {
-        f"{prefix}.rollout_is": _rollout_is,
-        f"{prefix}.rollout_is_threshold": lambda value, _: {},  # see _rollout_is
-        f"{prefix}.rollout_is_batch_normalize": _only(False),
-        f"{prefix}.rollout_rs": _rollout_rs,
-        f"{prefix}.rollout_rs_threshold": lambda value, _: {},  # see _rollout_rs
-        f"{prefix}.rollout_rs_threshold_lower": "algorithm.rollout_rs_threshold_lower",
-        f"{prefix}.rollout_token_veto_threshold": "algorithm.rollout_token_veto_threshold",
-        f"{prefix}.bypass_mode": _only(False),
-        f"{prefix}.loss_type": _only("ppo_clip"),
-    }
-
-
-def _only(value: Any) -> Convert:
-    """Their `value` is what happens here; another has no counterpart."""
-    return lambda given, _: {} if given == value else None
-
-
-def _trackers(value: Any, _: Values) -> dict[str, Any] | None:
+def _trackers(value: Any) -> list[str] | None:
     names = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
     known = all(name in ("tensorboard", "wandb", "mlflow", "swanlab") for name in names)
-    return {"logging.trackers": names} if known else None
+    return names if known else None
 
 
-def _same(column: int) -> dict[str, str | Convert]:
-    """Return those of our settings by their name that have the same values there."""
-    return {NAMES[ours][column].replace("-", "_"): ours for ours in _SAME if NAMES[ours][column]}
-
-
-_SAME = (
-    *("model.path", "run.dir", "run.num_steps", "optimizer.lr", "mcore.micro_batch_tokens"),
-    *("data.input_key", "data.label_key", "data.apply_chat_template", "data.max_prompt_tokens"),
-    *("data.shuffle", "rollout.num_prompts", "rollout.num_samples", "rollout.max_new_tokens"),
-    *("rollout.temperature", "rollout.top_p", "rollout.max_batch_size", "rollout.kv_cache_tokens"),
-    *("rollout.prefill_chunk_tokens", "algorithm.clip_low", "algorithm.clip_high"),
-    *("algorithm.dual_clip", "algorithm.entropy_coef", "algorithm.num_epochs"),
-    *("algorithm.dynamic_sampling", "algorithm.max_num_gen_batches", "reward.num_workers"),
-    *("eval.num_samples", "eval.temperature", "logging.project"),
-)
-_KL = _word("algorithm.kl_estimator", low_var_kl="k3", k3="k3", mse="k2", k2="k2")
-_RESUME = _word("checkpoint.resume", auto="auto", disable="never")
-VERL: dict[str, str | Convert] = (
-    _same(0)
-    | _of_critic(0)
-    | {
-        "data.train_files": _file("data.train"),
-        "data.val_files": _file("data.eval"),
-        "custom_reward_function.path": _verl_reward,
-        "algorithm.adv_estimator": _advantage,
-        "algorithm.norm_adv_by_std_in_grpo": lambda value, _: {},  # see _advantage
-        "algorithm.kl_ctrl.kl_coef": _if(
-            "algorithm.use_kl_in_reward",
-            "algorithm.kl_coef",
-            **{"algorithm.kl_placement": "reward"},
-        ),
-        "algorithm.filter_groups.metric": lambda value, _: {
-            "algorithm.dynamic_sampling_metric": value if value == "acc" else "reward"
-        },
-        **_correction("algorithm.rollout_correction"),
-        **_correction("algorithm"),
-        **_correction("actor_rollout_ref.rollout"),
-        f"{_ACTOR}tis_imp_ratio_cap": lambda value, _: {"algorithm.tis_cap": max(0, value)},
-        **_overlong("reward_model.overlong_buffer"),
-        **_overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
-        "reward_model.reward_kwargs.max_resp_len": lambda value, _: {},  # the length of responses
-        f"{_ROLLOUT}top_k": _at_least_0("rollout.top_k"),
-        f"{_ROLLOUT}dtype": _word("rollout.dtype", bfloat16="bfloat16"),
-        f"{_ROLLOUT}tensor_model_parallel_size": "sglang.engine_args.tp_size",
-        f"{_ROLLOUT}gpu_memory_utilization": "sglang.engine_args.mem_fraction_static",
-        f"{_ROLLOUT}name": _word("rollout.engine", sglang="sglang"),
-        f"{_ROLLOUT}enforce_eager": lambda value, _: {"rollout.cuda_graphs": not value},
-        f"{_ROLLOUT}free_cache_engine": lambda value, _: {"rollout.keep_graphs": not value},
-        f"{_ACTOR}policy_loss.loss_mode": _loss,
-        f"{_ACTOR}optim.weight_decay": "optimizer.weight_decay",
-        f"{_ACTOR}optim.clip_grad": "optimizer.clip_grad",
-        f"{_ACTOR}optim.lr_warmup_steps": _at_least_0("optimizer.warmup_steps"),
-        f"{_ACTOR}grad_clip": "optimizer.clip_grad",
-        f"{_ACTOR}ppo_mini_batch_size": _minibatches("data.train_batch_size"),
-        f"{_ACTOR}clip_ratio": lambda value, given: {
-            "algorithm.clip_low": given.get(f"{_ACTOR}clip_ratio_low", value),
-            "algorithm.clip_high": given.get(f"{_ACTOR}clip_ratio_high", value),
-        },
-        f"{_ACTOR}loss_agg_mode": _word(
-            "algorithm.aggregation",
-            **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
-            **{"seq-mean-token-sum-norm": "sequence_sum"},
-        ),
-        f"{_ACTOR}kl_loss_coef": _if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef"),
-        f"{_ACTOR}kl_loss_type": _KL,
-        f"{_ACTOR}megatron.tensor_model_parallel_size": "parallel.tensor",
-        f"{_ACTOR}megatron.pipeline_model_parallel_size": "parallel.pipeline",
-        f"{_ACTOR}checkpoint.save_contents": lambda value, _: (
-            {"checkpoint.export_hf": True} if "hf_model" in value else {}
-        ),
-        "trainer.save_freq": _at_least_0("checkpoint.interval"),
-        "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
-        "trainer.test_freq": _at_least_0("eval.interval"),
-        "trainer.resume_mode": _RESUME,
-        "trainer.logger": _trackers,
-        "trainer.rollout_data_dir": _set(logging__rollouts=True),
-        "data.val_max_samples": _at_least_0("eval.num_prompts"),
-    }
-)
-SLIME: dict[str, str | Convert] = (
-    _same(1)
-    | _of_critic(1)
-    | {
-        "prompt_data": _file("data.train"),
-        "eval_prompt_data": lambda value, given: (  # a name, then its file, and so on
-            _file("data.eval")(value[1::2], given)
-            if isinstance(value, list) and len(value) % 2 == 0
-            else None
-        ),
-        "rollout_top_k": _at_least_0("rollout.top_k"),
-        "rollout_num_gpus_per_engine": "sglang.engine_args.tp_size",
-        "sglang_mem_fraction_static": "sglang.engine_args.mem_fraction_static",
-        "sglang_dtype": _word("rollout.dtype", bfloat16="bfloat16"),
-        "sglang_disable_cuda_graph": _set(rollout__cuda_graphs=False),
-        # SGLang refuses rollout.batch_invariant
-        "sglang_enable_deterministic_inference": _only(False),
-        "rm_type": _word("reward.function", math="math", deepscaler="math", dapo="math"),
-        "custom_rm_path": lambda value, _: {"reward.function": ":".join(value.rsplit(".", 1))},
-        "advantage_estimator": _advantage,
-        "dynamic_sampling_filter_path": _set(algorithm__dynamic_sampling=True),
-        "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
-        "calculate_per_token_loss": _set(algorithm__aggregation="token_mean"),
-        "kl_loss_coef": _if("use_kl_loss", "algorithm.kl_coef"),
-        "kl_coef": lambda value, _: (
-            {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
-        ),
-        "kl_loss_type": _KL,
-        "tis_clip": _if("use_tis", "algorithm.tis_cap"),
-        "lr_decay_style": _word("optimizer.decay", constant="constant"),
-        "weight_decay": "optimizer.weight_decay",
-        "adam_beta1": "optimizer.beta1",
-        "adam_beta2": "optimizer.beta2",
-        "clip_grad": "optimizer.clip_grad",
-        "recompute_granularity": _word("mcore.recompute", full="full", selective="selective"),
-        "tensor_model_parallel_size": "parallel.tensor",
-        "pipeline_model_parallel_size": "parallel.pipeline",
-        "sequence_parallel": lambda value, given: {
-            "parallel.sequence": given.get("tensor_model_parallel_size", 1) > 1
-        },
-        "save_hf": _set(checkpoint__export_hf=True),
-        "load": lambda value, given: (  # a folder; ours is that of the run
-            {"checkpoint.resume": "auto"} if value == given.get("save") else None
-        ),
-        "save_debug_rollout_data": _set(logging__rollouts=True),
-        "use_wandb": _set(logging__trackers=["wandb"]),
-        "use_tensorboard": _set(logging__tensorboard=True),
-        "num_steps_per_rollout": "algorithm.num_minibatches",
-        "save_interval": "checkpoint.interval",
-        "eval_interval": "eval.interval",
-    }
-)
-# Read together with another key.
-SWITCHES = {
-    "custom_reward_function.name",
-    "algorithm.use_kl_in_reward",
-    "actor_rollout_ref.actor.use_kl_loss",
-    "use_kl_loss",
-    "use_tis",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "actor_num_gpus_per_node",
-    "actor_num_nodes",
+# a learning rate that falls needs the number of steps, which they derive
+_DECAY = _word("optimizer.decay", "constant")
+_RECOMPUTE = _word("mcore.recompute", "full", "selective")
+_KL = _word("algorithm.kl_estimator", "k2", "k3", low_var_kl="k3", mse="k2")
+VERL: dict[str, str | Convert] = _same("verl") | {
+    "data.train_files": _to("data.train", _file),
+    "data.val_files": _to("data.eval", _files),
+    "data.val_max_samples": _at_least_0("eval.num_prompts"),
+    "data.train_batch_size": _prompts,
+    "custom_reward_function.path": _reward,
+    "algorithm.adv_estimator": _advantage,
+    "algorithm.kl_ctrl.kl_coef": _if(
+        "algorithm.use_kl_in_reward",
+        "algorithm.kl_coef",
+        **{"algorithm.kl_placement": "reward"},
+    ),
+    "algorithm.filter_groups.metric": _to(
+        "algorithm.dynamic_sampling_metric", lambda value: value if value == "acc" else "reward"
+    ),
+    f"{_CORRECTION}rollout_is": _rollout_is,
+    f"{_CORRECTION}rollout_is_batch_normalize": _only(False),
+    f"{_CORRECTION}rollout_rs": _rollout_rs,
+    f"{_CORRECTION}rollout_rs_threshold_lower": "algorithm.rollout_rs_threshold_lower",
+    f"{_CORRECTION}rollout_token_veto_threshold": "algorithm.rollout_token_veto_threshold",
+    f"{_CORRECTION}bypass_mode": _only(False),
+    f"{_CORRECTION}loss_type": _only("ppo_clip"),
+    f"{_ACTOR}tis_imp_ratio_cap": _to("algorithm.tis_cap", lambda value: max(0, value)),
+    f"{_OVERLONG}len": _if(f"{_OVERLONG}enable", "reward.overlong_tokens"),
+    f"{_OVERLONG}penalty_factor": _if(f"{_OVERLONG}enable", "reward.overlong_penalty"),
+    f"{_ROLLOUT}top_k": _at_least_0("rollout.top_k"),
+    f"{_ROLLOUT}dtype": _word("rollout.dtype", "bfloat16"),
+    f"{_ROLLOUT}name": _word("rollout.engine", "sglang"),
+    f"{_ROLLOUT}enforce_eager": _to("rollout.cuda_graphs", operator.not_),
+    f"{_ROLLOUT}free_cache_engine": _to("rollout.keep_graphs", operator.not_),
+    f"{_MULTI_TURN}enable": _only(False),
+    f"{_MULTI_TURN}max_assistant_turns": _turns,
+    f"{_MULTI_TURN}max_user_turns": _turns,
+    f"{_MULTI_TURN}max_tool_response_length": _observations,
+    f"{_ACTOR}policy_loss.loss_mode": _loss,
+    f"{_ACTOR}optim.betas": lambda betas, _: {
+        f"optimizer.beta{n}": beta for n, beta in enumerate(betas, start=1)
+    },
+    f"{_ACTOR}optim.lr_warmup_steps": _at_least_0("optimizer.warmup_steps"),
+    f"{_ACTOR}optim.lr_decay_style": _DECAY,
+    f"{_ACTOR}optim.lr_scheduler_type": _DECAY,
+    f"{_ACTOR}ppo_mini_batch_size": _minibatches("data.train_batch_size"),
+    f"{_ACTOR}clip_ratio": lambda value, given: {
+        "algorithm.clip_low": given.get(f"{_ACTOR}clip_ratio_low", value),
+        "algorithm.clip_high": given.get(f"{_ACTOR}clip_ratio_high", value),
+    },
+    f"{_ACTOR}loss_agg_mode": _word(
+        "algorithm.aggregation",
+        **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+        **{"seq-mean-token-sum-norm": "sequence_sum"},
+    ),
+    f"{_ACTOR}kl_loss_coef": _if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef"),
+    f"{_ACTOR}kl_loss_type": _KL,
+    f"{_ACTOR}megatron.dtype": _word("model.dtype", "bfloat16"),
+    f"{_ACTOR}fsdp_config.dtype": _word("model.dtype", "bfloat16"),
+    f"{_ACTOR}megatron.override_transformer_config.recompute_granularity": _RECOMPUTE,
+    f"{_ACTOR}checkpoint.save_contents": lambda value, _: (
+        {"checkpoint.export_hf": True} if "hf_model" in value else {}
+    ),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": _set("mcore.recompute", "full"),
+    "trainer.device": _word("run.device", "cuda", "cpu"),
+    "trainer.save_freq": _at_least_0("checkpoint.interval"),
+    "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
+    "trainer.test_freq": _at_least_0("eval.interval"),
+    "trainer.resume_mode": _word("checkpoint.resume", "auto", disable="never"),
+    "trainer.logger": _to("logging.trackers", _trackers),
+    "trainer.rollout_data_dir": _set("logging.rollouts"),
 }
+SLIME: dict[str, str | Convert] = _same("slime") | {
+    "prompt_data": _to("data.train", _file),
+    "eval_prompt_data": _to(  # a name, then its file, and so on
+        "data.eval",
+        lambda words: _files(words[1::2]) if isinstance(words, list) and len(words) % 2 == 0 else None,
+    ),
+    "rollout_seed": lambda value, _: {"run.seed": value, "data.seed": value},
+    "rollout_top_k": _at_least_0("rollout.top_k"),
+    "sglang_dtype": _word("rollout.dtype", "bfloat16"),
+    "sglang_disable_cuda_graph": _set("rollout.cuda_graphs", False),
+    # SGLang refuses rollout.batch_invariant
+    "sglang_enable_deterministic_inference": _only(False),
+    "rm_type": _word("reward.function", "math", deepscaler="math", dapo="math"),
+    "custom_rm_path": _to("reward.function", lambda path: ":".join(path.rsplit(".", 1))),
+    "advantage_estimator": _advantage,
+    "critic_lr": "critic.lr",
+    "dynamic_sampling_filter_path": _set("algorithm.dynamic_sampling"),
+    "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
+    "calculate_per_token_loss": _set("algorithm.aggregation", "token_mean"),
+    "kl_loss_coef": _if("use_kl_loss", "algorithm.kl_coef"),
+    "kl_coef": lambda value, _: (
+        {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
+    ),
+    "kl_loss_type": _KL,
+    "tis_clip": _if("use_tis", "algorithm.tis_cap"),
+    "lr_decay_style": _DECAY,
+    "recompute_granularity": _RECOMPUTE,
+    "bf16": _set("model.dtype", "bfloat16"),
+    "save_hf": _set("checkpoint.export_hf"),
+    "load": lambda value, given: (  # a folder; ours is that of the run
+        {"checkpoint.resume": "auto"} if value == given.get("save") else None
+    ),
+    "save_debug_rollout_data": _set("logging.rollouts"),
+    "use_wandb": _set("logging.trackers", ["wandb"]),
+    "wandb_project": _if("use_wandb", "logging.wandb_project"),
+}
+# What a run of theirs does that does not say it, where ours does another thing.
+_DEFAULTS = {"rollout.engine": "sglang", "model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
+VERL_DEFAULTS = _DEFAULTS | {
+    "algorithm.advantage": "gae",
+    "algorithm.dual_clip": 3.0,
+    "data.max_prompt_tokens": 512,
+    "eval.temperature": 0.0,
+    "optimizer.beta2": 0.999,
+    "rollout.num_prompts": 1024,
+}
+SLIME_DEFAULTS = _DEFAULTS | {
+    "algorithm.aggregation": "sequence_mean",
+    "critic.cliprange_value": 0.2,
+    "data.input_key": "input",
+    "optimizer.beta2": 0.999,
+}
+# Read together with another key.
+_SWITCHES = """
+    custom_reward_function.name algorithm.use_kl_in_reward algorithm.norm_adv_by_std_in_grpo
+    algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_correction.rollout_rs_threshold
+    reward_model.overlong_buffer.enable reward_model.overlong_buffer.log
+    reward_model.reward_kwargs.max_resp_len actor_rollout_ref.actor.use_kl_loss
+    async_training.require_batches trainer.n_gpus_per_node trainer.nnodes
+    disable_grpo_std_normalization use_kl_loss use_tis actor_num_gpus_per_node actor_num_nodes
+"""
+SWITCHES = frozenset(_SWITCHES.split())
 GPUS = ("trainer.n_gpus_per_node", "actor_num_gpus_per_node")
 NODES = ("trainer.nnodes", "actor_num_nodes")

@@ -139,6 +139,7 @@ def test_a_wheel_needs_no_checkout(wheel: Path, tmp_path: Path) -> None:
         done = tlt(*arguments, root=wheel, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert (wheel / "tlt_megatron/programs/launch/slurm/single_node.sbatch").is_file()
+    assert (wheel / "tlt_megatron/config/other_names.txt").is_file()
     example = wheel / "tlt_megatron" / "programs" / EXAMPLE
     done = tlt("train", example, "--print-config", root=wheel, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -189,9 +189,9 @@ def test_settings_are_read_and_checked_without_torch() -> None:
 
 
 def test_every_name_of_another_trainer_leads_to_a_key_that_exists() -> None:
-    for ours in by_their_name().values():
-        for key in re.findall(r"\b[a-z]+\.(?!py:)[a-z_]+", ours):
-            section, _, name = key.partition(".")
+    for answers in by_their_name().values():
+        for key in re.findall(r"\b[a-z]+\.(?!py:)[a-z_0-9]+", " ".join(answers)):
+            section, name = key.split(".")
             assert hasattr(getattr(RunConfig(), section), name), key
 
 

@@ -1,37 +1,73 @@
-"""The names of other trainers: every setting has its row, and the page shows the table."""
+"""The names of other trainers: every setting has its row, and the page shows the tables."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from docs.name_table import PAGE, with_table
-from tlt_megatron.config.other_names import NAMES, our_name
-from tlt_megatron.config.schema import RunConfig
+import pytest
 
-COMPLETE = ("algorithm", "rollout", "reward", "eval", "checkpoint")
+from docs.name_table import PAGE, with_tables
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.other_names import our_name, rows
+from tlt_megatron.config.schema import RunConfig
 
 
 def test_every_setting_has_a_row_and_every_row_is_a_setting() -> None:
-    sections = {
-        field.name: getattr(RunConfig(), field.name) for field in dataclasses.fields(RunConfig)
-    }
-    known = {
-        f"{s}.{f.name}" for s, section in sections.items() for f in dataclasses.fields(section)
-    }
-    assert sorted(NAMES.keys() - known) == []
-    missing = {key for key in known if key.startswith(COMPLETE)} - NAMES.keys()
-    assert sorted(missing) == [], "add rows to NAMES of config/other_names.py"
+    sections = dataclasses.asdict(RunConfig())
+    known = {f"{section}.{key}" for section, settings in sections.items() for key in settings}
+    named = {".".join(row.ours.split(".")[:2]) for row in rows()}
+    assert sorted(named - known) == []
+    assert sorted(known - named) == [], "add rows to config/other_names.txt"
 
 
-def test_the_page_shows_the_table() -> None:
+def test_a_row_names_all_three_projects_and_none_twice() -> None:
+    for row in rows():
+        assert len(row.theirs) == 3, row
+    for column in range(3):
+        pairs = [(row.ours, row.theirs[column]) for row in rows() if row.theirs[column]]
+        assert len(set(pairs)) == len(pairs)
+
+
+def test_the_page_shows_the_tables() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page) == page, "run: python -m docs.name_table"
+    assert with_tables(page) == page, "run: python -m docs.name_table"
 
 
-def test_a_key_leads_to_our_setting_whole_or_by_its_last_part() -> None:
-    assert our_name("actor_rollout_ref.rollout.val_kwargs.temperature") == "eval.temperature"
-    assert our_name("actor_rollout_ref.rollout.temperature") == "rollout.temperature"
-    assert our_name("rollout-batch-size") == "rollout.num_prompts"
-    assert our_name("some.section.clip_ratio_high") == "algorithm.clip_high"
-    assert our_name("epsilon_high") == "algorithm.clip_high"
-    assert our_name("custom_reward_function.name") is None
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "eval.temperature"),
+        ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
+        ("rollout-batch-size", "rollout.num_prompts"),
+        ("some.section.clip_ratio_high", "algorithm.clip_high"),
+        ("epsilon_high", "algorithm.clip_high"),
+        ("clip_ratio", "algorithm.clip_low and algorithm.clip_high"),
+        ("critic.megatron.tensor_model_parallel_size", "parallel.tensor"),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "sglang.engine_args.tp_size",
+        ),
+        ("lr", "optimizer.lr"),  # a whole name, not the end of critic.optim.lr
+        ("optim.lr", "critic.lr and optimizer.lr"),
+        ("reward.overlong_buffer.len", "reward.overlong_tokens"),
+        ("reward_manager.name", None),
+    ],
+)
+def test_a_key_leads_to_our_setting_whole_or_by_its_end(key: str, ours: str | None) -> None:
+    assert our_name(key) == ours
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full",
+            "mcore.recompute",
+        ),
+        ("sglang-speculative-draft-model-path=d", "speculation.drafter"),
+        ("max_tool_calling_iterations=3", r"rollout\.max_turns \(there one less\)"),
+    ],
+)
+def test_an_unknown_key_of_each_project_is_answered_with_ours(override: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown key; .*: here {ours}$"):
+        load_config(None, [override])

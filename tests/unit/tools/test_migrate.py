@@ -146,7 +146,7 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             "N",
             (
                 "dual clip: 3.0",
-                "algorithm.rollout_rs: 'token_k3'  (see algorithm.rollout_rs)",
+                "algorithm.rollout_rs: 'token_k3'; see algorithm.rollout_rs",
                 "loss_agg_mode: 'seq-mean-token-sum'",
                 "rollout.name: 'vllm'",
                 "rollout.prompt_length: '${data.max_prompt_length}'",
@@ -159,7 +159,7 @@ optimizer.lr: 1e-06, optimizer.beta2: 0.98, checkpoint.interval: 20
             "4",
             (
                 "balance_data: True",
-                "load: '/data/Qwen3-4B_slime/'  (see checkpoint.resume)",
+                "load: '/data/Qwen3-4B_slime/'; see checkpoint.resume (here auto, never or a folder)",
                 "force: True",  # without the words of the next line
             ),
         ),
