@@ -13,11 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.models.hf_io import HfReader
+from tools.bench.step_measures import read_run
+from tools.compare_runs import compare
 
 REPO = Path(__file__).resolve().parent.parent
 ALPHABET = "0123456789+-*/=<>.,;:#abcdefghijklmnopqrst"  # 42 characters; with <pad> and <eos> 44, + 4 unused = 48
@@ -170,3 +173,21 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
 def metric_rows(run_dir: Path) -> list[dict]:
     """One for each step, and one for each evaluation."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_same_tokens(run_dir: Path, expected: Path) -> None:
+    """Both drew the same tokens from the same policies, response by response, and got the same rewards."""
+    one, other = read_run(run_dir), read_run(expected)
+    assert one.keys() == other.keys()
+    lines, is_same = compare(one, other)
+    assert is_same, "\n".join(lines)
+    versions = [[r.get("versions") for r in rollouts(each)] for each in (run_dir, expected)]
+    assert versions[0] == versions[1]
+
+
+def check_same_run(run_dir: Path, expected: Path) -> None:
+    """Both drew the same tokens, and learned the same weights bit for bit."""
+    check_same_tokens(run_dir, expected)
+    found = weights(run_dir)
+    for name, tensor in weights(expected).items():
+        assert torch.equal(found[name], tensor), name

@@ -1,15 +1,33 @@
-"""One tiny task for all whole runs."""
+"""One tiny task for all whole runs, and runs under torchrun."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_task import make_tiny_task
+from tests.torchrun_job import Job
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of its config.yaml; model, prompts and reward stand beside it."""
     return make_tiny_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def start_job() -> Iterator[Callable[..., Job]]:
+    """`Job`; what still runs after the test is killed."""
+    jobs: list[Job] = []
+
+    def start(config: Path, run_dir: Path, *arguments: str, is_plain: bool = False) -> Job:
+        jobs.append(Job(config, run_dir, *arguments, is_plain=is_plain))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            for process in job.family():
+                process.kill()

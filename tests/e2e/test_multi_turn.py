@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tiny_task import (
     REPO,
-    answers,
+    check_same_run,
+    check_same_tokens,
     make_tiny_task,
     metric_rows,
     rollouts,
     run,
     run_forked,
-    weights,
 )
+from tests.torchrun_job import HOLDING, Job, saved_step
 
 pytestmark = pytest.mark.e2e
 
@@ -30,38 +31,21 @@ STOPS = (
     43,
 )  # <eos> 0 = > # t: the random policy ends a turn early with one of them
 
-ENVIRONMENT = '''"""Answers, and after the first step ends its run once, in the middle of a conversation."""
-import pathlib
-import time
-
-import psutil
-
-FOLDER = pathlib.Path(__file__).parent
-
+ENVIRONMENT = f'''"""Its answers to second turns wait in the second step of the run `stopped` while `hold` exists."""
+{HOLDING}
 
 def answer(messages, data_source, ground_truth, extra_info):
-    with open(FOLDER / "asked", "a") as file:
-        file.write(".")
-    if len(messages) == 4 and (FOLDER / "asked").stat().st_size > 64 and take("stop"):  # 32 x 2 a step
-        psutil.Process().parent().parent().terminate()  # the rank, of this worker's keeper
-        time.sleep(1000)
+    if len(messages) == 4 and (FOLDER / "stopped" / "rollouts" / "step_0000001.jsonl").exists():
+        hold()
     assert ground_truth == "5"
     turn = messages[-1]["content"]
-    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
-
-
-def take(name):
-    try:
-        (FOLDER / name).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+    return [{{"role": "tool", "content": "12+" * (len(turn) % 3)}}], len(turn) % 5 == 4
 '''
 SETTINGS = (
     *("rollout.environment_timeout_s=600", "rollout.max_turns=3", "rollout.num_prompts=8"),
     *("rollout.max_observation_tokens=12", "data.eval=", "logging.tensorboard=false"),
 )
-SPOT = (
+TLT = (
     *("speculation.enabled=true", "speculation.strategies=['3_1_3', 'ngram_4']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
@@ -77,21 +61,24 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def test_a_stopped_speculative_run_is_a_straight_plain_run(task: Path, tmp_path: Path) -> None:
+def test_pipeline_with_tlt_and_a_stop_draws_the_tokens_of_plain_runs(
+    task: Path, start_job: Callable[..., Job]
+) -> None:
+    """SIGTERM while a conversation waits for an answer, then a resume: as a straight run, and as one on a single rank."""
     environment = f"rollout.environment={task.parent}/environment.py:answer"
-    plain, stopped = tmp_path / "plain", tmp_path / "stopped"
-    run(2, task, plain, *SETTINGS, environment)
-    (task.parent / "asked").unlink()
-    (task.parent / "stop").touch()
-    arguments = (*SETTINGS, environment, *SPOT, "--resume", "auto")
-    run(2, task, stopped, *arguments)
-    assert not (task.parent / "stop").exists()
-    assert json.loads((stopped / "summary.json").read_text())["num_steps"] in (1, 2)
+    single, plain, stopped = (task.parent / name for name in ("single", "plain", "stopped"))
+    run(1, task, single, *SETTINGS, environment)
+    run(2, task, plain, *SETTINGS, environment, "parallel.pipeline=2")
+    arguments = (*SETTINGS, environment, "parallel.pipeline=2", *TLT, "--resume", "auto")
+    job = start_job(task, stopped, *arguments)
+    job.wait_until_held()
+    job.process.terminate()
+    job.end(0)
+    assert saved_step(stopped) == 1
     run(2, task, stopped, *arguments)
 
-    assert answers(stopped) == answers(plain)
-    for name, tensor in weights(plain).items():
-        assert torch.equal(weights(stopped)[name], tensor), name
+    check_same_run(stopped, plain)
+    check_same_tokens(plain, single)
     found = rollouts(plain)
     assert {row["num_turns"] for row in found} == {1, 2, 3}
     assert all(row["loss_mask"][-1] == 1 for row in found if "loss_mask" in row)

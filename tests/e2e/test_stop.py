@@ -10,31 +10,23 @@ import json
 import os
 import select
 import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.tiny_task import REPO, answers, make_tiny_task, run, torchrun, weights
+from tests.tiny_task import answers, make_tiny_task, run, weights
+from tests.torchrun_job import HOLDING, LIMIT_S, Job, saved_step
 
 pytestmark = pytest.mark.e2e
 
-REWARD = '''"""The tiny task's reward; it notes each call, waits while `hold` exists and fails once where `fail` exists."""
-import pathlib
-import time
-
-FOLDER = pathlib.Path(__file__).parent
-
+REWARD = f'''"""The tiny task's reward. It fails once where `fail` exists."""
+{HOLDING}
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    with open(FOLDER / "scored", "a") as file:
-        file.write(".")
-    while (FOLDER / "hold").exists():
-        time.sleep(0.02)
+    hold()
     if (FOLDER / "fail").exists():
         (FOLDER / "fail").unlink()
         raise ZeroDivisionError("this response divides by zero")
@@ -53,71 +45,6 @@ SPOT = (
 FAST, SLOW = "rollout.max_batch_size=64", "rollout.max_batch_size=1"  # the tokens are the same
 
 
-LIMIT_S = 300.0  # of each wait; a healthy machine needs seconds
-
-
-class Job:
-    """A run under torchrun, or under launch/torchrun.py, and all that it says."""
-
-    def __init__(
-        self, config: Path, run_dir: Path, *arguments: str, is_plain: bool = False
-    ) -> None:
-        self.folder, self.run_dir = config.parent, run_dir
-        command = torchrun(2, "--config", config, f"run.dir={run_dir}", *SETTINGS, *arguments)
-        if not is_plain:
-            command[1:3] = ["launch/torchrun.py"]
-        self._output = run_dir.with_suffix(".out")
-        self._skip = self._output.stat().st_size if self._output.exists() else 0
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-        with self._output.open("a") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=REPO,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text()[self._skip :]
-
-    def lines(self, part: str) -> list[str]:
-        return [line for line in self.output.splitlines() if part in line]
-
-    def line(self, part: str) -> str:
-        """The only line with `part` in it."""
-        lines = self.lines(part)
-        assert len(lines) == 1, f"{part!r} is in {len(lines)} lines:\n{self.output}"
-        return lines[0]
-
-    def wait_until(self, holds: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not holds():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"waited too long until {what}:\n{self.output}"
-            time.sleep(0.02)
-
-    def wait_for_scoring(self) -> None:
-        """Until a response of the step under way waits for its score, and most are not generated yet."""
-        scored, hold = self.folder / "scored", self.folder / "hold"
-        scored.unlink(missing_ok=True)
-        hold.touch()
-        self.wait_until(scored.is_file, "a response is scored")
-
-    def end(self, code: int) -> None:
-        """It ends by itself, with that exit code and without a traceback."""
-        assert self.process.wait(timeout=LIMIT_S) == code, self.output
-        assert "Traceback" not in self.output, self.output
-        (self.folder / "hold").unlink(missing_ok=True)
-
-    def family(self) -> list[psutil.Process]:
-        """torchrun, ranks, reward workers, resource trackers."""
-        process = psutil.Process(self.process.pid)
-        return [process, *process.children(recursive=True)]
-
-
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     config = make_tiny_task(tmp_path)
@@ -126,22 +53,11 @@ def task(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(task: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
+def start(task: Path, start_job: Callable[..., Job]) -> Callable[..., Job]:
     def start(name: str, *arguments: str, is_plain: bool = False) -> Job:
-        jobs.append(Job(task, task.parent / name, *arguments, is_plain=is_plain))
-        return jobs[-1]
+        return start_job(task, task.parent / name, *SETTINGS, *arguments, is_plain=is_plain)
 
-    yield start
-    for job in jobs:
-        if job.process.poll() is None:
-            for process in job.family():
-                process.kill()
-
-
-def saved_step(run_dir: Path) -> int:
-    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    return start
 
 
 def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
@@ -151,7 +67,7 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
 
     # SIGTERM in the first rollouts: the state of the beginning, although rewards are in flight and rank 1 trains.
     job = start("stopped", SLOW, *SPOT)
-    job.wait_for_scoring()
+    job.wait_until_held()
     job.process.terminate()
     job.end(0)
     assert saved_step(run_dir) == 0
@@ -161,7 +77,7 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
 
     # SIGUSR1 after the rollouts of a step: the save follows its update.
     job = start("stopped", FAST, *SPOT, *resume)
-    job.wait_for_scoring()
+    job.wait_until_held()
     record = run_dir / "rollouts" / "step_0000001.jsonl"
     record.parent.mkdir(exist_ok=True)
     os.mkfifo(record)
@@ -183,7 +99,7 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
 
     # Ctrl-C under plain torchrun, which fails even so; what is on the disk is not saved again.
     job = start("stopped", SLOW, *resume, is_plain=True)
-    job.wait_for_scoring()
+    job.wait_until_held()
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.process.wait(timeout=LIMIT_S) == 1
     (task.parent / "hold").unlink()
@@ -200,7 +116,7 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
 
 def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..., Job]) -> None:
     job = start("frozen", SLOW)
-    job.wait_for_scoring()
+    job.wait_until_held()
     family = job.family()
     ranks = [p for p in family if os.getpgid(p.pid) == p.pid and p.ppid() == job.process.pid]
     ranks[1].suspend()
@@ -214,7 +130,7 @@ def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..
 
 def test_no_process_outlives_a_killed_torchrun(start: Callable[..., Job]) -> None:
     job = start("orphans", SLOW, is_plain=True)
-    job.wait_for_scoring()
+    job.wait_until_held()
     family = job.family()
     assert len(family) >= 5
     job.process.kill()
@@ -226,7 +142,7 @@ def test_no_process_outlives_a_killed_torchrun(start: Callable[..., Job]) -> Non
 
 def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) -> None:
     job = start("failed", SLOW)
-    job.wait_for_scoring()
+    job.wait_until_held()
     (job.folder / "fail").touch()
     (job.folder / "hold").unlink()
     job.end(1)

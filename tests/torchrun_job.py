@@ -1,0 +1,96 @@
+"""A run under torchrun that a test holds at a point and then stops: a process, its output, and files that both sides watch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.tiny_task import REPO, torchrun
+
+LIMIT_S = 300.0  # of each wait; a healthy machine needs seconds
+
+# The start of a file with a reward function or an environment. `hold` notes that it was called and waits while `hold` exists.
+HOLDING = """
+import pathlib
+import time
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def hold():
+    with open(FOLDER / "called", "a") as file:
+        file.write(".")
+    while (FOLDER / "hold").exists():
+        time.sleep(0.02)
+"""
+
+
+class Job:
+    """A run on two ranks under launch/torchrun.py, or under plain torchrun, and all that it says."""
+
+    def __init__(
+        self, config: Path, run_dir: Path, *arguments: str, is_plain: bool = False
+    ) -> None:
+        self.folder, self.run_dir = config.parent, run_dir
+        command = torchrun(2, "--config", config, f"run.dir={run_dir}", *arguments)
+        if not is_plain:
+            command[1:3] = ["launch/torchrun.py"]
+        self._output = run_dir.with_suffix(".out")
+        self._skip = self._output.stat().st_size if self._output.exists() else 0
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        with self._output.open("a") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPO,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()[self._skip :]
+
+    def lines(self, part: str) -> list[str]:
+        return [line for line in self.output.splitlines() if part in line]
+
+    def line(self, part: str) -> str:
+        """The only line with `part` in it."""
+        lines = self.lines(part)
+        assert len(lines) == 1, f"{part!r} is in {len(lines)} lines:\n{self.output}"
+        return lines[0]
+
+    def wait_until(self, holds: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited too long until {what}:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait_until_held(self) -> None:
+        """Until `hold` of HOLDING is called: a response of the step under way waits for its score or answer."""
+        called, hold = self.folder / "called", self.folder / "hold"
+        called.unlink(missing_ok=True)
+        hold.touch()
+        self.wait_until(called.is_file, "a response waits")
+
+    def end(self, code: int) -> None:
+        """It ends by itself, with that exit code and without a traceback."""
+        assert self.process.wait(timeout=LIMIT_S) == code, self.output
+        assert "Traceback" not in self.output, self.output
+        (self.folder / "hold").unlink(missing_ok=True)
+
+    def family(self) -> list[psutil.Process]:
+        """torchrun, ranks, reward workers, resource trackers."""
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+
+def saved_step(run_dir: Path) -> int:
+    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
