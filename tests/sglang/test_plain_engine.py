@@ -27,7 +27,7 @@ from tests.sglang.rollouts import (
     tensors_of,
     token_lists,
 )
-from tlt_megatron.engines.base import GenerationStopped
+from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
 from tlt_megatron.engines.sglang.connection import TARGET
 from tlt_megatron.engines.sglang.engine import MEMORY_TAGS, SglangEngine
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
@@ -117,13 +117,13 @@ def test_later_turns_in_the_same_call_are_those_of_a_call_of_their_own(
         if turn.prompt_ids == firsts[turn.draw_index].token_ids:
             ready.append(following(turn))
 
-    def more_prompts() -> list[Prompt] | None:
+    def more_prompts() -> LaterPrompts | None:
         nonlocal num_sent
         if num_sent == 18:
             return None
         found = [ready.pop() for _ in range(len(ready))]
         num_sent += len(found)
-        return found
+        return LaterPrompts(found)
 
     calls = {"policy_version": VERSION, "on_finish": take_turn, "more_prompts": more_prompts}
     groups = engine.generate(list(firsts.values()), SAMPLED, **calls)

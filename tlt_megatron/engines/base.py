@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -55,7 +55,15 @@ class PassRecord:
     kv_tokens: int | None = None  # that the KV memory in use has room for; None: not known
 
 
-MorePrompts = Callable[[], Sequence[Prompt] | None]
+class LaterPrompts(NamedTuple):
+    """What a running `generate` call is told between two passes."""
+
+    prompts: Sequence[Prompt]  # to answer in the same call
+    # (draw_index, sample_index) of responses that no later prompt continues; their KV can be freed
+    ended: Sequence[tuple[int, int]] = ()
+
+
+MorePrompts = Callable[[], LaterPrompts | None]
 
 
 class GenerationStopped(RuntimeError):
@@ -96,8 +104,8 @@ class RolloutEngine(Protocol):
         [prompt + response - 1, F]. `between_passes` is called about once per pass and may load drafter weights. An engine in
         another process may never call these two. If `should_stop`, called about once per pass, returns True,
         GenerationStopped is raised.
-        `more_prompts` is also called about once per pass. It returns prompts to answer in the same call, or None when there
-        will be no more; their groups come last. With its responses, such a prompt may be longer than the longest of
+        `more_prompts` is also called about once per pass. It returns None when there will be no more prompts. The groups of
+        later prompts come last. With its responses, such a prompt may be longer than the longest of
         `prompts` by `RolloutSection.observation_tokens`.
         RuntimeError if the loaded weights are not of `policy_version`. ValueError if a prompt cannot fit into KV memory.
         """

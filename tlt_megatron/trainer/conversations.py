@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.data.tokenizer import Tokenizer
-from tlt_megatron.engines.base import RolloutEngine, group_rollouts
+from tlt_megatron.engines.base import LaterPrompts, RolloutEngine, group_rollouts
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import (
@@ -153,9 +153,11 @@ class Conversations:
             for index in prompt.sample_indices(params)
         }
         ended: dict[_Key, Rollout] = {}
+        unreported: list[_Key] = []  # ended since the engine last asked
 
         def end(key: _Key) -> None:
             conversation = open_.pop(key)
+            unreported.append(key)
             rollout = ended[key] = conversation.merged()
             if on_features is not None and conversation.features is not None:
                 on_features(rollout, conversation.features)
@@ -170,16 +172,18 @@ class Conversations:
             # the engine's states cover the whole prompt of a turn, so the last turn's are all
             open_[turn.draw_index, turn.sample_index].features = features.cpu()
 
-        def next_turns() -> list[Prompt] | None:
-            found = []
+        def next_turns() -> LaterPrompts | None:
+            prompts = []
             for key, conversation in list(open_.items()):
                 if conversation.answer is not None and conversation.answer.done():
-                    following = self._continue(conversation, params)
-                    if following is None:
+                    prompt = self._continue(conversation, params)
+                    if prompt is None:
                         end(key)
                     else:
-                        found.append(following)
-            return found if open_ else None
+                        prompts.append(prompt)
+            later = LaterPrompts(prompts, tuple(unreported))
+            unreported.clear()
+            return later if open_ else None
 
         self._engine.generate(
             prompts,

@@ -301,7 +301,10 @@ def test_swapping_or_removing_the_drafter_changes_no_token(make_engine, tiny_pat
     assert tokens(engine.generate(prompts(), PARAMS, policy_version=1)) == plain
 
 
-def test_continued_responses_wait_for_room_beside_the_lanes(tiny_path: Path) -> None:
+@pytest.mark.parametrize("num_pages", [20, 16])  # 12 of lanes, and room for two prompts or one
+def test_continued_responses_wait_for_room_beside_the_lanes(
+    tiny_path: Path, num_pages: int
+) -> None:
     """Eight continued responses, each with a long prompt of its own, and four siblings that share a short one."""
     lengths = [200] * 8 + [20]
     prompts = [
@@ -317,7 +320,7 @@ def test_continued_responses_wait_for_room_beside_the_lanes(tiny_path: Path) -> 
     ]
     params = SamplingParams(max_new_tokens=256, seed=2)
     expected = engine_over(tiny_path).generate(prompts, params, policy_version=1)
-    engine = engine_over(tiny_path, max_batch_size=3, kv_cache_tokens=20 * 64)
+    engine = engine_over(tiny_path, max_batch_size=3, kv_cache_tokens=num_pages * 64)
     strategy = SpeculationStrategy.parse("ngram_2")
     engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
     found = engine.generate(prompts, params, policy_version=1)

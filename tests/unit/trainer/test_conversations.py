@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import engine_over
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.base import GenerationStopped
+from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.rewards.environment import Answer
@@ -193,13 +193,17 @@ def test_conversations_are_their_turns_one_after_another(tiny_path: Path, settin
 
 def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
     prompts = draw_prompts(4)
-    engine = engine_over(tiny_path, **SETTINGS, max_batch_size=4)
+    engine = engine_over(tiny_path, **SETTINGS, max_batch_size=4, kv_cache_tokens=64 * 64)
     plain = converse(engine, prompts)
     slow = next((r.draw_index, r.sample_index) for r in plain if r.num_turns > 2)
     ended: list[Rollout] = []
+    used: list[int] = []  # KV pages, while only the slow conversation is open
 
     def is_ready(key: tuple[int, int]) -> bool:
-        return key != slow or len(ended) == len(plain) - 1
+        if key == slow and len(ended) == len(plain) - 1:
+            cache = engine._cache
+            used.append(cache.num_pages - cache.num_free)
+        return key != slow or len(used) > 2
 
     polls = iter(range(10_000))  # of an engine that waits for the slow answer
     found = converse(
@@ -211,6 +215,7 @@ def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
     )
     assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in plain]
     assert (ended[-1].draw_index, ended[-1].sample_index) == slow
+    assert used[2] == 1  # of its first turn, which fits into a page; the KV of the others is free
 
 
 def test_a_stop_does_not_wait_for_an_answer(tiny_path: Path) -> None:
@@ -250,7 +255,9 @@ def test_a_later_prompt_that_was_not_announced_is_refused(tiny_path: Path) -> No
     longer = replace(prompt, token_ids=(1,) * (limit - PARAMS.max_new_tokens + 1))
     message = f"prompt '0' and its response need {limit + 1} positions: .* at most {limit}"
     with pytest.raises(ValueError, match=message):
-        engine.generate([prompt], PARAMS, policy_version=1, more_prompts=lambda: [longer])
+        engine.generate(
+            [prompt], PARAMS, policy_version=1, more_prompts=lambda: LaterPrompts([longer])
+        )
 
 
 def test_of_an_engine_without_prompts_none_are_expected(tiny_path: Path) -> None:
@@ -275,7 +282,7 @@ def test_planned_memory_has_lanes_for_all_rows_and_room_for_a_later_prompt(
         policy_version=1,
         max_new_tokens=[[20, 20]] * num_prompts,
         on_finish=finished.append,
-        more_prompts=lambda: None if len(finished) == 2 * num_prompts else [],
+        more_prompts=lambda: None if len(finished) == 2 * num_prompts else LaterPrompts([]),
     )
     assert engine.stats().num_decode_passes > 0
     assert engine.stats().num_unspeculated_passes == 0

@@ -61,16 +61,18 @@ class Intake:
     def poll(self, scheduler: Scheduler) -> None:
         """Give `scheduler` the requests that have come since the last call."""
         assert self._more_prompts is not None
-        prompts = self._more_prompts()
-        if prompts is None:
+        later = self._more_prompts()
+        if later is None:
             self._more_prompts = None
             scheduler.close()
             return
+        for key in later.ended:
+            scheduler.drop_turn(key)
         first_order = len(self.requests)
         requests = make_requests(
-            prompts, self._params, None, aligned_to=self._aligned_to, first_order=first_order
+            later.prompts, self._params, None, aligned_to=self._aligned_to, first_order=first_order
         )
-        self.prompts += prompts
+        self.prompts += later.prompts
         self.requests += requests
         scheduler.add(requests)
 

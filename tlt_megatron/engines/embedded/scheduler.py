@@ -191,8 +191,9 @@ class Scheduler:
             pass
 
     def reserve_lanes(self, lane_pages: int) -> bool:
-        """Reserve the lowest pages as lanes for all rows that may run. Return False if they and the waiting prompts do not fit.
-        A lane is the contiguous range of KV slots of one row. With lanes, only prompts need free pages, beside the lanes."""
+        """Reserve the lowest pages as lanes for all rows that may run. Return False if they and one waiting prompt do not fit.
+        A lane is the contiguous range of KV slots of one row. With lanes, only prompts need free pages, beside the lanes.
+        A prompt frees them when its last response has joined, so room for one is enough: prompts join one after another."""
         waiting, later = self._waiting, self._longest_later
         if any(request.kv.pages or request.saved is not None for request in waiting):
             return False
@@ -201,12 +202,8 @@ class Scheduler:
             num_rows = min(num_rows, len(self.running) + len(waiting))
         end = num_rows * lane_pages
         stay = [page for request in waiting for page in request.state.kv.pages]
-        # Prompts that join together, and one that is only partly prefilled. Later ones may come alone.
         longest = max((request.state.num_tokens for request in waiting), default=0)
-        num_siblings = max((request.state.num_unfinished for request in waiting), default=1)
-        num_prompts = min(-(-num_rows // num_siblings) + 1, len(waiting))
-        pages_for = self._cache.pages_for
-        if end + max(num_prompts * pages_for(longest), pages_for(later)) > self._cache.num_pages:
+        if end + self._cache.pages_for(max(longest, later)) > self._cache.num_pages:
             return False
         if end > min(stay, default=self._cache.num_pages):
             return False
@@ -361,12 +358,17 @@ class Scheduler:
         else:
             self._cache.free(kept.kv.pages)
 
+    def drop_turn(self, key: tuple[int, int]) -> None:
+        """Free the KV of the turn of `key`, (draw_index, sample_index), if it was kept."""
+        if key in self._kept_turns:
+            self._cache.free(self._kept_turns.pop(key).kv.pages)
+
     def _drop_kept_turn(self) -> bool:
         """Free the oldest kept turn. Return False if there is none."""
-        for key in self._kept_turns:
-            self._cache.free(self._kept_turns.pop(key).kv.pages)
-            return True
-        return False
+        if not self._kept_turns:
+            return False
+        self.drop_turn(next(iter(self._kept_turns)))
+        return True
 
 
 def request_slots(request: Request, num_positions: int, cache: KvCache) -> Tensor:

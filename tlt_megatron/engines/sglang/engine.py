@@ -275,8 +275,8 @@ class SglangEngine:
             ]
 
         def more_requests() -> list[Request] | None:
-            prompts = more_prompts() if more_prompts is not None else None
-            return None if prompts is None else requests_of(prompts)
+            later = more_prompts() if more_prompts is not None else None
+            return None if later is None else requests_of(later.prompts)
 
         answered = self._sglang.run(
             answer_all(
