@@ -8,8 +8,9 @@ so every rank and every rerun does the same. The rollout worker uses this file i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,14 @@ from tlt_megatron.types import (
 
 _FILE = "carried_responses.pt"  # in a checkpoint
 _FIELDS = [field.name for field in dataclasses.fields(Rollout)]
-_Scored = tuple[Rollout, float, Mapping[str, float]]  # a response, its reward and further numbers
+
+
+class ScoredResponse(NamedTuple):
+    """A response, or the part of it that one round generated, with its reward. Ranks exchange these after each round."""
+
+    rollout: Rollout
+    reward: float  # 0 while the response goes on
+    details: Mapping[str, float]  # further numbers of the reward function
 
 
 class OpenResponses:
@@ -37,20 +45,22 @@ class OpenResponses:
         """`round_tokens`: most tokens of a response in a round; 0: no limit. `carried`: from the step before."""
         self.params = params
         self._round_tokens = round_tokens or params.max_new_tokens
-        self._prompts: dict[int, Prompt] = {}  # by draw_index
-        self._scored: dict[int, dict[int, _Scored]] = {}  # by draw_index and sample_index
-        for group in carried:
-            self._prompts[group.group.prompt.draw_index] = group.group.prompt
-        self.add(carried)
+        self.prompts: dict[int, Prompt] = {}  # as drawn, by draw_index
+        self._responses: dict[int, dict[int, ScoredResponse]] = {}  # by draw_index, sample_index
+        for scored in carried:
+            prompt, rollouts = scored.group.prompt, scored.group.rollouts
+            self.prompts[prompt.draw_index] = prompt
+            rows = map(ScoredResponse, rollouts, scored.rewards, scored.details)
+            self._responses[prompt.draw_index] = {row.rollout.sample_index: row for row in rows}
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return what to generate in the next round: the rest of all open responses, oldest first, then `prompts`."""
-        self._prompts |= {prompt.draw_index: prompt for prompt in prompts}
+        self.prompts |= {prompt.draw_index: prompt for prompt in prompts}
         continued = [
-            self._continue(self._prompts[draw], rollout)
-            for draw, samples in sorted(self._scored.items())
-            for rollout, _, _ in samples.values()
-            if rollout.finish_reason is FinishReason.CUT
+            self._continue(self.prompts[draw], response.rollout)
+            for draw, samples in sorted(self._responses.items())
+            for response in samples.values()
+            if response.rollout.finish_reason is FinishReason.CUT
         ]
         if self._round_tokens >= self.params.max_new_tokens:
             return [*continued, *prompts]
@@ -68,46 +78,60 @@ class OpenResponses:
             max_new_tokens=min(self._round_tokens, self.params.max_new_tokens - num_tokens),
         )
 
-    def join(self, new: Rollout) -> Rollout:
-        """Return the whole response that `new` continues. Its finish_reason is CUT if it may go on."""
-        samples = self._scored.get(new.draw_index, {})
-        if new.sample_index in samples:
-            before = samples[new.sample_index][0]
-            new = dataclasses.replace(
-                new,
-                prompt_ids=before.prompt_ids,
-                token_ids=torch.cat((before.token_ids, new.token_ids)),
-                logprobs=torch.cat((before.logprobs, new.logprobs)),
-                policy_logprobs=torch.cat((before.policy_logprobs, new.policy_logprobs)),
-                accept_lengths=before.accept_lengths + new.accept_lengths,
-                versions=_merge(before.parts + new.parts),
-                verify_starts=before.verify_starts
-                + tuple(before.token_ids.numel() + start for start in new.verify_starts),
-                kept=_join_kept((before, new)),
-            )
-        limit = self.params.max_new_tokens
-        is_limited = self._round_tokens < limit and new.finish_reason is FinishReason.LENGTH
-        if is_limited and new.token_ids.numel() < limit:
-            new = dataclasses.replace(new, finish_reason=FinishReason.CUT)
-        return new
+    def _so_far(self, part: Rollout) -> Rollout | None:
+        """Return the response that `part` continues."""
+        response = self._responses.get(part.draw_index, {}).get(part.sample_index)
+        return None if response is None else response.rollout
 
-    def add(self, groups: Sequence[ScoredGroup]) -> None:
-        """Add what all ranks generated in a round: joined responses. A continued one replaces what it continues."""
-        for group in groups:
-            samples = self._scored.setdefault(group.group.prompt.draw_index, {})
-            for scored in zip(group.group.rollouts, group.rewards, group.details, strict=True):
-                samples[scored[0].sample_index] = scored
+    def is_cut(self, part: Rollout) -> bool:
+        """Return whether a later round continues `part`, which this round generated."""
+        if part.finish_reason is not FinishReason.LENGTH:
+            return False
+        before = self._so_far(part)
+        num_tokens = part.token_ids.numel() + (0 if before is None else before.token_ids.numel())
+        return self._round_tokens < self.params.max_new_tokens > num_tokens
+
+    def join(self, part: Rollout) -> Rollout:
+        """Return the whole response of which this round generated `part`. Its finish_reason is CUT if it goes on.
+
+        `part` needs no `prompt_ids`.
+        """
+        before = self._so_far(part)
+        return dataclasses.replace(
+            part if before is None else _joined(before, part),
+            prompt_ids=self.prompts[part.draw_index].token_ids,
+            finish_reason=FinishReason.CUT if self.is_cut(part) else part.finish_reason,
+        )
+
+    def add(self, parts: Iterable[ScoredResponse]) -> None:
+        """Add what all ranks generated in a round."""
+        for part in parts:
+            samples = self._responses.setdefault(part.rollout.draw_index, {})
+            samples[part.rollout.sample_index] = part._replace(rollout=self.join(part.rollout))
 
     def groups(self) -> list[ScoredGroup]:
         """Return all groups so far in the order of the draws."""
         groups = []
-        for draw, samples in sorted(self._scored.items()):
-            rollouts, rewards, details = zip(
-                *(scored for _, scored in sorted(samples.items())), strict=True
-            )
-            group = RolloutGroup(prompt=self._prompts[draw], rollouts=rollouts)
+        for draw, samples in sorted(self._responses.items()):
+            rows = [response for _, response in sorted(samples.items())]
+            rollouts, rewards, details = zip(*rows, strict=True)
+            group = RolloutGroup(prompt=self.prompts[draw], rollouts=rollouts)
             groups.append(ScoredGroup(group=group, rewards=rewards, details=details))
         return groups
+
+
+def _joined(before: Rollout, part: Rollout) -> Rollout:
+    num_before = before.token_ids.numel()
+    return dataclasses.replace(
+        part,
+        token_ids=torch.cat((before.token_ids, part.token_ids)),
+        logprobs=torch.cat((before.logprobs, part.logprobs)),
+        policy_logprobs=torch.cat((before.policy_logprobs, part.policy_logprobs)),
+        accept_lengths=before.accept_lengths + part.accept_lengths,
+        versions=_merge(before.parts + part.parts),
+        verify_starts=before.verify_starts + tuple(num_before + n for n in part.verify_starts),
+        kept=_join_kept((before, part)),
+    )
 
 
 def _merge(parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -10,7 +10,8 @@ from itertools import chain, islice
 from math import comb
 from statistics import fmean
 
-from tlt_megatron.trainer.rollout_worker import RolloutWorker, details_by_source
+from tlt_megatron.trainer.rollout_metrics import details_by_source
+from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")

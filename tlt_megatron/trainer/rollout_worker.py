@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-
-import torch
-from torch import Tensor
 
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
-from tlt_megatron.rewards.partial import OpenResponses, carried_metrics
+from tlt_megatron.rewards.partial import OpenResponses, ScoredResponse, carried_metrics
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.spot_trainer import merge_metrics
 from tlt_megatron.trainer.conversations import AnswerStats, Conversations
 from tlt_megatron.trainer.phases import Phases
+from tlt_megatron.trainer.rollout_metrics import rollout_metrics, speculation_metrics
 from tlt_megatron.trainer.speculation_log import PassTotals, add_pass_spans, sum_passes
 from tlt_megatron.types import (
-    FinishReason,
     Prompt,
     Rollout,
-    RolloutGroup,
     SamplingParams,
     ScoredGroup,
 )
@@ -102,7 +95,7 @@ class RolloutWorker:
             rounds.append(
                 self._run_round(prompts, responses, policy_version, drafter, step, len(rounds))
             )
-            responses.add(rounds[-1].groups())
+            responses.add(part for share in rounds[-1].shares for part in share.parts)
             complete = [rules.punish_overlong(g) for g in responses.groups() if g.is_complete]
             if rules.is_complete(complete, len(rounds)):
                 break
@@ -160,16 +153,15 @@ class RolloutWorker:
         step: int,
     ) -> _Share:
         """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
-        by_draw = {prompt.draw_index: prompt for prompt in prompts}
         status = self.phases.timeline.status
 
-        def score(new: Rollout) -> None:
-            status.add_response(new.num_generated)
-            rollout = responses.join(new)
-            if rollout.finish_reason is FinishReason.CUT:
+        def score(part: Rollout) -> None:
+            status.add_response(part.num_generated)
+            if responses.is_cut(part):
                 return
+            rollout = responses.join(part)
             key = (rollout.draw_index, rollout.sample_index)
-            prompt = by_draw[rollout.draw_index]
+            prompt = responses.prompts[rollout.draw_index]
             if rollout.messages:
                 info = {**prompt.extra_info, "messages": rollout.messages}
                 prompt = dataclasses.replace(prompt, extra_info=info)
@@ -197,21 +189,14 @@ class RolloutWorker:
             if not self.rewards.wait_scored(self.should_stop):
                 raise GenerationStopped("responses were not scored yet")
             outcomes = self.rewards.collect()
-        scored = []
-        for group in groups:
-            joined = RolloutGroup(
-                prompt=group.prompt, rollouts=tuple(map(responses.join, group.rollouts))
-            )
-            found = [
-                Outcome()
-                if r.has_failed or r.finish_reason is FinishReason.CUT
-                else outcomes[r.draw_index, r.sample_index]
-                for r in joined.rollouts
-            ]
-            rewards, details = zip(*((each.score, each.details) for each in found), strict=True)
-            scored.append(ScoredGroup(group=joined, rewards=rewards, details=details))
+        parts = []
+        for part in (rollout for group in groups for rollout in group.rollouts):
+            is_scored = not part.has_failed and not responses.is_cut(part)
+            outcome = outcomes[part.draw_index, part.sample_index] if is_scored else Outcome()
+            unprompted = dataclasses.replace(part, prompt_ids=())  # all ranks know the prompts
+            parts.append(ScoredResponse(unprompted, outcome.score, outcome.details))
         return _Share(
-            groups=scored,
+            parts=parts,
             rewards=self.rewards.take_stats(),
             engine=self.engine.stats(),
             answers=self.conversations.take_stats() if self.conversations else None,
@@ -230,7 +215,7 @@ class RolloutWorker:
 class _Share:
     """The part of the batch that one replica contributes."""
 
-    groups: list[ScoredGroup]
+    parts: list[ScoredResponse]  # without `Rollout.prompt_ids`
     rewards: RewardStats
     engine: EngineStats
     answers: AnswerStats | None  # None without an environment
@@ -245,11 +230,6 @@ class _Round:
     spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
     # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
     idle_s: float
-
-    def groups(self) -> list[ScoredGroup]:
-        """Return the groups of all ranks in the order of the draws."""
-        groups = [group for share in self.shares for group in share.groups]
-        return sorted(groups, key=lambda group: group.group.prompt.draw_index)
 
 
 def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:
@@ -288,100 +268,3 @@ def _answer_metrics(answers: Sequence[AnswerStats]) -> dict[str, float]:
         "rollout/tool_errors": float(sum(each.num_errors for each in answers)),
         "rollout/tool_timeouts": float(sum(each.num_timeouts for each in answers)),
     }
-
-
-def speculation_metrics(totals: Sequence[PassTotals]) -> dict[str, float]:
-    """Return metrics of the passes that drafted: tokens out per request and pass, and acceptance at each draft depth.
-
-    With a learned drafter also its accept length, and the share of all tokens from its passes.
-    """
-    drafting = [total for total in totals if total.accepted_by_depth]
-    num_rows = sum(total.passes * total.batch_size for total in drafting)
-    if not num_rows:
-        return {}
-    metrics = {"rollout/spec_accept_length": sum(t.committed for t in drafting) / num_rows}
-    learned = [t for t in drafting if SpeculationStrategy.parse(t.strategy).is_learned]
-    if learned:
-        num_learned = sum(total.passes * total.batch_size for total in learned)
-        num_tokens = sum(total.committed for total in learned)
-        metrics["drafter/live_accept_length"] = num_tokens / num_learned
-        metrics["drafter/live_token_share"] = num_tokens / sum(total.committed for total in totals)
-    for depth in range(max(len(total.accepted_by_depth) for total in drafting)):
-        # Strategies of a smaller draft depth count as not accepted at this depth.
-        accepted = sum(sum(t.accepted_by_depth[depth : depth + 1]) for t in drafting)
-        metrics[f"rollout/spec_accepted_at/{depth + 1}"] = accepted / num_rows
-    return metrics
-
-
-def rollout_metrics(groups: Sequence[ScoredGroup], max_prompt_tokens: int) -> dict[str, float]:
-    """Return the metrics of rewards and lengths of a batch, whose prompts have at most `max_prompt_tokens`."""
-    rollouts = [r for g in groups for r in g.group.rollouts]
-    rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
-    lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
-    prompts = torch.tensor([len(g.group.prompt.token_ids) for g in groups], dtype=torch.float64)
-    cut = torch.tensor([r.finish_reason == FinishReason.LENGTH for r in rollouts]).double()
-    metrics = {
-        "response_length/clip_ratio": float(cut.mean()),
-        "prompt_length/clip_ratio": float((prompts == max_prompt_tokens).double().mean()),
-    }
-    for name, values in (
-        ("critic/score", rewards),
-        ("critic/rewards", rewards),
-        ("response_length", lengths),
-        ("prompt_length", prompts),
-    ):
-        metrics[f"{name}/mean"] = float(values.mean())
-        metrics[f"{name}/max"] = float(values.max())
-        metrics[f"{name}/min"] = float(values.min())
-    metrics["response_length/median"] = float(lengths.median())
-    metrics["rollout/num_tokens"] = float(sum(r.num_tokens for r in rollouts))
-    # a sample of the entropy over all tokens; actor/entropy omits responses without a gradient
-    metrics["rollout/entropy"] = -float(
-        torch.cat([r.generated(r.logprobs) for r in rollouts]).mean()
-    )
-    metrics |= _kept_metrics([r.generated(r.kept.counts) for r in rollouts if r.kept is not None])
-    if any(r.messages for r in rollouts):
-        metrics["rollout/num_turns/mean"] = fmean(r.num_turns for r in rollouts)
-        metrics["rollout/num_turns/max"] = float(max(r.num_turns for r in rollouts))
-    accepted = [n for r in rollouts for n in r.accept_lengths]
-    if accepted:
-        metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
-    for (source, name), rows in details_by_source(groups).items():
-        metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
-    metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)
-    metrics["rollout/solve_all"] = _share(groups, lambda g: min(g.rewards) >= 1)
-    return metrics
-
-
-def _kept_metrics(kept: Sequence[Tensor]) -> dict[str, float]:
-    """Return the size of the sets that top-p and top-k kept, and the share of tokens without a recorded set.
-
-    `kept` holds `KeptTokens.counts` of the policy's tokens."""
-    if not kept:
-        return {}
-    counts = torch.cat(list(kept)).double()
-    is_recorded = counts > 0
-    return {
-        "rollout/kept_set_size": float(counts.sum() / is_recorded.sum().clamp(min=1)),
-        "rollout/kept_set_missing_share": 1 - float(is_recorded.double().mean()),
-    }
-
-
-def details_by_source(
-    groups: Sequence[ScoredGroup],
-) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """Return the further numbers of reward functions by (data source, name), one row per prompt.
-
-    Responses without such a number are left out.
-    """
-    found: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
-    for group in groups:
-        source = group.group.prompt.data_source or "unknown"
-        for name in sorted({name for details in group.details for name in details}):
-            row = tuple(details[name] for details in group.details if name in details)
-            found[source, name].append(row)
-    return found
-
-
-def _share(groups: Sequence[ScoredGroup], holds: Callable[[ScoredGroup], bool]) -> float:
-    return sum(holds(g) for g in groups) / len(groups)

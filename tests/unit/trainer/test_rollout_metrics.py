@@ -18,7 +18,8 @@ from tlt_megatron.trainer.evaluate import (
     majority,
     pass_at_k,
 )
-from tlt_megatron.trainer.rollout_worker import Collected, rollout_metrics
+from tlt_megatron.trainer.rollout_metrics import rollout_metrics
+from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import (
     FinishReason,
