@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.tiny_task import (
     make_tiny_task,
     metric_rows,
     patient_engine,
+    rollouts,
     torchrun,
 )
 
@@ -38,6 +41,16 @@ SETTINGS = (
     "data.eval=",
     "logging.tensorboard=false",
 )
+PARTIAL = (
+    *("rollout.num_samples=2", "rollout.over_sampling_prompts=5", "algorithm.tis_cap=2"),
+    "rollout.partial_rollout_tokens=6",
+)
+ENVIRONMENT = """
+def answer(messages, data_source, ground_truth, extra_info):
+    turn = messages[-1]["content"]
+    return [{"role": "tool", "content": "12+" * (len(turn) % 3)}], len(turn) % 5 == 4
+"""
+TURNS = ("rollout.max_turns=3", "rollout.max_observation_tokens=12")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +63,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def short(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The task with more stop tokens: most responses have fewer than 16 tokens."""
+    folder = tmp_path_factory.mktemp("short")
+    shutil.copytree(config.parent, folder, dirs_exist_ok=True)
+    settings = folder / "model" / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": [1, 2, 16, 18, 23, 43]}))
+    (folder / "environment.py").write_text(ENVIRONMENT)
+    path = folder / "config.yaml"
+    path.write_text(config.read_text().replace(str(config.parent), str(folder)))
+    return path
+
+
+@pytest.fixture(scope="module")
 def embedded(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that the others are to repeat."""
     run_dir = tmp_path_factory.mktemp("embedded")
@@ -57,10 +83,12 @@ def embedded(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def run(config: Path, run_dir: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """The run of SETTINGS on two ranks."""
+def run(
+    config: Path, run_dir: Path, *arguments: str, num_ranks: int = 2
+) -> subprocess.CompletedProcess:
+    """The run of SETTINGS."""
     return subprocess.run(
-        torchrun(2, "--config", config, f"run.dir={run_dir}", *SETTINGS, *arguments),
+        torchrun(num_ranks, "--config", config, f"run.dir={run_dir}", *SETTINGS, *arguments),
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{STAND_INS}"},
         capture_output=True,
@@ -112,3 +140,20 @@ def test_an_engine_that_does_not_start_is_an_error_of_every_rank(
     assert done.returncode != 0
     assert "rollout engines of ranks [0, 1] failed" in done.stderr
     assert "not up within sglang.start_timeout_s=2" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["partial", "turns"])
+def test_responses_in_parts_are_those_of_the_embedded_engine(
+    short: Path, tmp_path: Path, name: str
+) -> None:
+    """Responses that are carried to later steps, and conversations with an environment."""
+    environment = f"rollout.environment={short.parent}/environment.py:answer"
+    settings = PARTIAL if name == "partial" else (*TURNS, environment)
+    for run_dir, engine in ((tmp_path / "embedded", ()), (tmp_path / "sglang", SGLANG)):
+        finish(run(short, run_dir, *settings, *engine, num_ranks=1))
+    check_same(tmp_path / "sglang", tmp_path / "embedded")
+    found = rollouts(tmp_path / "sglang")
+    if name == "partial":
+        assert max(len(row.get("versions", ())) for row in found) >= 2
+    else:
+        assert {row["num_turns"] for row in found} == {1, 2, 3}
