@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -9,6 +10,7 @@ import json
 import re
 import shlex
 import textwrap
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,7 @@ from tlt_megatron import __version__
 from tlt_megatron.cli import COMMANDS
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.runtime.metric_names import metric_tables
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "tlt_megatron" / "README.md", REPO / "examples" / "README.md"]
@@ -192,19 +195,52 @@ def test_every_place_names_the_same_version() -> None:
         assert __version__ in text(REPO / file), file
 
 
-@functools.cache
-def metrics() -> list[str]:
-    """The names of the page of metrics; * stands for any text."""
-    cells = re.findall(r"^\| (`[^|]+) \|", text(REPO / "docs" / "metrics.md"), re.MULTILINE)
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+METRICS = [name for rows in metric_tables().values() for row in rows for name in row.names]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_metrics_that_a_page_names_are_on_the_page_of_metrics(page: Path) -> None:
-    groups = {name.partition("/")[0] for name in metrics() if "/" in name}
+    groups = {name.partition("/")[0] for name in METRICS if "/" in name}
     named = [part for part in code(page) if re.fullmatch(r"[a-z_-]+(/[\w@*]+)+", part)]
     named = [name for name in named if name.partition("/")[0] in groups]
-    assert [n for n in named if not any(fnmatch(n, m) or fnmatch(m, n) for m in metrics())] == []
+    assert [n for n in named if not any(fnmatch(n, m) or fnmatch(m, n) for m in METRICS)] == []
+
+
+def test_the_page_of_metrics_has_every_metric_once_and_explains_it() -> None:
+    page = site_pages().metrics()
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert [name for names, _, _ in rows for name in re.findall(r"`(.+?)`", names)] == METRICS
+    assert len(set(METRICS)) == len(METRICS) > 130
+    assert [names for names, unit, meaning in rows if not unit and not meaning] == []
+    settings = re.findall(r"`([a-z]+)\.([a-z_]+)", page)
+    assert [
+        f"{s}.{k}" for s, k in settings if s in SECTIONS and not hasattr(SECTIONS[s](), k)
+    ] == []
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """The texts of a program; * stands for what an f-string computes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(p.value) if isinstance(p, ast.Constant) else "*" for p in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_explained_metric_is_made_somewhere() -> None:
+    files = [f for f in (REPO / "tlt_megatron").rglob("*.py") if f.name != "metric_names.py"]
+    made = {literal for file in files for literal in literals(ast.parse(text(file)))}
+
+    def is_made(name: str) -> bool:
+        """Some names are put together: of "critic/score" and "*/mean", or of "actor/*" and "ppo_kl"."""
+        head, _, tail = name.rpartition("/")
+        is_joined = {head, f"*/{tail}"} <= made or {f"{head}/*", tail} <= made
+        return is_joined or any(fnmatch(name, p) for p in made if "/" in p.strip("*/"))
+
+    names = [name.replace("eval/*/", "eval/") for name in METRICS if "/" in name]
+    assert [name for name in names if not is_made(name)] == []
+    assert not is_made("rollout/no_such_metric")
+    assert not is_made("actor/no_such_metric")
 
 
 def unknown_words(line: str) -> list[str]:
