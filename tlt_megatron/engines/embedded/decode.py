@@ -181,7 +181,9 @@ class DecodeBatch:
         params, new = self._params, slice(num_drawn, None)
         logits_BV = self._model.logits(self._hidden_BD[new])
         seeds_B, positions_B, noise_BV = self._rows.seed[new], self._rows.count[new], None
-        is_made = logits_BV.is_cuda or is_searched(*logits_BV.shape, logits_BV.device)
+        is_made = logits_BV.is_cuda or is_searched(
+            len(seeds_B), logits_BV.shape[-1], logits_BV.device
+        )
         if drawn is None and params.temperature > 0.0 and not is_made:
             noise_BV = self._noise.window(seeds_B, positions_B, 1)[:, 0]
         fresh = sample(
