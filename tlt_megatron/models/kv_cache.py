@@ -21,21 +21,15 @@ _MIN_HOLES = 8
 
 
 @dataclass(slots=True, kw_only=True)
-class PromptKv:
-    """The pages of a prompt, shared by its siblings. Position i is in pages[i // page_size]."""
-
-    pages: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
 class SequenceKv:
-    """The pages of one sequence: the shared prompt's, then its own for the response.
+    """The pages of one sequence: the prompt's, a list that its siblings share, then its own for the response.
 
+    Position i of a prompt is in prompt[i // page_size].
     In lanes (see `attention.lanes.LaneView`) `prompt` is None, and `pages` holds prompt and
     response together.
     """
 
-    prompt: PromptKv | None
+    prompt: list[int] | None
     pages: list[int] = field(default_factory=list)
     # Last prompt positions copied to the start of its own pages (`Arithmetic.aligns_pages`).
     num_copied: int = 0

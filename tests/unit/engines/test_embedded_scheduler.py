@@ -56,8 +56,8 @@ class Simulation:
             self.slots[slot] = (owner, position)
 
     def forget_free_pages(self) -> None:
-        holders = [r.kv for r in self.requests] + [r.state.kv for r in self.requests]
-        held = {page for kv in holders for page in kv.pages}
+        holders = [pages for r in self.requests for pages in (r.kv.pages, r.state.pages)]
+        held = {page for pages in holders for page in pages}
         self.slots = {slot: note for slot, note in self.slots.items() if slot // PAGE in held}
 
     def check(self, owner: object, pages: list[int], length: int) -> None:
@@ -71,7 +71,8 @@ class Simulation:
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.chunk
         for chunk in chunks:
             owner = chunk.state if chunk.request is None else chunk.request
-            self.write(owner, owner.kv.pages, chunk.start, chunk.end)
+            pages = owner.pages if chunk.request is None else owner.kv.pages
+            self.write(owner, pages, chunk.start, chunk.end)
         for request in admitted:
             assert request.is_computed
             if request.saved is None:
@@ -98,7 +99,7 @@ class Simulation:
             count, state = self.counts[request], request.state
             self.write(request, request.kv.pages, count - 1, count)
             self.check(request, request.kv.pages, count)
-            self.check(state, state.kv.pages, state.num_tokens)
+            self.check(state, state.pages, state.num_tokens)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -144,11 +145,11 @@ def test_siblings_share_the_pages_of_their_prompt_until_the_last_has_left() -> N
     simulation.lengths = dict(zip(simulation.requests, (1, 5, 3), strict=True))
     state = simulation.requests[0].state
     simulation.step()
-    assert len(state.kv.pages) == 3  # 9 tokens, once for the two that run and the one that waits
+    assert len(state.pages) == 3  # 9 tokens, once for the two that run and the one that waits
     while not simulation.scheduler.is_done:
-        assert len(state.kv.pages) == 3
+        assert len(state.pages) == 3
         simulation.step()
-    assert state.kv.pages == []
+    assert state.pages == []
 
 
 def test_a_long_prompt_is_prefilled_over_several_passes() -> None:

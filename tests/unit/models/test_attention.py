@@ -15,7 +15,7 @@ from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
 from tlt_megatron.models.attention.paged import PagedAttention, PrefillAttention, PrefillSegment
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
+from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 from tlt_megatron.models.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -103,14 +103,14 @@ def test_segments_packed_in_one_pass_do_not_see_each_other(
 def test_decoding_over_pages_equals_a_plain_pass(model: Transformer, cache: KvCache) -> None:
     """Three siblings share a prompt of 9 tokens, a fourth sequence has its own; lengths differ, pages move midway."""
     prompts = [tokens(9, seed=1), tokens(3, seed=2)]
-    prompt_kvs = [PromptKv(), PromptKv()]
-    for prompt, kv in zip(prompts, prompt_kvs, strict=True):
-        cache.take_prompt_pages(kv.pages, cache.pages_for(prompt.numel()))
-        prefill(model, cache, kv.pages, prompt)
+    prompt_pages: list[list[int]] = [[], []]
+    for prompt, pages in zip(prompts, prompt_pages, strict=True):
+        cache.take_prompt_pages(pages, cache.pages_for(prompt.numel()))
+        prefill(model, cache, pages, prompt)
     prompt_of = [0, 0, 1, 0]
     responses = [tokens(14, seed=10 + row) for row in range(4)]
     skipped = [0, 5, 2, 0]  # tokens that are there before decoding starts together
-    sequences = [SequenceKv(prompt=prompt_kvs[p]) for p in prompt_of]
+    sequences = [SequenceKv(prompt=prompt_pages[p]) for p in prompt_of]
     filler: list[int] = []
     for row, sequence in enumerate(sequences):
         for pages in (filler,) * 4 + (sequence.pages,) * cache.pages_for(skipped[row]):
@@ -120,7 +120,7 @@ def test_decoding_over_pages_equals_a_plain_pass(model: Transformer, cache: KvCa
             prompt_length = prompts[prompt_of[row]].numel()
             context = torch.cat(
                 (
-                    cache.slots(sequence.prompt.pages, 0, prompt_length),
+                    cache.slots(sequence.prompt, 0, prompt_length),
                     cache.slots(sequence.pages, 0, skipped[row]),
                 )
             )

@@ -1,8 +1,8 @@
-"""The running batch: one token for every sequence per plain pass, with its state in tensors.
+"""The running batch, with its state in tensors.
 
-The engine's loop calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or
-`speculate`. A plain pass makes a fixed number of torch calls and one read back to Python: which
-rows ended. Row b of every tensor is `requests[b]`; the last rows fill the places of rows that leave.
+`generation.py` calls `add`, then in turn `sample`, `remove`, `grow`, and `forward` or `speculate`. A
+plain pass reads back to Python only which rows ended. Row b of every tensor is `requests[b]`; the
+last rows fill the places of rows that leave.
 """
 
 from __future__ import annotations

@@ -224,7 +224,6 @@ class EmbeddedEngine:
         return passes
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state of speculation; {} without speculation."""
         return {} if self._speculation is None else self._speculation.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:

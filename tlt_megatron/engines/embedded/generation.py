@@ -55,7 +55,6 @@ class Intake:
 
     @property
     def is_open(self) -> bool:
-        """Return whether more prompts may come."""
         return self._more_prompts is not None
 
     def poll(self, scheduler: Scheduler) -> None:
@@ -172,7 +171,6 @@ class Generation:
         return decision.strategy, decision.reason
 
     def _run_pass(self, strategy: SpeculationStrategy, reason: str) -> _Step:
-        """Run one pass, plain or speculative."""
         batch, batch_size = self._batch, len(self._batch.requests)
         accepted, first = [], None
         if not strategy.is_off and not batch.enter_lanes(self._scheduler):

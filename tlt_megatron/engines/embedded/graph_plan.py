@@ -1,9 +1,7 @@
-"""Plans which passes are captured into CUDA graphs, and estimates their memory from sizes before
-anything runs.
+"""Plans which passes are captured into CUDA graphs, and estimates their memory from sizes.
 
-The embedded engine makes a plan for its GraphPool; the benchmark makes one too. This is the
-bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and drafter
-captures, one capture per shape, one memory pool. A strategy is planned for batches whose verify
+This is the bucketed graph pool of TLT (arXiv 2511.16665): bucketed batch sizes, separate target and
+drafter captures, one capture per shape, one memory pool. A strategy is planned for batches whose verify
 pass has at most `verify_tokens` rows. All strategies of a batch bucket share one verify capture, as
 wide as the widest of them: a pass of up to `verify_tokens` rows costs about as much as one row.
 """
@@ -120,8 +118,7 @@ class GraphPlan:
         verify_tokens: int = _VERIFY_TOKENS,
         bytes_per_kernel: int = _KERNEL_BYTES,
     ) -> None:
-        """`max_length` is the longest lane. A lane is the contiguous range of KV slots of one row.
-        A larger `verify_tokens` plans strategies for larger batches.
+        """`max_length` is the longest lane. A larger `verify_tokens` plans strategies for larger batches.
         `bytes_per_kernel` is the driver's memory per captured kernel; newer drivers need less."""
         if max_batch_size < 1 or max_length < 1 or verify_tokens < 1:
             raise ValueError(
@@ -182,7 +179,6 @@ class GraphPlan:
     # ---- bytes
 
     def cost(self, key: GraphKey) -> PassCost:
-        """Return the cost of one capture."""
         return pass_cost(self._model, key, self._item_bytes)
 
     def bytes_pool(self) -> int:
@@ -216,7 +212,6 @@ class GraphPlan:
 
 
 def _mib(num_bytes: int) -> str:
-    """Format bytes as MiB, e.g. "1,234 MiB"."""
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 

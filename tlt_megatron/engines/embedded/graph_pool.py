@@ -1,9 +1,8 @@
 """Runs passes over rows in lanes as captured graphs, if the device has graphs and the plan has the shape.
 
-Made by the embedded engine and called for every pass over rows in lanes. A lane is the contiguous range of KV slots of one row.
-This is the bucketed graph pool of TLT (arXiv 2511.16665). A graph reads and writes fixed addresses, so inputs are copied into
-static tensors. Padding repeats the first row; padded queries write to a scratch slot that is never read. Passes without
-a graph are counted with the reason. On a CPU every pass runs directly, on the given tensors.
+A graph reads and writes fixed addresses, so inputs are copied into static tensors. Padding repeats the first row; padded
+queries write to a scratch slot that is never read. Passes without a graph are counted with the reason. On a CPU every pass
+runs directly, on the given tensors.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ class GraphPool:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether passes can be captured."""
         return self._memory is not None
 
     def bind(

@@ -59,7 +59,6 @@ class KvLayout:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether the rows are in lanes."""
         return self._lane > 0
 
     # ---- rows join and leave
@@ -76,7 +75,7 @@ class KvLayout:
             self._due[request] = num_passes + room
             if copied := request.kv.num_copied:
                 state = request.state
-                source_S = cache.slots(state.kv.pages, state.num_tokens - copied, state.num_tokens)
+                source_S = cache.slots(state.pages, state.num_tokens - copied, state.num_tokens)
                 cache.relocate(source_S, cache.slots(request.kv.pages, 0, copied))
 
     def leave(self, requests: Sequence[Request], kept: Sequence[int], positions_B: Tensor) -> None:
@@ -159,7 +158,6 @@ class KvLayout:
         return self._graphs.run(Role.TARGET, inputs)
 
     def view(self, num_rows: int) -> LaneView:
-        """Return the lanes of all rows."""
         if self._view is None:
             self._view = LaneView(self._cache, num_rows=num_rows, lane=self._lane)
         return self._view
@@ -173,7 +171,7 @@ class KvLayout:
     def _lanes_pay(self, requests: Sequence[Request], positions: list[int]) -> bool:
         """Whether it costs plain decoding little to pad every row to the longest."""
         num_pages = sum(len(request.kv.pages) for request in requests)
-        num_pages += sum(len(state.kv.pages) for state in {request.state for request in requests})
+        num_pages += sum(len(state.pages) for state in {request.state for request in requests})
         limit = _LANE_WASTE * num_pages * self._cache.page_size + _LANE_FREE_POSITIONS
         return len(positions) * max(positions) <= limit
 
@@ -203,7 +201,7 @@ class KvLayout:
             cache.free(request.kv.pages)
         for state in {request.state for request in requests}:
             if state.num_running == state.num_unfinished:
-                cache.free(state.kv.pages)
+                cache.free(state.pages)
         for row, request in enumerate(requests, first_row):
             self._fill_lane(row, request)
         cache.relocate(source_S, target_S)

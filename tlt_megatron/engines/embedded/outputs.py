@@ -31,11 +31,9 @@ class Outputs:
         return start + request.num_saved
 
     def close(self, request: Request) -> None:
-        """Free the range of a request."""
         self._free.append(self._starts.pop(request))
 
     def write(self, index_P: Tensor, *values_P: Tensor) -> None:
-        """Store token ids, logprobs and policy logprobs."""
         for output, value_P in zip(self._tensors, values_P, strict=True):
             output.index_copy_(0, index_P, value_P)
 

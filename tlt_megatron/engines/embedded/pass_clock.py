@@ -28,7 +28,6 @@ class PassClock:
         self.seconds = 0.0
 
     def start(self) -> None:
-        """Start the clock of a new pass."""
         self.start_s = self._now()
         self.seconds = 0.0
 
@@ -40,7 +39,6 @@ class PassClock:
         self.seconds += self._now() - started
 
     def exclude(self, seconds: float) -> None:
-        """Take `seconds` off the pass."""
         self.seconds -= seconds
 
     @contextmanager

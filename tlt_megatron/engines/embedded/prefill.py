@@ -26,7 +26,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
         if request is None:
             tokens = torch.tensor(state.prompt.token_ids[chunk.start : chunk.end])
             first = 0
-            context = cache.slots(state.kv.pages, 0, chunk.end)
+            context = cache.slots(state.pages, 0, chunk.end)
             num_again += max(min(chunk.end, state.num_ever_computed) - chunk.start, 0)
             state.num_ever_computed = max(state.num_ever_computed, chunk.end)
         else:

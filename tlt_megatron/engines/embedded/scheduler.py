@@ -1,7 +1,6 @@
 """Chooses which requests run: continuous batching over a KV budget, first come first served, independent of time.
 
-Called by the engine's loop. `plan_prefill` returns what to compute before the next decode pass and which requests to admit;
-`grow` finds pages for running requests. Pages are taken as responses grow and are not reserved. When they run out, the newest
+Pages are taken as responses grow and are not reserved. When they run out, the newest
 running request frees its pages and is recomputed later, so the oldest always makes progress.
 """
 
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.kv_cache import KvCache, PromptKv, SequenceKv
+from tlt_megatron.models.kv_cache import KvCache, SequenceKv
 from tlt_megatron.speculation.sampling import request_seed
 from tlt_megatron.types import Prompt, SamplingParams
 
@@ -24,7 +23,7 @@ class PromptState:
     """A prompt and its prefill progress. Its KV stays while a sibling runs, and if memory allows while one waits."""
 
     prompt: Prompt
-    kv: PromptKv = field(default_factory=PromptKv)
+    pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_ever_computed: int = 0  # prefill of tokens below this is recomputation
     # of its last token; siblings sample their first token from it
@@ -112,7 +111,7 @@ def make_requests(
                         params.seed, prompt.draw_index, sample_index, prompt.first_position
                     ),
                     max_new_tokens=one.limit(params),
-                    kv=SequenceKv(prompt=state.kv, num_copied=state.num_tokens % aligned_to),
+                    kv=SequenceKv(prompt=state.pages, num_copied=state.num_tokens % aligned_to),
                 )
             )
     return requests
@@ -123,7 +122,7 @@ class KeptTurn:
     """A complete response whose KV is kept, in prompt pages, for the prompt that continues it."""
 
     token_ids: tuple[int, ...]  # prompt and response without its last token, which has no KV
-    kv: PromptKv
+    pages: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -201,13 +200,13 @@ class Scheduler:
         if not later:
             num_rows = min(num_rows, len(self.running) + len(waiting))
         end = num_rows * lane_pages
-        stay = [page for request in waiting for page in request.state.kv.pages]
+        stay = [page for request in waiting for page in request.state.pages]
         longest = max((request.state.num_tokens for request in waiting), default=0)
         if end + self._cache.pages_for(max(longest, later)) > self._cache.num_pages:
             return False
         if end > min(stay, default=self._cache.num_pages):
             return False
-        while any(min(kept.kv.pages) < end for kept in self._kept_turns.values()):
+        while any(min(kept.pages) < end for kept in self._kept_turns.values()):
             self._drop_kept_turn()
         self._lanes_end = end
         return True
@@ -240,7 +239,7 @@ class Scheduler:
 
     def _take_pages(self, request: Request) -> bool:
         """Take the pages that it still needs to decode one token. Return False if they are not free."""
-        cache, prompt_pages, own_pages = self._cache, request.state.kv.pages, request.kv.pages
+        cache, prompt_pages, own_pages = self._cache, request.state.pages, request.kv.pages
         num_prompt = cache.pages_for(request.state.num_tokens) - len(prompt_pages)
         num_own = cache.pages_for(request.num_kept + 1) - len(own_pages)
         if self._lanes_end:
@@ -305,7 +304,7 @@ class Scheduler:
         request.num_computed = 0
 
     def _drop_prompt(self, state: PromptState) -> None:
-        self._cache.free(state.kv.pages)
+        self._cache.free(state.pages)
         state.num_computed = 0
 
     def _reclaim(self) -> bool:
@@ -320,7 +319,7 @@ class Scheduler:
                 request.num_computed = 0
                 is_any = True
             state = request.state
-            if state.kv.pages and state.num_running == 0:
+            if state.pages and state.num_running == 0:
                 self._drop_prompt(state)
                 is_any = True
         return is_any
@@ -339,10 +338,10 @@ class Scheduler:
         needed = cache.pages_for(len(known))
         if needed > self._num_spare:
             return
-        kept = KeptTurn(token_ids=known, kv=PromptKv())
-        cache.take_prompt_pages(kept.kv.pages, needed)
+        kept = KeptTurn(token_ids=known)
+        cache.take_prompt_pages(kept.pages, needed)
         source_S = request_slots(request, len(known), cache)
-        cache.relocate(source_S, cache.slots(kept.kv.pages, 0, len(known)))
+        cache.relocate(source_S, cache.slots(kept.pages, 0, len(known)))
         self._kept_turns[state.prompt.draw_index, request.sample_index] = kept
 
     def _continue_kept(self, request: Request) -> None:
@@ -353,15 +352,15 @@ class Scheduler:
             return
         num_known = len(kept.token_ids)
         if state.prompt.token_ids[:num_known] == kept.token_ids and num_known < state.num_tokens:
-            self._cache.pass_on(kept.kv.pages, state.kv.pages)
+            self._cache.pass_on(kept.pages, state.pages)
             state.num_computed = state.num_ever_computed = num_known
         else:
-            self._cache.free(kept.kv.pages)
+            self._cache.free(kept.pages)
 
     def drop_turn(self, key: tuple[int, int]) -> None:
         """Free the KV of the turn of `key`, (draw_index, sample_index), if it was kept."""
         if key in self._kept_turns:
-            self._cache.free(self._kept_turns.pop(key).kv.pages)
+            self._cache.free(self._kept_turns.pop(key).pages)
 
     def _drop_kept_turn(self) -> bool:
         """Free the oldest kept turn. Return False if there is none."""
@@ -377,4 +376,4 @@ def request_slots(request: Request, num_positions: int, cache: KvCache) -> Tenso
         return cache.slots(request.kv.pages, 0, num_positions)
     num_prompt, first = request.state.num_tokens, request.kv.num_copied
     own = cache.slots(request.kv.pages, first, first + num_positions - num_prompt)
-    return torch.cat((cache.slots(request.state.kv.pages, 0, num_prompt), own))
+    return torch.cat((cache.slots(request.state.pages, 0, num_prompt), own))

@@ -1,12 +1,10 @@
 """One speculative step: draft a tree, verify it in one pass, commit the tokens the target samples.
 
 A row enters with its last token sampled but not computed: the root, at position n. It leaves in the
-same state with m more tokens, the last of which the next `DecodeBatch.sample` draws. So a step can
-replace any `DecodeBatch.forward`, with any strategy.
-
-A lane is the contiguous range of KV slots of one row. Its position t holds the target's keys and
-values, the feature h_t, the token x_t and, in the drafter's layer, the pair (x_{t+1}, h_t). Plain
-decoding keeps features too, so the drafter can start in the middle of a rollout.
+same state with m more tokens. So a step can replace any `DecodeBatch.forward`, with any strategy.
+Position t of a lane holds the target's keys and values, the feature h_t, the token x_t and, in the
+drafter's layer, the pair (x_{t+1}, h_t). Plain decoding keeps features too, so the drafter can start
+in the middle of a rollout.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ class Speculation:
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Return the layers whose states the learned drafter reads."""
         return () if self.draft is None else self.draft.config.aux_layer_ids
 
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
@@ -140,7 +137,6 @@ class Speculation:
         return Speculator(self, model, cache, params, graphs)
 
     def finish(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Note a complete response."""
         if any(strategy.num_retrieved for strategy in self.strategies):
             self.retriever.finish(request, token_ids)
         if self._token_counts is not None:

@@ -224,7 +224,6 @@ class SelectorPolicy:
         return None
 
     def take_passes(self) -> list[PassRecord]:
-        """Return the latest passes, oldest first, and clear them."""
         passes = list(self._passes)
         self._passes.clear()
         return passes

@@ -234,7 +234,6 @@ class SglangEngine:
         self._sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
 
     def close(self) -> None:
-        """See `RolloutEngine`. Ends all SGLang processes."""
         self._sglang.close()
         self._folder.cleanup()
 
@@ -340,7 +339,6 @@ class SglangEngine:
                 )
 
     def stats(self) -> EngineStats:
-        """See `RolloutEngine`. Recomputed tokens are not counted separately."""
         return self._stats
 
     def take_passes(self) -> list[PassRecord]:
@@ -351,7 +349,6 @@ class SglangEngine:
         ]
 
     def state_dict(self) -> dict[str, object]:
-        """See `RolloutEngine`. Holds the state of the selector, if there is one."""
         return {"selector": self._sglang.ask(Question.SELECTOR_STATE)[0]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

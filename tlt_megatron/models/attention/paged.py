@@ -128,7 +128,7 @@ class PagedAttention:
                 owner[page] = row
             assert sequence.prompt is not None
             # Skip the last page of a prompt if the sequence holds a copy of its content.
-            pages = sequence.prompt.pages[: -1 if sequence.num_copied else None]
+            pages = sequence.prompt[: -1 if sequence.num_copied else None]
             shared.append([(page - start, len(readers[page - start])) for page in pages])
             for page in pages:
                 readers[page - start].append(row)
