@@ -109,6 +109,8 @@ def transformer_config(
     cpu.install()
     from megatron.core.transformer import TransformerConfig
 
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"model.dtype={dtype}: must be torch.float32 or torch.bfloat16")
     fields = {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,

@@ -19,6 +19,7 @@ from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.models.layers import RotaryTable
 
+ARCHITECTURES = ("eagle", "eagle3")
 NUM_AUX_LAYERS = 3  # low, middle, high
 # Two targets count as the same if at most this many of the 256 bits of their embedding hashes
 # differ. Unrelated targets differ in 128 +- 8 bits; RL changes a few bits.
@@ -54,6 +55,10 @@ class DraftConfig:
     target: TargetFingerprint | None = None  # None: a foreign checkpoint without a fingerprint
 
     def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"architecture={self.architecture!r}: must be one of {', '.join(ARCHITECTURES)}"
+            )
         needed = NUM_AUX_LAYERS if self.is_eagle3 else 0
         ids = self.aux_layer_ids
         if len(ids) != needed or list(ids) != sorted(set(ids)) or any(i < 0 for i in ids):
@@ -244,6 +249,11 @@ class DraftModel(nn.Module):
     ) -> None:
         super().__init__()
         check_target(config, embedding_VD)
+        if lm_head_VD.shape != embedding_VD.shape:
+            raise ValueError(
+                f"lm_head {tuple(lm_head_VD.shape)} must have the shape of the embedding"
+                f" {tuple(embedding_VD.shape)}"
+            )
         self.config = config
         # Detached, so that this module does not register a Parameter of the target.
         self.embedding_VD, self.lm_head_VD = embedding_VD.detach(), lm_head_VD.detach()
