@@ -252,4 +252,12 @@ def check_accept_lengths(
 def engine_processes() -> list[psutil.Process]:
     """Of all engines that this process started; Python's resource tracker stays."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    return [child for child in children if is_of_engine(child)]
+
+
+def is_of_engine(process: psutil.Process) -> bool:
+    """Python's resource tracker and a process that has just ended are not."""
+    try:
+        return "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return False

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.sglang.rollouts import engine_processes, start_sglang
+from tests.sglang.rollouts import engine_processes, is_of_engine, start_sglang
 from tests.tiny_task import REPO
 
 # A rank that starts an engine, stops its scheduler, asks for an answer and says what came of it.
@@ -96,7 +96,7 @@ def sglang_children(rank: subprocess.Popen) -> list[psutil.Process]:
         assert rank.poll() is None
         time.sleep(0.05)
         children = psutil.Process(rank.pid).children(recursive=True)
-        found = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        found = [child for child in children if is_of_engine(child)]
     return found
 
 
