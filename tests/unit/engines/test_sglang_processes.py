@@ -14,7 +14,7 @@ import pytest
 from tlt_megatron.engines.sglang.processes import (
     EngineProcesses,
     Silence,
-    StartWatch,
+    ended_if_late,
     watched,
 )
 
@@ -78,20 +78,20 @@ def test_errors_of_the_work_itself_pass_through() -> None:
 
 def test_a_start_that_takes_too_long_loses_its_processes_those_that_come_late_too() -> None:
     processes = EngineProcesses()
-    with StartWatch(processes, 0.05) as watch:
+    with ended_if_late(processes, 0.05) as is_late:
         first = subprocess.Popen(SLEEP)
         first.wait(120)
         second = subprocess.Popen(SLEEP)
         second.wait(120)
-    assert watch.is_late
+    assert is_late.is_set()
 
 
 def test_a_start_in_time_is_left_alone() -> None:
     processes = EngineProcesses()
-    with StartWatch(processes, 60.0) as watch:
+    with ended_if_late(processes, 60.0) as is_late:
         child = subprocess.Popen(SLEEP)
         time.sleep(0.05)
-    assert not watch.is_late
+    assert not is_late.is_set()
     assert child.poll() is None
     child.kill()
     child.wait()
