@@ -38,13 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not given:
         raise ValueError(f"{options.source}: holds no settings of verl or slime")
     ours, left = convert(given)
-    nested: dict[str, dict[str, Any]] = {}
+    nested: dict[str, Any] = {}
     for key, value in ours.items():
-        section, *path = key.split(".")
-        node = nested.setdefault(section, {})
-        for name in path[:-1]:
+        *path, last = key.split(".")
+        node = nested
+        for name in path:
             node = node.setdefault(name, {})
-        node[path[-1]] = value
+        node[last] = value
     hints = {key: f"; see {name}" for key in left if (name := our_name(key))}
     lines = [f"{key}: {value!r}{hints.get(key, '')}" for key, value in left.items()]
     text = (
@@ -118,11 +118,8 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
         meaning = table.get(name)
         if name in theirs.SWITCHES or (value is None and meaning):
             continue
-        if "$" in str(value):  # left open in the script
-            settings = None
-        elif isinstance(meaning, str):
-            settings = {meaning: value}
-        else:
+        settings = None
+        if "$" not in str(value):  # else the script leaves it open
             settings = meaning(value, newest) if meaning else theirs.passed_on(name, value)
         if settings is None:
             left[key] = value

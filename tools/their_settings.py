@@ -35,15 +35,15 @@ def passed_on(key: str, value: Any) -> dict[str, Any] | None:
     return {f"mcore.transformer.{option}": value} if option in ALLOWED_FIELDS else None
 
 
-def _same(project: str) -> dict[str, str | Convert]:
+def _same(project: str) -> dict[str, Convert]:
     """Return the settings that differ in nothing but the name, by their name."""
     column = PROJECTS.index(project)
     given = [(row.theirs[column].replace("-", "_"), row) for row in rows() if row.theirs[column]]
     counts = Counter(name for name, _ in given)
-    return {name: row.ours for name, row in given if not row.note and counts[name] == 1}
+    return {name: _to(row.ours) for name, row in given if not row.note and counts[name] == 1}
 
 
-def _to(key: str, here: Callable[[Any], Any]) -> Convert:
+def _to(key: str, here: Callable[[Any], Any] = lambda value: value) -> Convert:
     """Return `key` with the value that `here` returns for theirs; None there: no counterpart."""
 
     def convert(value: Any, _: Values) -> dict[str, Any] | None:
@@ -66,9 +66,9 @@ def _set(key: str, here: Any = True) -> Convert:
     return lambda value, _: {key: here} if value else {}
 
 
-def _if(switch: str, key: str, **more: Any) -> Convert:
+def _if(switch: str, key: str) -> Convert:
     """Their value counts only with their `switch`."""
-    return lambda value, given: {key: value, **more} if given.get(switch) else {}
+    return lambda value, given: {key: value} if given.get(switch) else {}
 
 
 def _only(expected: Any) -> Convert:
@@ -86,14 +86,23 @@ def _file(value: Any) -> str | None:
     return files if isinstance(files, str) else None
 
 
+def _named_files(words: Any) -> str | list[str] | None:
+    is_complete = isinstance(words, list) and len(words) % 2 == 0  # a name, its file, and so on
+    return _files(words[1::2]) if is_complete else None
+
+
+def _number(given: Values, key: str, default: int) -> int:
+    """Return their positive number; `default` if it is missing, or if the script leaves it open."""
+    value = given.get(key)
+    return value if isinstance(value, int) and value > 0 else default
+
+
 def _minibatches(*factors: str) -> Convert:
     """Their value is the size of a minibatch; a batch is the product of these settings of theirs."""
 
     def convert(size: Any, given: Values) -> dict[str, Any] | None:
-        numbers = [given.get(name) for name in factors]
-        if not all(isinstance(number, int) and number > 0 for number in (size, *numbers)):
-            return None  # a script may leave one open
-        return {"algorithm.num_minibatches": max(1, math.prod(numbers) // size)}
+        batch = math.prod(_number(given, name, 0) for name in factors)
+        return {"algorithm.num_minibatches": max(1, batch // size)} if batch and size else None
 
     return convert
 
@@ -102,14 +111,9 @@ def _prompts(size: Any, given: Values) -> dict[str, Any] | None:
     """Of verl's fully asynchronous trainer, a step is as many minibatches as it waits for."""
     if size != 0:
         return {"rollout.num_prompts": size}
-    count = given.get("async_training.require_batches", 1)
-    size = count * given.get(f"{_ACTOR}ppo_mini_batch_size", 256)
+    count = _number(given, "async_training.require_batches", 1)
+    size = count * _number(given, f"{_ACTOR}ppo_mini_batch_size", 256)
     return {"rollout.num_prompts": size, "algorithm.num_minibatches": count}
-
-
-def _reward(path: Any, given: Values) -> dict[str, Any]:
-    name = given.get("custom_reward_function.name", "compute_score")
-    return {"reward.function": f"{path}:{name}"} if path else {}
 
 
 def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
@@ -129,39 +133,36 @@ def _loss(value: Any, given: Values) -> dict[str, Any] | None:
 
 def _turns(_: Any, given: Values) -> dict[str, Any]:
     """verl ends a conversation at either limit. The last turn is the policy's."""
-    policy, user = (given.get(f"{_MULTI_TURN}max_{who}_turns") for who in ("assistant", "user"))
-    return {"rollout.max_turns": min(policy or math.inf, user + 1 if user else math.inf)}
+    policy = _number(given, f"{_MULTI_TURN}max_assistant_turns", 0)
+    user = _number(given, f"{_MULTI_TURN}max_user_turns", 0)
+    limits = [limit for limit in (policy, user and user + 1) if limit]
+    return {"rollout.max_turns": min(limits)} if limits else {}
 
 
 def _observations(characters: Any, given: Values) -> dict[str, Any]:
     """verl limits the characters of each answer. A token has at least one."""
-    turns = [given.get(f"{_MULTI_TURN}max_{who}_turns") for who in ("assistant", "user")]
-    answers = given.get(f"{_MULTI_TURN}max_parallel_calls", 1) * max(1, *filter(None, turns), 1)
-    return {"rollout.max_observation_tokens": characters * answers}
+    num_turns = _turns(None, given).get("rollout.max_turns", 2)
+    answers = (num_turns - 1) * _number(given, f"{_MULTI_TURN}max_parallel_calls", 1)
+    return {"rollout.max_observation_tokens": characters * max(1, answers)}
 
 
 def _rollout_is(level: Any, given: Values) -> dict[str, Any] | None:
     """verl's truncated importance sampling: a level and a cap."""
-    if level not in ("token", "sequence", "geometric"):
-        return None
+    ours = _word("algorithm.rollout_is", "token", "sequence", "geometric")(level, given)
     cap = given.get(f"{_CORRECTION}rollout_is_threshold", 2.0)
-    return {"algorithm.rollout_is": level, "algorithm.tis_cap": cap}
+    return ours and {**ours, "algorithm.tis_cap": cap}
 
 
 def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
     """verl's masked importance sampling: k1 of a token, of the sum or of the mean is our ratio at three levels."""
     levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-    level = levels.get(level, level)
-    if level not in levels.values():
-        return None
-    ours: dict[str, Any] = {"algorithm.rollout_rs": level}
+    ours = _word("algorithm.rollout_rs", *levels.values(), **levels)(level, given)
     bounds = given.get(f"{_CORRECTION}rollout_rs_threshold")
-    if bounds is not None:  # upper, or lower_upper
-        *lower, upper = map(float, str(bounds).split("_"))
-        ours["algorithm.rollout_rs_threshold"] = upper
-        if lower:
-            ours["algorithm.rollout_rs_threshold_lower"] = lower[0]
-    return ours
+    if ours is None or bounds is None:
+        return ours
+    keys = ("algorithm.rollout_rs_threshold", "algorithm.rollout_rs_threshold_lower")
+    upper_first = map(float, reversed(str(bounds).split("_")))  # theirs: upper, or lower_upper
+    return ours | dict(zip(keys, upper_first, strict=False))
 
 
 def _trackers(value: Any) -> list[str] | None:
@@ -174,26 +175,25 @@ def _trackers(value: Any) -> list[str] | None:
 _DECAY = _word("optimizer.decay", "constant")
 _RECOMPUTE = _word("mcore.recompute", "full", "selective")
 _KL = _word("algorithm.kl_estimator", "k2", "k3", low_var_kl="k3", mse="k2")
-VERL: dict[str, str | Convert] = _same("verl") | {
+VERL: dict[str, Convert] = _same("verl") | {
     "data.train_files": _to("data.train", _file),
     "data.val_files": _to("data.eval", _files),
     "data.val_max_samples": _at_least_0("eval.num_prompts"),
     "data.train_batch_size": _prompts,
-    "custom_reward_function.path": _reward,
+    "custom_reward_function.path": lambda path, given: {
+        "reward.function": f"{path}:{given.get('custom_reward_function.name', 'compute_score')}"
+    },
     "algorithm.adv_estimator": _advantage,
-    "algorithm.kl_ctrl.kl_coef": _if(
-        "algorithm.use_kl_in_reward",
-        "algorithm.kl_coef",
-        **{"algorithm.kl_placement": "reward"},
-    ),
+    "algorithm.kl_ctrl.kl_coef": _if("algorithm.use_kl_in_reward", "algorithm.kl_coef"),
+    "algorithm.use_kl_in_reward": _set("algorithm.kl_placement", "reward"),
     "algorithm.filter_groups.metric": _to(
         "algorithm.dynamic_sampling_metric", lambda value: value if value == "acc" else "reward"
     ),
     f"{_CORRECTION}rollout_is": _rollout_is,
     f"{_CORRECTION}rollout_is_batch_normalize": _only(False),
     f"{_CORRECTION}rollout_rs": _rollout_rs,
-    f"{_CORRECTION}rollout_rs_threshold_lower": "algorithm.rollout_rs_threshold_lower",
-    f"{_CORRECTION}rollout_token_veto_threshold": "algorithm.rollout_token_veto_threshold",
+    f"{_CORRECTION}rollout_rs_threshold_lower": _to("algorithm.rollout_rs_threshold_lower"),
+    f"{_CORRECTION}rollout_token_veto_threshold": _to("algorithm.rollout_token_veto_threshold"),
     f"{_CORRECTION}bypass_mode": _only(False),
     f"{_CORRECTION}loss_type": _only("ppo_clip"),
     f"{_ACTOR}tis_imp_ratio_cap": _to("algorithm.tis_cap", lambda value: max(0, value)),
@@ -230,9 +230,6 @@ VERL: dict[str, str | Convert] = _same("verl") | {
     f"{_ACTOR}megatron.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}fsdp_config.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}megatron.override_transformer_config.recompute_granularity": _RECOMPUTE,
-    f"{_ACTOR}checkpoint.save_contents": lambda value, _: (
-        {"checkpoint.export_hf": True} if "hf_model" in value else {}
-    ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _set("mcore.recompute", "full"),
     "trainer.device": _word("run.device", "cuda", "cpu"),
     "trainer.save_freq": _at_least_0("checkpoint.interval"),
@@ -242,22 +239,17 @@ VERL: dict[str, str | Convert] = _same("verl") | {
     "trainer.logger": _to("logging.trackers", _trackers),
     "trainer.rollout_data_dir": _set("logging.rollouts"),
 }
-SLIME: dict[str, str | Convert] = _same("slime") | {
+SLIME: dict[str, Convert] = _same("slime") | {
     "prompt_data": _to("data.train", _file),
-    "eval_prompt_data": _to(  # a name, then its file, and so on
-        "data.eval",
-        lambda words: _files(words[1::2]) if isinstance(words, list) and len(words) % 2 == 0 else None,
-    ),
+    "eval_prompt_data": _to("data.eval", _named_files),
     "rollout_seed": lambda value, _: {"run.seed": value, "data.seed": value},
     "rollout_top_k": _at_least_0("rollout.top_k"),
     "sglang_dtype": _word("rollout.dtype", "bfloat16"),
     "sglang_disable_cuda_graph": _set("rollout.cuda_graphs", False),
-    # SGLang refuses rollout.batch_invariant
-    "sglang_enable_deterministic_inference": _only(False),
     "rm_type": _word("reward.function", "math", deepscaler="math", dapo="math"),
     "custom_rm_path": _to("reward.function", lambda path: ":".join(path.rsplit(".", 1))),
     "advantage_estimator": _advantage,
-    "critic_lr": "critic.lr",
+    "critic_lr": _to("critic.lr"),
     "dynamic_sampling_filter_path": _set("algorithm.dynamic_sampling"),
     "global_batch_size": _minibatches("rollout_batch_size", "n_samples_per_prompt"),
     "calculate_per_token_loss": _set("algorithm.aggregation", "token_mean"),
@@ -269,8 +261,6 @@ SLIME: dict[str, str | Convert] = _same("slime") | {
     "tis_clip": _if("use_tis", "algorithm.tis_cap"),
     "lr_decay_style": _DECAY,
     "recompute_granularity": _RECOMPUTE,
-    "bf16": _set("model.dtype", "bfloat16"),
-    "save_hf": _set("checkpoint.export_hf"),
     "load": lambda value, given: (  # a folder; ours is that of the run
         {"checkpoint.resume": "auto"} if value == given.get("save") else None
     ),
@@ -294,14 +284,15 @@ SLIME_DEFAULTS = _DEFAULTS | {
     "data.input_key": "input",
     "optimizer.beta2": 0.999,
 }
-# Read together with another key.
+# Read together with another key, or what happens here by default.
 _SWITCHES = """
-    custom_reward_function.name algorithm.use_kl_in_reward algorithm.norm_adv_by_std_in_grpo
+    custom_reward_function.name algorithm.norm_adv_by_std_in_grpo
     algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_correction.rollout_rs_threshold
     reward_model.overlong_buffer.enable reward_model.overlong_buffer.log
     reward_model.reward_kwargs.max_resp_len actor_rollout_ref.actor.use_kl_loss
-    async_training.require_batches trainer.n_gpus_per_node trainer.nnodes
-    disable_grpo_std_normalization use_kl_loss use_tis actor_num_gpus_per_node actor_num_nodes
+    actor_rollout_ref.actor.checkpoint.save_contents async_training.require_batches
+    trainer.n_gpus_per_node trainer.nnodes
+    disable_grpo_std_normalization use_kl_loss use_tis bf16 save_hf actor_num_gpus_per_node actor_num_nodes
 """
 SWITCHES = frozenset(_SWITCHES.split())
 GPUS = ("trainer.n_gpus_per_node", "actor_num_gpus_per_node")

@@ -220,6 +220,79 @@ def test_what_the_script_leaves_open_is_listed(
     assert "'$MY_UNSET_SIZE'" in printed
 
 
+TURNS = "actor_rollout_ref.rollout.multi_turn."
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
+
+
+@pytest.mark.parametrize(
+    ("source", "ours"),
+    [
+        (
+            f"{TURNS}max_assistant_turns=8 {TURNS}max_user_turns=4 {TURNS}max_parallel_calls=2"
+            f" {TURNS}max_tool_response_length=256",
+            {"rollout": {"max_turns": 5, "max_observation_tokens": 256 * 4 * 2}},
+        ),
+        (
+            f"{TURNS}max_user_turns=1 {TURNS}max_assistant_turns=$MY_UNSET_TURNS",
+            {"rollout": {"max_turns": 2}},
+        ),
+        (
+            "data.train_batch_size=0 async_training.require_batches=4"
+            " actor_rollout_ref.actor.ppo_mini_batch_size=32",
+            {"rollout": {"num_prompts": 128}, "algorithm": {"num_minibatches": 4}},
+        ),
+        (
+            f"+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3"
+            f" {TRANSFORMER}recompute_granularity=full {TRANSFORMER}recompute_num_layers=1",
+            {
+                "sglang": {"engine_args": {"attention_backend": "fa3"}},
+                "mcore": {"recompute": "full", "transformer": {"recompute_num_layers": 1}},
+            },
+        ),
+        (
+            "data.shuffle=False",  # what it leaves out are verl's defaults
+            {
+                "algorithm": {"advantage": "gae", "dual_clip": 3.0},
+                "data": {"max_prompt_tokens": 512, "shuffle": False},
+                "eval": {"temperature": 0.0},
+                "optimizer": {"beta2": 0.999},
+                "rollout": {"num_prompts": 1024, "num_samples": 1},
+            },
+        ),
+        (
+            "--advantage-estimator cispo --rollout-seed 7 --attention-softmax-in-fp32"
+            " --use-wandb --wandb-project math",
+            {
+                "algorithm": {"loss": "cispo", "aggregation": "sequence_mean"},
+                "data": {"input_key": "input", "seed": 7},
+                "logging": {"trackers": ["wandb"], "wandb_project": "math"},
+                "mcore": {"transformer": {"attention_softmax_in_fp32": True}},
+                "run": {"seed": 7},
+            },
+        ),
+    ],
+)
+def test_a_setting_or_its_absence_there_is_set_here(
+    tmp_path: Path, source: str, ours: dict[str, dict[str, object]]
+) -> None:
+    (tmp_path / "run.sh").write_text(source)
+    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    config = load_config(tmp_path / "ours.yaml")
+    found = {s: {key: getattr(getattr(config, s), key) for key in keys} for s, keys in ours.items()}
+    assert found == ours
+
+
+def test_an_environment_is_named_but_not_taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It is code of theirs."""
+    (tmp_path / "run.sh").write_text(f"{TURNS}enable=True {TURNS}interaction_config_path=a.yaml")
+    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert f"{TURNS}enable: True; see rollout.environment (here empty for one turn)" in printed
+    assert "'a.yaml'; see rollout.environment (path/to/file.py:name)" in printed
+
+
 @pytest.mark.parametrize(
     "source",
     ["data.val_files=[a.jsonl,b.parquet]", "--eval-prompt-data aime a.jsonl gpqa b.parquet"],
