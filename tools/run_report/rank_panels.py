@@ -27,11 +27,12 @@ _PHASES = {  # of the timeline, in the order of its legend
     "REWARD": palette.PURPLE,
     "VALUES": palette.OTHER,
     "LOGPROB": palette.YELLOW,
-    "CRITIC": palette.OTHER,
+    "CRITIC": palette.MINT,
     "UPDATE": palette.GREEN,
     "SYNC": palette.BLACK,
     "EVAL": palette.VIOLET,
     "CHECKPOINT": palette.BROWN,
+    "PUBLISH": palette.SALMON,
 }
 _NUM_BINS = 300  # of the time of a window, for shares of many ranks
 _BAR_HEIGHT = 46
