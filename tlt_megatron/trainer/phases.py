@@ -51,7 +51,7 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
-        self.progress.phase(name)
+        self.progress.phase(f"{self.current} {name}".strip())  # "EVAL ROLLOUT"
         self.timeline.status.begin_phase(is_inner=bool(self.current))
         outer, self.current = self.current, name
         self._on_phase(name)
