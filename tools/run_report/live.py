@@ -83,7 +83,7 @@ class LiveRun:
         state = State(name=self.name, sentence=error or self._sentence(run))
         now = Running(ranks=ranks, now_s=time.time()) if ranks else None
         if self._is_over():
-            return [state]
+            return [replace(state, sentence=f"The run has ended. {state.sentence}")]
         if owner_has_ended(self.path):
             place = f" {now.place}" if now else ""
             alarm = f"The run has ended without a summary: its process is gone.{place} logs/rank_*.log has the reason."

@@ -45,7 +45,7 @@ class Running:
             parts.append(f"{num_done:,} of {num_responses:,} responses are done")
             parts.append(f"{num_tokens:,} tokens in them")
         counts = Counter(phase_of(rank) for rank in self.ranks)
-        parts += [f"{phase}: {_count(count)}" for phase, count in counts.most_common()]
+        parts += [f"{_count(count)} {phase}" for phase, count in counts.most_common()]
         return " · ".join(parts)
 
     @property
@@ -81,11 +81,11 @@ class Running:
         others = Counter(phase_of(rank) for rank in self.ranks if rank.num_phases == newest)
         where = " and ".join(others)
         if not behind:
-            return f"Last seen at step {step}: all ranks in {where}."
-        names = [f"rank {rank.rank} on {rank.host} in {phase_of(rank)}" for rank in behind]
+            return f"Last seen at step {step}: all ranks {where}."
+        names = [f"rank {rank.rank} on {rank.host} {phase_of(rank)}" for rank in behind]
         more = f" and {len(names) - NUM_ROWS:,} more" if len(names) > NUM_ROWS else ""
         return (
-            f"Last seen at step {step}: {_count(len(behind))} behind the others, which are in"
+            f"Last seen at step {step}: {_count(len(behind))} behind the others, which are"
             f" {where}: {', '.join(names[:NUM_ROWS])}{more}."
         )
 
@@ -113,8 +113,8 @@ def read_ranks(run_dir: Path) -> list[RankStatus]:
 
 
 def phase_of(rank: RankStatus) -> str:
-    """Return the open phases, such as "EVAL ROLLOUT"."""
-    return " ".join(rank.phases) or "no phase"
+    """Return the open phases, such as "in EVAL ROLLOUT"."""
+    return f"in {' '.join(rank.phases)}" if rank.phases else "between phases"
 
 
 def _count(number: int) -> str:

@@ -68,7 +68,7 @@ def test_of_1000_ranks_those_behind_get_a_row(tmp_path: Path) -> None:
     ranks[800] = dataclasses.replace(RANKS[2], rank=800, num_ranks=1000, num_done=3)
     now = Running(ranks=ranks, now_s=NOW)
     assert [rank.rank for rank in now.shown] == [700, 800, 0, 1, 2, 3, 4, 5]
-    assert now.note.endswith("· WAIT: 998 ranks · ROLLOUT: 2 ranks")
+    assert now.note.endswith("· 998 ranks in WAIT · 2 ranks in ROLLOUT")
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,12 @@ def test_a_run_without_any_change_for_too_long_may_hang(
 
 def test_an_alarm_names_the_ranks_that_are_behind() -> None:
     assert Running(ranks=RANKS, now_s=NOW).place == (
-        "Last seen at step 5: 1 rank behind the others, which are in WAIT DRAFT-TRAIN and WAIT:"
+        "Last seen at step 5: 1 rank behind the others, which are in WAIT DRAFT-TRAIN and in WAIT:"
         " rank 2 on node1 in ROLLOUT."
     )
     assert Running(ranks=RANKS[1:2], now_s=NOW).place == "Last seen at step 5: all ranks in WAIT."
+    outside = dataclasses.replace(RANKS[1], phases=())
+    assert Running(ranks=[outside], now_s=NOW).place.endswith(": all ranks between phases.")
 
 
 def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen(
@@ -121,6 +123,7 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     os.utime(summary)
     (ended,) = live.states()
     assert (ended.alarm, ended.now) == ("", None)
+    assert ended.sentence.startswith("The run has ended. 3 of ")
     summary.unlink()
     lock.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": ""}))
     (unseen,) = live.states()
