@@ -18,6 +18,8 @@ from tests.spot_phases import Markers, world_group
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.job_store import bind_first, open_job_store
 
+pytestmark = pytest.mark.waits
+
 
 def port_of(store: dist.Store) -> int:
     while isinstance(store, dist.PrefixStore):

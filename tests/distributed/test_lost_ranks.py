@@ -23,6 +23,8 @@ from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbe
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.stop import StopRequest
 
+pytestmark = pytest.mark.waits
+
 TIMEOUT_S = 3.0  # of heartbeats, where a rank is silent for longer
 LONG_S = 60.0  # no test waits for it
 

@@ -14,6 +14,8 @@ from tests.spot_phases import Markers, make_spot, run_spot_ranks
 from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 
+pytestmark = pytest.mark.waits
+
 LONG_S = 60.0  # no test waits for it
 
 

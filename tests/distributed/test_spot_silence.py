@@ -19,6 +19,8 @@ from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.spot.session import SessionEnd, StopWatch
 from tlt_megatron.spot.spot_trainer import SpotReport
 
+pytestmark = pytest.mark.waits
+
 TIMEOUT_S = 3.0
 
 
