@@ -21,7 +21,6 @@ from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import (
     REPO,
     answers,
-    launch,
     metric_rows,
     run,
     run_forked,
@@ -252,11 +251,10 @@ def test_a_crafted_index_runs_no_code_on_resume(copy: Path, config: Path, tmp_pa
     trace, newest = tmp_path / "trace", copy / "checkpoints" / NEWEST
     (newest / "policy" / ".metadata").write_bytes(pickle.dumps(MakeFolder(trace)))
     seal(newest, order=3)
-    arguments = ("--config", config, f"run.dir={copy}", "--resume", "auto", *QUIET)
-    done = launch(1, *arguments, "run.num_steps=4")
+    code, stderr = resume(config, copy, "run.num_steps=4")
     assert not trace.exists()
-    assert done.returncode != 0
-    assert ".metadata is not loaded: posix.mkdir is not a class of" in done.stderr
+    assert code == 2
+    assert ".metadata is not loaded: posix.mkdir is not a class of" in stderr
     common = newest / "policy" / "common.pt"
     torch.save({"identity": MakeFolder(trace)}, common)
     seal(newest, order=3)
