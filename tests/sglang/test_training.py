@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -149,8 +150,14 @@ def test_responses_in_parts_are_those_of_the_embedded_engine(
     """Responses that are carried to later steps, and conversations with an environment."""
     environment = f"rollout.environment={short.parent}/environment.py:answer"
     settings = PARTIAL if name == "partial" else (*TURNS, environment)
-    for run_dir, engine in ((tmp_path / "embedded", ()), (tmp_path / "sglang", SGLANG)):
-        finish(run(short, run_dir, *settings, *engine, num_ranks=1))
+    engines = {"embedded": (), "sglang": SGLANG}
+
+    def run_with(name: str) -> subprocess.CompletedProcess:
+        return run(short, tmp_path / name, *settings, *engines[name], num_ranks=1)
+
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(run_with, engines):
+            finish(done)
     check_same(tmp_path / "sglang", tmp_path / "embedded")
     found = rollouts(tmp_path / "sglang")
     if name == "partial":
