@@ -37,6 +37,8 @@ class Job:
         self, config: Path, run_dir: Path, *arguments: str, is_plain: bool = False
     ) -> None:
         self.folder, self.run_dir = config.parent, run_dir
+        (self.folder / "called").unlink(missing_ok=True)
+        (self.folder / "hold").touch()  # before the start, so that no step comes too early
         command = torchrun(2, "--config", config, f"run.dir={run_dir}", *arguments)
         if not is_plain:
             command[1:3] = ["launch/torchrun.py"]
@@ -75,10 +77,7 @@ class Job:
 
     def wait_until_held(self) -> None:
         """Until `hold` of HOLDING is called: a response of the step under way waits for its score or answer."""
-        called, hold = self.folder / "called", self.folder / "hold"
-        called.unlink(missing_ok=True)
-        hold.touch()
-        self.wait_until(called.is_file, "a response waits")
+        self.wait_until((self.folder / "called").is_file, "a response waits")
 
     def end(self, code: int) -> None:
         """It ends by itself, with that exit code and without a traceback."""

@@ -28,6 +28,7 @@ def start_job() -> Iterator[Callable[..., Job]]:
 
     yield start
     for job in jobs:
+        (job.folder / "hold").unlink(missing_ok=True)
         if job.process.poll() is None:
             for process in job.family():
                 process.kill()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 SETTINGS = (
     *("run.num_steps=5", "data.eval=", "logging.tensorboard=false", "algorithm.tis_cap=2"),
     *("rollout.num_prompts=3", "rollout.num_samples=2", "rollout.over_sampling_prompts=6"),
-    "rollout.partial_rollout_tokens=6",
+    *("rollout.partial_rollout_tokens=6", "reward.timeout_s=600"),
 )
 TLT = (
     *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']"),
