@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.slow_draft import HIDDEN_SIZE, TARGET, VOCAB_SIZE, make_draft_model
 from tlt_megatron.engines.embedded.graph_plan import Role
-from tlt_megatron.engines.embedded.graph_pool import PassInputs, Step, lane_steps
+from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs, Step, lane_steps
 from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
@@ -42,6 +42,15 @@ class RecordedGraphs:
             work()
         self._graphs.append(weakref.ref(recorder))
         return recorder.replay
+
+
+@torch.inference_mode()
+def capture_all(pool: GraphPool, example: Mapping[Role, PassInputs]) -> None:
+    """Capture all planned shapes, cut to the lanes, largest activations first."""
+    keys = dict.fromkeys(map(pool._in_lanes, pool.plan.keys))
+    for key in sorted(keys, key=lambda key: -pool.plan.cost(key).activation_bytes):
+        if key not in pool._captured:
+            pool._capture_blank(key, example[key.role])
 
 
 class _Recorder(TorchDispatchMode):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.cuda_ranks import needs_gpus
-from tests.graph_passes import LANE, LanePasses, make_lane_passes
+from tests.graph_passes import LANE, LanePasses, capture_all, make_lane_passes
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, addresses_read
 from tlt_megatron.runtime.device import Device
@@ -81,7 +81,7 @@ def test_captures_after_the_largest_lie_in_its_memory(device: Device) -> None:
     for role in Role:  # the static tensors of both are there then, and the largest capture is
         pool.run(role, example[role])
     before, num_before = reserved_bytes(), pool.take_counts().num_captures
-    pool.capture_ahead(example)
+    capture_all(pool, example)
     num_captures = pool.take_counts().num_captures
     assert num_captures > 4 * num_before
     assert reserved_bytes() - before < num_captures * SEGMENT_BYTES / 4

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 import pytest
 import torch
 
-from tests.graph_passes import LANE, LanePasses, RecordedGraphs, make_lane_passes
+from tests.graph_passes import LANE, LanePasses, RecordedGraphs, capture_all, make_lane_passes
 from tests.slow_draft import make_draft_model
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphMemory, GraphPool, addresses_read
@@ -215,7 +215,7 @@ def test_a_bucket_larger_than_the_lanes_is_captured_for_all_lanes(
 def test_capturing_ahead_leaves_nothing_to_capture(pool: GraphPool, passes: LanePasses) -> None:
     before = passes.cache.kv_LKTH.clone()
     example = {role: passes.inputs(role, batch_size=1, num_rows=1) for role in Role}
-    pool.capture_ahead(example)
+    capture_all(pool, example)
     assert pool.take_counts().num_captures == len(pool.plan.keys)
     before[:, :, passes.scratch_slot] = passes.cache.kv_LKTH[:, :, passes.scratch_slot]
     assert torch.equal(passes.cache.kv_LKTH, before)

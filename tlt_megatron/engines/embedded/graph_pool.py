@@ -62,7 +62,7 @@ class _Captured:
 
 
 class GraphPool:
-    """The captures of one engine, made at the first use of a shape or by `capture_ahead`.
+    """The captures of one engine, made at the first use of a shape.
 
     Example: `pool.bind(lane_steps(model, cache, lane), addresses, lane=lane, num_lanes=n, scratch_slot=n * lane)`,
     then `hidden_PD, features_PF = pool.run(Role.TARGET, inputs)` for every pass.
@@ -142,14 +142,6 @@ class GraphPool:
         batch_size, num_rows = inputs.bias_BRS.shape[:2]
         return tuple(_unpad(output, key, batch_size, num_rows) for output in captured.outputs)
 
-    @torch.inference_mode()
-    def capture_ahead(self, example: Mapping[Role, PassInputs]) -> None:
-        """Capture all planned shapes, cut to the lanes. `example`: inputs of any shape for each role."""
-        if self.has_graphs:
-            for key in self._largest_first():
-                if key not in self._captured:
-                    self._capture_blank(key, example[key.role])
-
     def count_eager(self, role: Role, reason: EagerReason) -> None:
         """Count a pass that the caller runs itself: it is over pages, or over only some of the rows."""
         self._counts.num_eager[role, reason if self.has_graphs else EagerReason.OFF] += 1
@@ -175,14 +167,10 @@ class GraphPool:
 
     def _first_capture(self, inputs: PassInputs) -> None:
         """Make the largest capture first, so that later captures fit into its memory."""
-        largest = self._largest_first()[0]
+        keys = map(self._in_lanes, self.plan.keys)
+        largest = max(keys, key=lambda key: self.plan.cost(key).activation_bytes)
         if largest.role is Role.TARGET:
             self._capture_blank(largest, dataclasses.replace(inputs, hidden_PD=None))
-
-    def _largest_first(self) -> list[GraphKey]:
-        """Return all planned shapes, cut to the lanes, largest activations first."""
-        keys = dict.fromkeys(map(self._in_lanes, self.plan.keys))
-        return sorted(keys, key=lambda key: -self.plan.cost(key).activation_bytes)
 
     def _capture_blank(self, key: GraphKey, like: PassInputs) -> None:
         """Capture with queries that attend to all positions and write to the scratch slot."""
