@@ -74,6 +74,11 @@ class DataBuffer:
         self._tail_balance = 0.0  # rows that batches owe the long tail to reach its share
         self._last_batch: tuple[list[_Sample], float] = ([], 0.0)  # with the balance before it
 
+    @property
+    def has_new(self) -> bool:
+        """Return whether it holds a sequence of this step."""
+        return any(sample.step == self.step for sample in self._samples.values())
+
     def start_step(self, step: int) -> None:
         """Begin RL step `step`, and evict sequences older than `keep_steps`."""
         if step < self.step:

@@ -105,17 +105,22 @@ class HiddenStateTap:
         hidden_size: int,
         aux_layer_ids: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
+        has_own_passes: bool = True,
     ) -> None:
+        """Without `has_own_passes`, no pass may run for the tap alone. The same on all ranks."""
         self._on_sequence = on_sequence
         self._sources = (*sorted(aux_layer_ids), FINAL)
         self._max_tokens = max_bytes // (len(self._sources) * hidden_size * dtype.itemsize)
         self._dtype = dtype
+        self._has_own_passes = has_own_passes
 
     def choose(self, lengths: Sequence[int], groups: ProcessGroups) -> list[int]:
         """Return the indices of the long tail that fits: the longest, up to half of all tokens.
 
-        For sequences that only the tap needs forward.
+        For sequences that only the tap needs forward; none without `has_own_passes`.
         """
+        if not self._has_own_passes:
+            return []
         places = plan_tap(
             [[length] for length in lengths],
             tp_size=groups.tp.size,

@@ -103,6 +103,7 @@ class DrafterLifecycle:
         self._candidate: dict[str, Tensor] | None = None
         self._num_considered = trainer.num_updates  # of the candidate
         self._findings: Findings | None = None  # for the decision that all ranks make later
+        self._has_features = False  # whether every rank's engine gave hidden states in this step
         self._live: LiveChannel | None = None
         if section.publish == "live":
             store = dist.PrefixStore("live", ranks.store)
@@ -123,7 +124,10 @@ class DrafterLifecycle:
         self.buffer.add(sequence, self.buffer.step)
 
     def make_tap(self) -> HiddenStateTap:
-        """Make the tap for the policy's first forward pass of a step."""
+        """Make the tap for the policy's first forward pass of a step.
+
+        It gets passes of its own only if the engine gave no hidden states: sessions need the data.
+        """
 
         def add(tapped: TappedSequence) -> None:
             sequence = DraftSequence(
@@ -142,6 +146,7 @@ class DrafterLifecycle:
             aux_layer_ids=self.trainer.model.config.aux_layer_ids,
             # On a GPU the buffer's own dtype: fewer bytes cross to the host.
             dtype=self.buffer.dtype if self.trainer.device.type == "cuda" else torch.float32,
+            has_own_passes=not self._has_features,
         )
 
     # ---- before the first step
@@ -245,8 +250,10 @@ class DrafterLifecycle:
         self.spot.sync_newest(self.world)
         was_offered = self._settle_live()  # then there is no second comparison
         metrics |= self.publisher.metrics()
-        findings = [part for part in gather_objects(self._findings, self.world) if part]
-        self._findings = None
+        mine = (self._findings, self.buffer.has_new)
+        parts, has_new = zip(*gather_objects(mine, self.world), strict=True)
+        self._findings, self._has_features = None, all(has_new)
+        findings = [part for part in parts if part]
         if findings and not was_offered:
             metrics |= self._decide(findings)
         if self.trainer.num_updates != self._num_considered:

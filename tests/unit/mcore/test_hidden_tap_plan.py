@@ -39,6 +39,8 @@ def test_the_long_tail_is_the_longest_up_to_half_of_all_tokens(
     tap = HiddenStateTap(on_sequence=id, max_bytes=4 * 8 * max_tokens, hidden_size=8)
     lengths = [30, 20, 30, 50, 20, 20, 20, 10]  # 80 after two are less than half of 200
     assert tap.choose(lengths, ProcessGroups(world=SINGLE)) == chosen
+    tap = HiddenStateTap(on_sequence=id, max_bytes=1 << 20, hidden_size=8, has_own_passes=False)
+    assert tap.choose(lengths, ProcessGroups(world=SINGLE)) == []
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 3), (2, 2)])

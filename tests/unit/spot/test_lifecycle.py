@@ -25,7 +25,7 @@ from tlt_megatron.drafter.data_buffer import DataBuffer
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.runtime.process_groups import SINGLE
+from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.checkpoint import find_newest
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
@@ -218,6 +218,21 @@ def test_a_collapsed_drafter_is_not_drafted_with(rank: Rank) -> None:
         metrics = rank.publish(live_accept_length=accepted, live_token_share=share)
         assert rank.engine.is_suspended == (step == 4)
         assert metrics["drafter/alarm"] == float(step == 4)
+
+
+def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(rank: Rank) -> None:
+    def own_passes() -> list[int]:
+        return rank.lifecycle.make_tap().choose([9, 20, 9], ProcessGroups(world=SINGLE))
+
+    rank.begin(1)  # with states from the engine
+    rank.train(2)
+    rank.publish()
+    assert own_passes() == []
+    rank.step = 2
+    rank.lifecycle.start_step(2)  # without
+    rank.train(2)
+    rank.publish()
+    assert own_passes() == [1]
 
 
 def test_a_live_offer_that_accepts_more_is_what_all_ranks_have_in_the_end(tmp_path: Path) -> None:
