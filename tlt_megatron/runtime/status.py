@@ -55,7 +55,6 @@ class StatusWriter:
         self._thread: threading.Thread | None = None
         if run_dir is not None:
             path = run_dir / "status" / f"rank_{rank:05d}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._thread = threading.Thread(
                 target=self._run, args=(path,), name="status", daemon=True
             )
@@ -100,19 +99,24 @@ class StatusWriter:
         self.status = dataclasses.replace(self.status, changed_s=time.time(), **changes)
 
     def _run(self, path: Path) -> None:
-        """Write until `close`. If the file system refuses, the run goes on without a status."""
+        """Write until `close`. While the file system refuses, the run goes on with an old status."""
         interval_s = max(_INTERVAL_S, self.status.num_ranks / _WRITES_PER_S)
-        try:
-            self._write(path)
-            while not self._is_closed.wait(interval_s):
+        is_last = is_warned = False
+        while not is_last:
+            is_last = self._is_closed.is_set()
+            try:
                 self._write(path)
-            self._write(path)
-        except OSError as error:
-            log.warning("%s: the status of this rank is no longer written: %s", path, error)
+            except OSError as error:
+                if not is_warned:
+                    log.warning("%s: cannot write the status of this rank: %s", path, error)
+                is_warned = True
+            if not is_last:
+                self._is_closed.wait(interval_s)
 
     def _write(self, path: Path) -> None:
         status = self.status
         if status is not self._written:
+            path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(dataclasses.asdict(status)), encoding="utf-8")
             temporary.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -75,10 +76,19 @@ def test_phases_that_a_stop_ended_are_forgotten_and_other_threads_have_none(
     assert found.num_phases == 2
 
 
-def test_a_run_goes_on_if_its_status_cannot_be_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_goes_on_if_its_status_cannot_be_written_and_writes_it_once_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "status" / "rank_00003.tmp").mkdir(parents=True)
+    monkeypatch.setattr("tlt_megatron.runtime.status._INTERVAL_S", 0.01)
+    monkeypatch.setattr("tlt_megatron.runtime.status._WRITES_PER_S", 1000)
+    (tmp_path / "status").touch()  # no folder can be made
     with caplog.at_level(logging.WARNING):
-        make_phases(tmp_path).timeline.status.close()
-    assert "rank_00003.json: the status of this rank is no longer written" in caplog.text
+        status = make_phases(tmp_path).timeline.status
+        while not caplog.records:
+            time.sleep(0.01)
+        (tmp_path / "status").unlink()
+        status.begin_step(5)
+        status.close()
+    assert "rank_00003.json: cannot write the status of this rank" in caplog.text
+    assert len(caplog.records) == 1
+    assert read(tmp_path).step == 5
