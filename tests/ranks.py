@@ -160,10 +160,12 @@ def _rank_main(
 def free_port() -> int:
     """A port that nothing listens on, below those that the system and SGLang's ranks take.
 
-    A port of the system's own choice may go to another process before its user listens on it.
+    A port of the system's own choice may go to another process before its user listens on it. Workers of pytest-xdist
+    draw from ports of their own.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(10_000, 16_000)
+        port = random.SystemRandom().randrange(10_000 + worker % 8, 16_000, 8)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
