@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.runtime.status import RankStatus
+from tlt_megatron.trainer.run_folder import LOCK_FILE
 
 NUM_ROWS = 8  # of more ranks, those that are furthest behind
 _STALL_STEPS = 5  # median step times without any change
@@ -101,14 +102,20 @@ class State:
 
 
 def read_ranks(run_dir: Path) -> list[RankStatus]:
-    """Return the status of each rank, in order; [] of a run that has written none. ValueError names a file that is no status."""
-    found = []
+    """Return the status of each rank, in order; [] of a run that has written none. ValueError names a file that is no status.
+
+    Files older than the lock are of an earlier run in the folder: ranks of this one have not written yet.
+    """
+    found, lock = [], run_dir / LOCK_FILE
+    began_ns = lock.stat().st_mtime_ns if lock.exists() else 0
     for path in sorted((run_dir / "status").glob("rank_*.json")):
+        if path.stat().st_mtime_ns < began_ns:
+            continue
         try:
             found.append(RankStatus(**json.loads(path.read_text(encoding="utf-8"))))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: is no status of a rank ({error})") from None
-    # an earlier run in the folder may have had more ranks
+    # a folder without a lock may hold those of an earlier run, which had more ranks
     return [status for status in found if status.num_ranks == found[0].num_ranks]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.tools.test_report import make_run
 from tlt_megatron.runtime.status import RankStatus
+from tlt_megatron.trainer.run_folder import LOCK_FILE
 from tools.run_report.live import LiveRun
 from tools.run_report.page import render_states
 from tools.run_report.running import Running, State, read_ranks
@@ -60,6 +61,16 @@ def test_the_page_shows_what_each_rank_does_now(tmp_path: Path) -> None:
     assert "<td>2</td><td>ROLLOUT</td><td>10 s</td>" in html
     assert "<td>1 of 4</td><td>100</td>" in html
     assert html.count("<td>4 of 4</td>") == 2
+
+
+def test_what_ranks_did_before_a_resume_is_not_shown(tmp_path: Path) -> None:
+    """A run that was killed in a step and starts again seemed to hang until its ranks wrote."""
+    write(tmp_path, *RANKS)
+    os.utime(tmp_path / "status" / "rank_00000.json", (NOW, NOW))
+    os.utime(tmp_path / "status" / "rank_00002.json", (NOW, NOW))
+    (tmp_path / LOCK_FILE).touch()
+    os.utime(tmp_path / LOCK_FILE, (NOW + 1, NOW + 1))
+    assert [status.rank for status in read_ranks(tmp_path)] == [1]
 
 
 def test_of_1000_ranks_those_behind_get_a_row(tmp_path: Path) -> None:
@@ -126,6 +137,7 @@ def test_a_run_that_died_is_told_from_one_that_ended_and_one_that_cannot_be_seen
     assert ended.sentence.startswith("The run has ended. 3 of ")
     summary.unlink()
     lock.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": ""}))
+    write(run_dir, *RANKS)
     (unseen,) = live.states()
     assert "no rank has gone on" in unseen.alarm
     assert unseen.now is not None
