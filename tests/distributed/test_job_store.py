@@ -87,7 +87,7 @@ def test_every_call_to_a_frozen_host_ends(tmp_path: Path) -> None:
 
     def body() -> list[str]:
         world = world_group()
-        store = open_job_store(world, 1.5)
+        store = open_job_store(world, 4.0)
         pids = gather_objects(os.getpid(), world)
         part, *others = store.part("x"), *(store.connect("x") for _ in range(4))
         part.set(f"key {world.rank}", "1")
@@ -102,7 +102,7 @@ def test_every_call_to_a_frozen_host_ends(tmp_path: Path) -> None:
                 for call in (
                     (part.get, "key 1"),
                     (others[0].check, ["key 1"]),
-                    (others[1].wait, ["none"], datetime.timedelta(seconds=1.5)),
+                    (others[1].wait, ["none"], datetime.timedelta(seconds=4.0)),
                     (others[2].multi_get, ["key 1"]),
                     (others[3].add, "count", 1),
                 )

@@ -155,7 +155,7 @@ def test_a_member_that_dies_between_plan_and_group_is_left_out(
 def test_a_decoding_rank_that_died_is_named_within_the_timeout(tmp_path: Path) -> None:
     def body() -> str:
         rank = dist.get_rank()
-        spot = make_spot(phase_timeout_s=3.0)
+        spot = make_spot(phase_timeout_s=6.0)
         dist.barrier()
         if rank == 2:
             die()
