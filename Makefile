@@ -64,10 +64,10 @@ drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_d
 	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
 	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
 
-test: setup  ## the whole test suite (CPU): what only computes two files at a time, what only waits three tests at a time, the rest
+test: setup  ## the whole test suite (CPU): what computes two files at a time, what waits two tests at a time, the rest
 	@echo "test: pytest"
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not gpu and not waits" tests/unit tests/distributed
-	@$(PY) -m pytest -n 3 -m waits tests/distributed
+	@$(PY) -m pytest -n 2 -m waits tests/distributed
 	@$(PY) -m pytest --ignore tests/unit --ignore tests/distributed
 
 FAULT_SCHEDULES ?= 500
