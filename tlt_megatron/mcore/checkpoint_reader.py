@@ -8,6 +8,7 @@ weights_only. Byte entries (the extra state of Transformer Engine's layers) are 
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,17 @@ _ALLOWED = {
 }
 
 
+def _enum_member(owner: type, name: str) -> Enum:
+    """Return what Python 3.11.0 to 3.11.3 pickle as getattr(owner, name): the member of an enumeration."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"{name} is not a member of an enumeration")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import io
 import os
 import pathlib
 import pickle
@@ -14,7 +16,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 
 from tlt_megatron.mcore.checkpoint_reader import read_common, read_metadata
 
@@ -36,6 +43,38 @@ def test_what_torch_writes_is_read_for_every_dtype(tmp_path: Path) -> None:
     metadata = read_metadata(tmp_path)
     assert metadata == pickle.loads((tmp_path / ".metadata").read_bytes())
     assert metadata.state_dict_metadata["torch.bfloat16"].properties.dtype == torch.bfloat16
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: object) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_what_the_first_releases_of_python_3_11_write_is_read(tmp_path: Path) -> None:
+    save({"weight": torch.zeros(2, 3)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    metadata = read_metadata(tmp_path)
+    written = io.BytesIO()
+    OlderPickler(written).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    (tmp_path / ".metadata").write_bytes(written.getvalue())
+    assert read_metadata(tmp_path) == metadata
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (_MEM_FORMAT_ENCODING, "__class__"),
+        (_MEM_FORMAT_ENCODING, "_missing_"),
+        (Metadata, "__init__"),
+        (TensorProperties, "create_from_tensor"),
+    ],
+)
+def test_getattr_gives_members_of_enumerations_alone(tmp_path: Path, of: object, name: str) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(getattr, of, name)))
+    with pytest.raises(ValueError, match=f"{name} is not a member of an enumeration"):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize(
