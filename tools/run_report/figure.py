@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tools.run_report.palette import AXIS, GRID, INK, SHARES
@@ -24,22 +24,15 @@ _AXIS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One figure with its text."""
+    """One figure with its text. Of a panel without data, the page has only the sentence `absent`."""
 
-    key: str
     title: str
+    key: str = ""
     note: str = ""  # how to read it
-    data: list[Json]
-    layout: Json
+    data: list[Json] = field(default_factory=list)
+    layout: Json = field(default_factory=dict)
     is_wide: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Absent:
-    """The reason why a figure is missing."""
-
-    title: str
-    sentence: str
+    absent: str = ""  # why there is no data
 
 
 def make_layout(

@@ -6,7 +6,6 @@ at the top; known keys get a better name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import plotly.offline
 
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import RunData
-from tools.run_report.figure import Absent, Panel
+from tools.run_report.figure import Panel
 from tools.run_report.palette import ON_DARK
 from tools.run_report.responses import Response
 from tools.run_report.running import State
@@ -44,7 +43,7 @@ class Live:
 
 def render_page(
     run: RunData,
-    panels: Sequence[Panel | Absent],
+    panels: Sequence[Panel],
     responses: Sequence[Response],
     live: Live | None = None,
 ) -> str:
@@ -62,7 +61,7 @@ def render_page(
 
 
 def render_comparison(
-    runs: Sequence[RunData], panels: Sequence[Panel | Absent], live: Live | None = None
+    runs: Sequence[RunData], panels: Sequence[Panel], live: Live | None = None
 ) -> str:
     """Return the page of several runs side by side."""
     alarms = [f"{run.name}: {text}" for run in runs for text in find_alarms(run.rows, run.config)]
@@ -75,36 +74,18 @@ def render_states(states: Sequence[State]) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    return environment
 
 
-def _render(panels: Sequence[Panel | Absent], **values: object) -> str:
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            panels=[
-                {"panel": panel, "figure": _script_json(panel)}
-                for panel in panels
-                if isinstance(panel, Panel)
-            ],
-            absent=[panel for panel in panels if isinstance(panel, Absent)],
-            plotly_js=plotly.offline.get_plotlyjs(),
-            on_dark=ON_DARK,
-            **values,
-        )
-    )
-
-
-def _script_json(panel: Panel) -> str:
-    """Return JSON that cannot end the script element around it."""
-    text = json.dumps({"data": panel.data, "layout": panel.layout}, allow_nan=False)
-    return text.replace("<", "\\u003c")
+def _render(panels: Sequence[Panel], **values: object) -> str:
+    template = _environment().get_template("page.html.j2")
+    plotly_js = plotly.offline.get_plotlyjs()
+    return template.render(panels=panels, plotly_js=plotly_js, on_dark=ON_DARK, **values)
 
 
 def _headline(summary: dict[str, object]) -> list[dict[str, object]]:

@@ -1,13 +1,13 @@
 """The panels of the report: one function for each figure, from the numbers of a run folder.
 
-If a run did not do something, its panel is an `Absent` with a sentence.
+If a run did not do something, its panel has a sentence and no data.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import Any
 
 from plotly.colors import sample_colorscale
@@ -15,7 +15,6 @@ from plotly.colors import sample_colorscale
 from tools.run_report import palette
 from tools.run_report.data import RunData
 from tools.run_report.figure import (
-    Absent,
     Json,
     Panel,
     make_bars,
@@ -25,7 +24,11 @@ from tools.run_report.figure import (
 )
 from tools.run_report.rank_panels import build_rank_panels
 
-DOTS = "lines+markers"
+# Settings of a curve, and a curve over RL steps: name, metric, colour, settings.
+LINE: dict[str, str] = {}
+DOTS, DASHED = {"mode": "lines+markers"}, {"dash": "dash"}
+Curve = tuple[str, str, str, dict[str, str]]
+
 _TIMINGS = {  # timing_s/*: name, colour
     "gen": ("rollout", palette.SKY),
     "reward": ("rewards", palette.PURPLE),
@@ -45,12 +48,14 @@ _COMPARED = {  # title and name of the y axis, by metric
     "timing_s/step": ("Step time", "seconds"),
     "rollout/spec_accept_length": ("Accept length", "tokens per verify pass"),
 }
+_TIMING_ORDER = {phase: place for place, phase in enumerate(_TIMINGS)}
+_HOLDOUT = "drafter/holdout_accept_length/published"
 _NOT_STACKED = {"step", "wait"}  # ranks wait beside another rank's rollout
 _DEPTHS = ("#8A4FA8", "#4B73B5", "#21918C", "#5EC962", "#B5A80B")  # readable on a dark page too
 _STACKED = {"barmode": "stack", "bargap": 0.15}
 
 
-def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
+def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
     """Return all panels in the order of the page. `steps` is the window of the timeline; None: the last two."""
     return [
         *build_rank_panels(run, steps),
@@ -73,7 +78,7 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
             "rewards",
             ("Rewards", "reward"),
             [
-                ("mean reward in training", "critic/rewards/mean", palette.BLUE, "lines"),
+                ("mean reward in training", "critic/rewards/mean", palette.BLUE, LINE),
                 ("held-out accuracy", "eval/accuracy", palette.VERMILLION, DOTS),
             ],
         ),
@@ -82,12 +87,30 @@ def build_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Ab
             "lengths",
             ("Response length", "tokens (log scale)"),
             [
-                ("longest", "response_length/max", palette.PURPLE, "lines"),
-                ("mean", "response_length/mean", palette.BLUE, "lines"),
-                ("median", "response_length/median", palette.GREEN, "lines"),
+                ("longest", "response_length/max", palette.PURPLE, LINE),
+                ("mean", "response_length/mean", palette.BLUE, LINE),
+                ("median", "response_length/median", palette.GREEN, LINE),
             ],
             y={"type": "log", "dtick": "D2", "tickformat": ","},
         ),
+    ]
+
+
+def build_comparison(runs: Sequence[RunData]) -> list[Panel]:
+    """Return the panels of several runs: a curve for each, by its name."""
+    return [
+        Panel(
+            key=metric.replace("/", "_"),
+            title=title,
+            data=[
+                make_curve(run.name, color, run.series(metric), **DOTS)
+                for run, color in zip(runs, cycle(palette.RANKS), strict=False)
+                if run.series(metric)[0]
+            ],
+            layout=make_layout("RL step", y_label),
+            absent=f"No run wrote {metric}.",
+        )
+        for metric, (title, y_label) in _COMPARED.items()
     ]
 
 
@@ -102,48 +125,51 @@ def _over_steps(
     run: RunData,
     key: str,
     labels: tuple[str, str],
-    curves: Sequence[tuple[str, str, str, str]],
+    curves: Sequence[Curve],
     *,
     note: str = "",
     absent: str = "",
     y: Json | None = None,
-) -> Panel | Absent:
-    """Return a panel over RL steps of those `curves` (name, metric, colour, mode) that the run wrote.
-
-    `labels` are the title and the name of the y axis.
-    """
+) -> Panel:
+    """Return a panel over RL steps of those `curves` that the run wrote. `labels` are its title and the name of the y axis."""
     title, y_label = labels
-    found = [(name, color, run.series(metric), mode) for name, metric, color, mode in curves]
-    data = [make_curve(*curve) for curve in found if curve[2][0]]
-    if not data:
-        return Absent(title=title, sentence=absent or f"The run wrote no {curves[0][1]}.")
-    layout = make_layout("RL step", y_label, y=y)
-    return Panel(key=key, title=title, note=note, data=data, layout=layout)
-
-
-def _acceptance(run: RunData) -> Panel | Absent:
-    title, prefix = "Accepted tokens by depth", "rollout/spec_accepted_at/"
-    depths = sorted(map(int, run.names_after(prefix)))
-    if not depths:
-        return Absent(title=title, sentence=_reason(run, "speculation", f"{prefix}*"))
-    places = [(depth - 1) / max(depths[-1] - 1, 1) for depth in depths]
-    colors = sample_colorscale(list(_DEPTHS), places)
     return Panel(
-        key="acceptance",
+        key=key,
         title=title,
-        note="Share of verify passes that accepted at least so many drafted tokens.",
+        note=note,
         data=[
-            make_curve(f"≥ {depth}", color, run.series(f"{prefix}{depth}"))
-            for depth, color in zip(depths, colors, strict=True)
+            make_curve(name, color, run.series(metric), **settings)
+            for name, metric, color, settings in curves
+            if run.series(metric)[0]
         ],
-        layout=make_layout("RL step", "share of verify passes", y={"range": [0, 1.02]}),
+        layout=make_layout("RL step", y_label, y=y),
+        absent=absent or f"The run wrote no {curves[0][1]}.",
     )
 
 
-def _strategies(run: RunData) -> Panel | Absent:
+def _acceptance(run: RunData) -> Panel:
+    prefix = "rollout/spec_accepted_at/"
+    depths = sorted(map(int, run.names_after(prefix)))
+    places = [(depth - 1) / max(depths[-1] - 1, 1) for depth in depths]
+    colors = sample_colorscale(list(_DEPTHS), places)
+    return _over_steps(
+        run,
+        "acceptance",
+        ("Accepted tokens by depth", "share of verify passes"),
+        [
+            (f"≥ {depth}", f"{prefix}{depth}", color, LINE)
+            for depth, color in zip(depths, colors, strict=True)
+        ],
+        note="Share of verify passes that accepted at least so many drafted tokens.",
+        absent=_reason(run, "speculation", f"{prefix}*"),
+        y={"range": [0, 1.02]},
+    )
+
+
+def _strategies(run: RunData) -> Panel:
     title = "Strategy by batch size: share of passes"
     if not run.passes:
-        return Absent(title=title, sentence=_reason(run, "speculation", "speculation.jsonl"))
+        return Panel(title=title, absent=_reason(run, "speculation", "speculation.jsonl"))
 
     def cell_of(row: dict[str, Any]) -> tuple[int, str]:
         return (row["batch_size"] - 1).bit_length(), row["strategy"]  # 1, 2, 3-4, 5-8, ...
@@ -203,56 +229,48 @@ def _cell_detail(rows: Sequence[dict[str, Any]]) -> str:
     return f"{num_passes:,} passes, {committed / requests:.2f} tokens per pass and request{speed}"
 
 
-def _bubble(run: RunData) -> Panel | Absent:
-    title = "Idle time of ranks, and what it was used for"
-    steps, idle = run.series("bubble/idle_s")
-    if not steps:
-        return Absent(title=title, sentence="The run wrote no bubble/idle_s.")
-    used, stall = (
-        dict(zip(*run.series(f"bubble/{name}"), strict=True)) for name in ("used_s", "stall_s")
-    )
-    unused = [
-        None if whole is None else whole - (used.get(step) or 0.0)
-        for step, whole in zip(steps, idle, strict=True)
+def _bubble(run: RunData) -> Panel:
+    used, stall = run.series("bubble/used_s"), run.series("bubble/stall_s")
+    rows = [row for row in run.rows if row.get("bubble/idle_s") is not None]
+    unused = [row["bubble/idle_s"] - (row.get("bubble/used_s") or 0.0) for row in rows]
+    bars = [
+        ("used: drafter training", palette.ORANGE, used),
+        ("idle, unused", palette.GREY, ([row["step"] for row in rows], unused)),
+        ("stall: held up", palette.VERMILLION, stall),
     ]
-    data = [make_bars("idle, unused", palette.GREY, (steps, unused))]
     note = "Rank-seconds between a rank's last response and the last of all ranks"
-    if used:
-        training, held_up = ((steps, [values.get(s) for s in steps]) for values in (used, stall))
-        data = [
-            make_bars("used: drafter training", palette.ORANGE, training),
-            *data,
-            make_bars("stall: held up", palette.VERMILLION, held_up),
-        ]
-    note += "; stall: held up by drafter work, on top." if used else ". Spot training was off."
-    layout = make_layout("RL step", "rank-seconds per step", **_STACKED)
-    return Panel(key="bubble", title=title, note=note, data=data, layout=layout)
+    note += "; stall: held up by drafter work, on top." if used[0] else ". Spot training was off."
+    return Panel(
+        key="bubble",
+        title="Idle time of ranks, and what it was used for",
+        note=note,
+        data=[make_bars(*bar) for bar in bars if bar[2][0]],
+        layout=make_layout("RL step", "rank-seconds per step", **_STACKED),
+        absent="The run wrote no bubble/idle_s.",
+    )
 
 
-def _step_time(run: RunData) -> Panel | Absent:
-    title = "Step time by phase"
+def _step_time(run: RunData) -> Panel:
     written = set(run.names_after("timing_s/")) - _NOT_STACKED
-    if not written:
-        return Absent(title=title, sentence="The run wrote no timing_s/*.")
-    known = [phase for phase in _TIMINGS if phase in written]
+    phases = sorted(written, key=lambda phase: (_TIMING_ORDER.get(phase, len(_TIMINGS)), phase))
     data = [
         make_bars(*_TIMINGS.get(phase, (phase, palette.OTHER)), run.series(f"timing_s/{phase}"))
-        for phase in [*known, *sorted(written - set(known))]
+        for phase in phases
     ]
+    if data:
+        whole = run.series("timing_s/step")
+        data.append(make_curve("whole step", palette.BLACK, whole, "markers"))
     return Panel(
         key="step_time",
-        title=title,
+        title="Step time by phase",
         note="Each phase on its slowest rank; waiting for the slowest rollout is a part of that rollout.",
-        data=[
-            *data,
-            make_curve("whole step", palette.BLACK, run.series("timing_s/step"), "markers"),
-        ],
+        data=data,
         layout=make_layout("RL step", "seconds", **_STACKED),
+        absent="The run wrote no timing_s/*.",
     )
 
 
-def _memory(run: RunData) -> Panel | Absent:
-    title = "Memory of the fullest rank against the ledger"
+def _memory(run: RunData) -> Panel:
     kinds = {"peak": ("measured", palette.BLUE), "planned": ("memory ledger", palette.GREY)}
     bars = []
     for kind, (name, color) in kinds.items():
@@ -260,59 +278,32 @@ def _memory(run: RunData) -> Panel | Absent:
         values = [run.series(f"memory/{kind}_gb/{phase}")[1] for phase in phases]
         highest = [max((v for v in of if v is not None), default=None) for of in values]
         bars.append(make_bars(name, color, (phases, highest)))
-    if not bars[0]["x"]:
-        return Absent(title=title, sentence="The run wrote no memory/peak_gb/*.")
     return Panel(
         key="memory",
-        title=title,
+        title="Memory of the fullest rank against the ledger",
         note="Highest peak of all steps; of a CPU, resident memory with the libraries of the process.",
-        data=bars,
+        data=bars if bars[0]["x"] else [],
         layout=make_layout("phase", "GB", x={"type": "category"}, barmode="group"),
+        absent="The run wrote no memory/peak_gb/*.",
     )
 
 
-def build_comparison(runs: Sequence[RunData]) -> list[Panel | Absent]:
-    """Return the panels of several runs: a curve for each, by its name."""
-    panels: list[Panel | Absent] = []
-    for metric, (title, y_label) in _COMPARED.items():
-        curves = [
-            make_curve(
-                run.name, palette.RANKS[number % len(palette.RANKS)], run.series(metric), DOTS
-            )
-            for number, run in enumerate(runs)
-            if run.series(metric)[0]
-        ]
-        layout = make_layout("RL step", y_label)
-        key = metric.replace("/", "_")
-        panels.append(
-            Panel(key=key, title=title, data=curves, layout=layout)
-            if curves
-            else Absent(title=title, sentence=f"No run wrote {metric}.")
-        )
-    return panels
-
-
-def _accept_length(run: RunData) -> Panel | Absent:
+def _accept_length(run: RunData) -> Panel:
     metric = "rollout/spec_accept_length"
     panel = _over_steps(
         run,
         "accept_length",
         ("Accept length", "tokens per verify pass"),
-        [("in rollouts", metric, palette.BLUE, DOTS)],
+        [
+            ("in rollouts", metric, palette.BLUE, DOTS),
+            ("drafter in training", "drafter/accept_length", palette.ORANGE, DASHED),
+            ("drafter on held-out data", _HOLDOUT, palette.GREEN, DASHED),
+        ],
         note="Tokens out for each request and verify pass, the bonus token included.",
         absent=f"Nothing was drafted: no {metric}.",
     )
-    if isinstance(panel, Absent):
-        return panel
-    for name, color, of in (
-        ("drafter in training", palette.ORANGE, "drafter/accept_length"),
-        ("drafter on held-out data", palette.GREEN, "drafter/holdout_accept_length/published"),
-    ):
-        if run.series(of)[0]:
-            panel.data.append(make_curve(name, color, run.series(of), dash="dash"))
-    alarms = {step for step, value in zip(*run.series("drafter/alarm"), strict=True) if value}
-    points = [point for point in zip(*run.series(metric), strict=True) if point[0] in alarms]
-    if points:
-        x, y = zip(*points, strict=True)
-        panel.data.append(make_curve("drafter alarm", palette.VERMILLION, (x, y), "markers"))
+    alarms = [row for row in run.rows if row.get("drafter/alarm") and metric in row]
+    if alarms:
+        points = [row["step"] for row in alarms], [row[metric] for row in alarms]
+        panel.data.append(make_curve("drafter alarm", palette.VERMILLION, points, "markers"))
     return panel

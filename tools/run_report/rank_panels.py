@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
-from tools.run_report.figure import Absent, Json, Panel, make_curve, make_layout, make_share_map
+from tools.run_report.figure import Json, Panel, make_curve, make_layout, make_share_map
 from tools.run_report.timeline import (
     NUM_ROWS,
     Crowd,
@@ -38,20 +38,19 @@ _NUM_BINS = 300  # of the time of a window, for shares of many ranks
 _BAR_HEIGHT = 46
 
 
-def build_rank_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel | Absent]:
+def build_rank_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel]:
     """Return the timeline and the long tail of `steps`; of many ranks also how many are in each phase."""
     if run.trace is None:
-        return [Absent(title="Timeline", sentence="The run kept no trace (logging.trace=false).")]
+        return [Panel(title="Timeline", absent="The run kept no trace (logging.trace=false).")]
     if run.is_live and not run.trace.has_steps():
-        sentence = "The trace holds no complete step yet."
-        return [Absent(title="Timeline", sentence=sentence)]
+        return [Panel(title="Timeline", absent="The trace holds no complete step yet.")]
     window = run.trace.window(steps)
     # a resumed run may have fewer ranks
     ranks = {n: r for n, r in run.trace.ranks.items() if window.step_starts.keys() & r.steps.keys()}
     crowd = summarize(list(ranks.values()), window, _NUM_BINS) if len(ranks) > NUM_ROWS else None
     shown = crowd.shown if crowd else list(ranks)
     spans = [s for rank in shown for s in spans_in(ranks[rank].spans(window), window)]
-    panels: list[Panel | Absent] = [_timeline(spans, window, shown, len(ranks))]
+    panels: list[Panel] = [_timeline(spans, window, shown, len(ranks))]
     if crowd:
         panels.append(_crowd(crowd, window, len(ranks)))
     curves = [
