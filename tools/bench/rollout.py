@@ -18,8 +18,6 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,18 +28,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import RolloutGroup, SamplingParams
 from tools.bench.measure import interleave, print_table, ratios, spread, wall_seconds
 from tools.load_engine import VERSION, LoadedPolicy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The requests of every measured run: `num_samples` answers per prompt, with these lengths."""
-
-    prompts: list[Prompt]
-    num_samples: int
-    lengths: list[list[int]]  # [prompt][sample]
 
 
 class StopAtLengths(StoppingCriteria):
@@ -78,55 +67,82 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         max_new_tokens=options.max_new_tokens,
         max_batch_size=options.max_batch_size,
     )
-    workload = _make_workload(options, policy)
+    groups = _draw(options, policy)
     hf = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
     ).eval()
 
     def run_hf(batch_size: int) -> Callable[[], None]:
-        return lambda: _run_hf(hf, workload, batch_size)
+        return lambda: _run_hf(hf, groups, batch_size)
 
     sweep = {size: wall_seconds(run_hf(size)) for size in options.hf_batch_sizes}
     runs: dict[str, Callable[[], None]] = {}
     for size in sorted(sweep, key=sweep.__getitem__)[:2]:
-        runs[f"ours before {size}"] = lambda: _run_engine(policy, workload, options)
+        runs[f"ours before {size}"] = lambda: _run_engine(policy, groups, options)
         runs[f"theirs at {size}"] = run_hf(size)
-    seconds = interleave(runs, options.rounds, wall_seconds)
-    ours, theirs = (
-        [min(of_round) for of_round in zip(*of_side, strict=True)]
-        for of_side in (list(seconds.values())[::2], list(seconds.values())[1::2])
-    )
-    return _report(options, workload, ours, theirs, sweep, console)
+    seconds = list(interleave(runs, options.rounds, wall_seconds).values())
+    ours, theirs = (list(map(min, *seconds[side::2])) for side in (0, 1))
+    lengths = sorted(length for of_prompt in _lengths(groups) for length in of_prompt)
+    num_tokens, p95 = sum(lengths), lengths[int(0.95 * (len(lengths) - 1))]
+    shape = {"median": statistics.median(lengths), "p95": p95, "max": lengths[-1]}
+    embedded, other = (spread([num_tokens / each for each in of]) for of in (ours, theirs))
+    ratio = ratios(theirs, ours)
+    title = f"{len(lengths)} requests, {num_tokens} tokens, lengths {shape}, {options.dtype}"
+    rows = [
+        ["embedded", *map(round, embedded.values())],
+        ["transformers generate", *map(round, other.values())],
+        ["ratio", *ratio.values()],
+    ]
+    print_table(console, title, ("tokens/s", "median", "min", "max"), rows)
+    return {
+        "embedded_tokens_per_s": embedded,
+        "transformers_tokens_per_s": other,
+        "ratio": ratio,
+        "transformers_sweep_tokens_per_s": {
+            f"batch_size_{size}": num_tokens / each for size, each in sweep.items()
+        },
+        "num_requests": len(lengths),
+        "num_tokens": num_tokens,
+        "lengths": shape,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+    }
 
 
-def _make_workload(options: argparse.Namespace, policy: LoadedPolicy) -> Workload:
-    """Draw prompts, and the length of each response with the policy's own stop tokens."""
+def _draw(options: argparse.Namespace, policy: LoadedPolicy) -> list[RolloutGroup]:
+    """Draw prompts, and their responses with the policy's own stop tokens."""
     num_prompts = max(options.num_requests // options.num_samples, 1)
     prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
     params = policy.params(
         options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
     )
-    groups = policy.generate(prompts, params)
-    lengths = [[r.token_ids.numel() for r in group.rollouts] for group in groups]
-    return Workload(prompts=prompts, num_samples=options.num_samples, lengths=lengths)
+    return policy.generate(prompts, params)
 
 
-def _run_engine(policy: LoadedPolicy, workload: Workload, options: argparse.Namespace) -> None:
+def _lengths(groups: Sequence[RolloutGroup]) -> list[list[int]]:
+    """Return the lengths of the responses, [prompt][sample]."""
+    return [[rollout.token_ids.numel() for rollout in group.rollouts] for group in groups]
+
+
+def _run_engine(
+    policy: LoadedPolicy, drawn: Sequence[RolloutGroup], options: argparse.Namespace
+) -> None:
     params = SamplingParams(
-        num_samples=workload.num_samples, max_new_tokens=options.max_new_tokens, seed=options.seed
+        num_samples=options.num_samples, max_new_tokens=options.max_new_tokens, seed=options.seed
     )
+    lengths = _lengths(drawn)
     groups = policy.engine.generate(
-        workload.prompts, params, policy_version=VERSION, max_new_tokens=workload.lengths
+        [group.prompt for group in drawn], params, policy_version=VERSION, max_new_tokens=lengths
     )
-    assert [[r.token_ids.numel() for r in g.rollouts] for g in groups] == workload.lengths
+    assert _lengths(groups) == lengths
 
 
 @torch.inference_mode()
-def _run_hf(model: PreTrainedModel, workload: Workload, batch_size: int) -> None:
+def _run_hf(model: PreTrainedModel, drawn: Sequence[RolloutGroup], batch_size: int) -> None:
     requests = [
-        (prompt.token_ids, length)
-        for prompt, lengths in zip(workload.prompts, workload.lengths, strict=True)
-        for length in lengths
+        (group.prompt.token_ids, rollout.token_ids.numel())
+        for group in drawn
+        for rollout in group.rollouts
     ]
     for start in range(0, len(requests), batch_size):
         batch = requests[start : start + batch_size]
@@ -148,41 +164,3 @@ def _run_hf(model: PreTrainedModel, workload: Workload, batch_size: int) -> None
             stopping_criteria=StoppingCriteriaList([StopAtLengths(longest, lengths_B)]),
         )
         assert out.shape[1] == longest + int(lengths_B.max())
-
-
-def _report(
-    options: argparse.Namespace,
-    workload: Workload,
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    sweep: dict[int, float],
-    console: Console,
-) -> dict[str, object]:
-    lengths = sorted(length for row in workload.lengths for length in row)
-    num_tokens = sum(lengths)
-    median, p95 = statistics.median(lengths), lengths[int(0.95 * (len(lengths) - 1))]
-    result: dict[str, Any] = {
-        "embedded_tokens_per_s": spread([num_tokens / seconds for seconds in ours]),
-        "transformers_tokens_per_s": spread([num_tokens / seconds for seconds in theirs]),
-        "ratio": ratios(theirs, ours),
-        "transformers_sweep_tokens_per_s": {
-            f"batch_size_{size}": num_tokens / seconds for size, seconds in sweep.items()
-        },
-        "num_requests": len(lengths),
-        "num_tokens": num_tokens,
-        "lengths": {"median": median, "p95": p95, "max": lengths[-1]},
-        "dtype": options.dtype,
-        "rounds": options.rounds,
-    }
-    print_table(
-        console,
-        f"{len(lengths)} requests, {num_tokens} tokens, lengths median {median:.0f} p95 {p95}"
-        f" max {lengths[-1]}, {options.dtype}",
-        ("tokens/s", "median", "min", "max"),
-        [
-            ["embedded", *map(round, result["embedded_tokens_per_s"].values())],
-            ["transformers generate", *map(round, result["transformers_tokens_per_s"].values())],
-            ["ratio", *result["ratio"].values()],
-        ],
-    )
-    return result
