@@ -7,6 +7,7 @@ disabled is None, and the page says so in a sentence.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,15 +51,10 @@ class RunData:
 
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: its own, and as many of its parents as it takes to tell it from the others."""
+    """Return the path of each folder below the one that holds all of them."""
     paths = [path.resolve() for path in run_dirs]
-    names = []
-    for path in paths:
-        depth = 1
-        while any(o.parts[-depth:] == path.parts[-depth:] for o in paths if o != path):
-            depth += 1
-        names.append("/".join(path.parts[-depth:]))
-    return names
+    common = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(common).as_posix() for path in paths]
 
 
 def read_run(run_dir: Path, live_trace: Trace | None = None, name: str = "") -> RunData:
@@ -70,35 +66,41 @@ def read_run(run_dir: Path, live_trace: Trace | None = None, name: str = "") -> 
     is_live = live_trace is not None
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such run folder")
-    names = ("config.yaml", "summary.json", "metrics.jsonl", "speculation.jsonl")
-    config_file, summary, metrics, passes = (run_dir / name for name in names)
-    config_text = _read_text(config_file) if not is_live or config_file.exists() else "{}"
-    config = _parse_config(config_file, config_text)
+
+    def read(name: str) -> str:
+        is_absent = is_live and not (run_dir / name).exists()
+        return "{}" if is_absent else _read_text(run_dir / name)
+
+    config_text = read("config.yaml")
+    config = _parse_config(run_dir / "config.yaml", config_text)
     trace = None
     if config.get("logging", {}).get("trace", True):
         trace = live_trace or Trace(run_dir / "timeline")
         trace.scan()
+    metrics, passes = run_dir / "metrics.jsonl", run_dir / "speculation.jsonl"
+    has_metrics = not is_live or (metrics.exists() and "\n" in _read_text(metrics))
     return RunData(
         name=name or run_dir.resolve().name,
         config=config,
         config_text=config_text,
-        summary=_parse_object(f"{summary}", _read_text(summary))
-        if not is_live or summary.exists()
-        else {},
-        rows=[] if is_live and not _has_lines(metrics) else read_metrics(metrics),
+        summary=_parse_object(f"{run_dir / 'summary.json'}", read("summary.json")),
+        rows=read_metrics(metrics) if has_metrics else [],
         trace=trace,
         passes=_read_passes(passes, _LIVE_BYTES if is_live else None) if passes.exists() else None,
         is_live=is_live,
     )
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, max_bytes: int | None = None) -> str:
+    """Return the text; of a file of more than `max_bytes` only whole lines of its end."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            start = 0 if max_bytes is None else max(path.stat().st_size - max_bytes, 0)
+            file.seek(start)
+            text = file.read().decode(errors="replace")
     except FileNotFoundError:
         raise ValueError(f"{path}: not found; a run writes it before it ends") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not text ({error})") from None
+    return text.partition("\n")[2] if start else text
 
 
 def _parse_config(path: Path, text: str) -> dict[str, dict[str, object]]:
@@ -121,24 +123,16 @@ def _parse_object(place: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _has_lines(path: Path) -> bool:
-    return path.exists() and "\n" in _read_text(path)
-
-
 def read_lines(path: Path, max_bytes: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Return places and objects. A last line without its end is an interrupted write and is left out.
 
     Of a file of more than `max_bytes` only whole lines of its end are read.
     """
-    size = path.stat().st_size if max_bytes is not None else 0
-    if max_bytes is None or size <= max_bytes:
-        lines = _read_text(path).split("\n")[:-1]
-        places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
-    else:
-        with path.open("rb") as file:
-            file.seek(size - max_bytes)
-            lines = file.read().decode(errors="replace").split("\n")[1:-1]
-        places = [f"{path}" for _ in lines]
+    lines = _read_text(path, max_bytes).split("\n")[:-1]
+    places = [
+        f"{path}:{number}" if max_bytes is None else f"{path}"
+        for number in range(1, len(lines) + 1)
+    ]
     return [(place, _parse_object(place, line)) for place, line in zip(places, lines, strict=True)]
 
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tools.run_report import palette
 from tools.run_report.data import RunData
 from tools.run_report.figure import Json, Panel, make_curve, make_layout, make_share_map
-from tools.run_report.timeline import (
-    NUM_ROWS,
-    Crowd,
-    bars_of,
-    running_requests,
-    spans_in,
-    summarize,
-)
+from tools.run_report.timeline import NUM_ROWS, bars_of, running_requests, spans_in, summarize
 from tools.run_report.trace import Span, Window
 
 _PHASES = {  # of the timeline, in the order of its legend
@@ -47,12 +40,13 @@ def build_rank_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel
     window = run.trace.window(steps)
     # a resumed run may have fewer ranks
     ranks = {n: r for n, r in run.trace.ranks.items() if window.step_starts.keys() & r.steps.keys()}
-    crowd = summarize(list(ranks.values()), window, _NUM_BINS) if len(ranks) > NUM_ROWS else None
-    shown = crowd.shown if crowd else list(ranks)
+    shown, shares = list(ranks), {}
+    if len(ranks) > NUM_ROWS:
+        shown, shares = summarize(list(ranks.values()), window, _NUM_BINS)
     spans = [s for rank in shown for s in spans_in(ranks[rank].spans(window), window)]
     panels: list[Panel] = [_timeline(spans, window, shown, len(ranks))]
-    if crowd:
-        panels.append(_crowd(crowd, window, len(ranks)))
+    if shares:
+        panels.append(_crowd(shares, window, len(ranks)))
     curves = [
         make_curve(f"rank {rank}", palette.RANKS[shown.index(rank)], points, shape="hv")
         for rank, points in running_requests(spans, window).items()
@@ -113,9 +107,9 @@ def _timeline(spans: Sequence[Span], window: Window, shown: Sequence[int], num_r
     )
 
 
-def _crowd(crowd: Crowd, window: Window, num_ranks: int) -> Panel:
-    known = [phase for label in _PHASES for phase in label.split(" / ") if phase in crowd.shares]
-    phases = [*known, *sorted(crowd.shares.keys() - set(known))][::-1]
+def _crowd(shares: Mapping[str, Sequence[float]], window: Window, num_ranks: int) -> Panel:
+    known = [phase for label in _PHASES for phase in label.split(" / ") if phase in shares]
+    phases = [*known, *sorted(shares.keys() - set(known))][::-1]
     bin_s = window.width_s / _NUM_BINS
     return Panel(
         key="crowd",
@@ -125,7 +119,7 @@ def _crowd(crowd: Crowd, window: Window, num_ranks: int) -> Panel:
             make_share_map(
                 [(number + 0.5) * bin_s for number in range(_NUM_BINS)],
                 phases,
-                [[round(share, 3) for share in crowd.shares[phase]] for phase in phases],
+                [[round(share, 3) for share in shares[phase]] for phase in phases],
                 hovertemplate="%{y} at %{x:.1f} s: %{z:.1%}<extra></extra>",
                 showscale=False,  # it would make the time axis shorter than those of the other panels
             )

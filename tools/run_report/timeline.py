@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from tools.run_report.trace import RankTrace, Span, Window
@@ -107,16 +107,10 @@ def running_requests(
     return curves
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
-    """Many ranks in one window."""
-
-    shown: list[int]  # the ranks that get a row, the slowest rollout first
-    shares: dict[str, list[float]]  # of all ranks, by phase and bin of the window
-
-
-def summarize(ranks: Sequence[RankTrace], window: Window, num_bins: int) -> Crowd:
-    """Return the slowest, median and fastest ranks, and how many ranks are in each phase over time.
+def summarize(
+    ranks: Sequence[RankTrace], window: Window, num_bins: int
+) -> tuple[list[int], dict[str, list[float]]]:
+    """Return the slowest, median and fastest ranks by rollout, and the share of all ranks by phase and bin of the window.
 
     One rank after another is read, without its decode passes.
     """
@@ -129,10 +123,8 @@ def summarize(ranks: Sequence[RankTrace], window: Window, num_bins: int) -> Crow
             _add_to_bins(sums[bar.phase], bar, window.width_s / num_bins)
     order = sorted(seconds, key=lambda rank: (-seconds[rank], rank))
     middle = len(order) // 2
-    return Crowd(
-        shown=[*order[:3], *order[middle - 1 : middle + 1], *order[-3:]],
-        shares={phase: [value / len(ranks) for value in of] for phase, of in sums.items()},
-    )
+    shares = {phase: [value / len(ranks) for value in of] for phase, of in sums.items()}
+    return [*order[:3], *order[middle - 1 : middle + 1], *order[-3:]], shares
 
 
 def _add_to_bins(bins: list[float], bar: Span, width_s: float) -> None:

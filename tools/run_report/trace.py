@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,21 +105,16 @@ class RankTrace:
         if not steps:
             return []
         is_newest = max(self.steps) in window.step_starts
-        lines = list(
-            self._read(steps[0].first_byte, self.size if is_newest else steps[-1].end_byte)
-        )
+        first_byte, end_byte = steps[0].first_byte, self.size if is_newest else steps[-1].end_byte
+        with self.path.open("rb") as file:
+            file.seek(first_byte)
+            lines = file.read(end_byte - first_byte).splitlines()
         if not has_passes:
             lines = [line for line in lines if not any(name in line for name in _PASSES)]
         events = [event for event in map(self._event, reversed(lines)) if event]
         spans = [self._span(event, window.start_ns) for event in events]
         spans = [s for s in spans if s.end_s > 0 and s.start_s < window.width_s]
         return sorted(spans, key=lambda span: (span.start_s, -span.end_s))  # parents end last
-
-    def _read(self, first_byte: int, end_byte: int) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
-            file.seek(first_byte)
-            while file.tell() < end_byte:
-                yield file.readline()
 
     def _event(self, line: bytes) -> dict[str, Any] | None:
         """Return the event; None for a line that a killed rank left unfinished."""
