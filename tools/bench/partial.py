@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.bench.measure import print_table, spread
+from tools.bench.measure import print_table
 from tools.bench.step import Launcher, turned
 from tools.bench.step_measures import STEP_SECONDS
 from tools.run_report.data import read_metrics
@@ -28,6 +28,7 @@ ACCURACY = "eval/accuracy"
 _TITLES = ("steps", "seconds", "step s", "gen s", "accuracy", "age", "x step s", "x seconds")
 QUICK = {"seeds": 1, "steps": 2, "eval_interval": 1, "target": 0.0}
 Row = Mapping[str, float | None]
+Figures = dict[str, float | None]
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -51,15 +52,10 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         f"rollout.over_sampling_prompts={options.drawn}",
         "algorithm.tis_cap=2",
     )
-    return {
-        SYNCHRONOUS: plain,
-        "tlt": (),
-        "partial": (*plain, *carry),
-        "tlt_partial": carry,
-    }
+    return {SYNCHRONOUS: plain, "tlt": (), "partial": (*plain, *carry), "tlt_partial": carry}
 
 
-def summarize(rows: Sequence[Row], target: float) -> dict[str, float | None]:
+def summarize(rows: Sequence[Row], target: float) -> Figures:
     """Return the figures of one run from its metrics: steps and evaluations in the order of writing.
 
     Steps and seconds to the target are None if no evaluation reaches it.
@@ -82,7 +78,7 @@ def summarize(rows: Sequence[Row], target: float) -> dict[str, float | None]:
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Run all variants in rounds and print the table. Return the values of the JSON."""
     settings = variants(options)
-    found: dict[str, list[dict[str, float | None]]] = {name: [] for name in settings}
+    found: dict[str, list[Figures]] = {name: [] for name in settings}
     with tempfile.TemporaryDirectory(prefix="bench-partial-") as folder:
         launcher = Launcher(
             root=Path(folder),
@@ -103,31 +99,20 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
                 found[name].append(summarize(rows, options.target))
     print_table(
         console,
-        f"{options.seeds} seeds, median (min to max); steps and seconds to accuracy {options.target:g}; x: of synchronous",
+        f"by seed; steps and seconds to accuracy {options.target:g}; x: of synchronous",
         ("variant", *_TITLES),
         [_cells(runs, found[SYNCHRONOUS], name) for name, runs in found.items()],
     )
     return {"runs": found, "target": options.target, "settings": settings}
 
 
-def _cells(
-    runs: Sequence[Mapping[str, float | None]],
-    base: Sequence[Mapping[str, float | None]],
-    name: str,
-) -> list[str]:
-    """Return a row: the spread of each figure, and of two figures divided by those of `base`."""
-    cells = [name, *(_spread([run[key] for run in runs]) for key in runs[0])]
+def _cells(runs: Sequence[Figures], base: Sequence[Figures], name: str) -> list[str]:
+    """Return a row: each figure by seed, and two figures divided by those of `base`."""
+    columns: list[list[float | None]] = [[run[key] for run in runs] for key in runs[0]]
     for key in ("step_s", "seconds_to_target"):
         pairs = [(run[key], other[key]) for run, other in zip(runs, base, strict=True)]
-        cells.append(_spread([a / b if a is not None and b else None for a, b in pairs]))
-    return cells
-
-
-def _spread(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return f"{len(known)} of {len(values)}"
-    each = spread(known)
-    if len(known) == 1:
-        return f"{each['median']:.3g}"
-    return f"{each['median']:.3g} ({each['min']:.3g} to {each['max']:.3g})"
+        columns.append([a / b if a is not None and b else None for a, b in pairs])
+    return [
+        name,
+        *(", ".join("-" if v is None else f"{v:.3g}" for v in values) for values in columns),
+    ]

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from rich.console import Console
 
@@ -29,6 +30,11 @@ _ITEM_BYTES = 2  # bfloat16
 # models/attention/kernels.py without a fused kernel: keys and values are read, copied and read; passes over float32 scores.
 _TORCH_KV_READS, _TORCH_SCORE_BYTES = 3, 72
 _CONTEXTS, _BATCHES, _ACCEPT_LENGTHS = (2048, 16384), (1, 8, 64), (2.0, 3.0, 4.0, 5.0)
+_ENGINES: dict[str, dict[str, Any]] = {
+    "7B": {"model": QWEN_2_5_7B, "num_gpus": 1},
+    "7B, torch attention": {"model": QWEN_2_5_7B, "num_gpus": 1, "has_kernel": False},
+    "32B, TP 4": {"model": QWEN_2_5_32B, "num_gpus": 4},
+}
 _CHAIN = 6  # draft depth of the table
 # TLT (arXiv 2511.16665), figure 13: Qwen2.5-32B on 4 H100, batch 1, 16 tokens to verify. (depth, accept length, speedup)
 _PAPER_SPEEDUPS = ((4, 4.63, 2.71), (6, 5.71, 3.09), (8, 6.34, 3.19), (10, 6.80, 3.22))
@@ -105,33 +111,23 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def _speeds(console: Console) -> Mapping[str, object]:
-    lengths = [f"chain, accepts {length:g}" for length in _ACCEPT_LENGTHS]
-    columns = ("model", "context", "batch", "plain", *lengths)
-    title = f"tokens/s, {' / '.join(GPUS)}: computed, not yet run on hardware"
     rows = []
     result: dict[str, object] = {}
-    for name, model, num_gpus, has_kernel in (
-        ("7B", QWEN_2_5_7B, 1, True),
-        ("7B, torch attention", QWEN_2_5_7B, 1, False),
-        ("32B, TP 4", QWEN_2_5_32B, 4, True),
-    ):
-        for context, batch in product(_CONTEXTS, _BATCHES):
-            decoding = Decoding(
-                model=model, num_gpus=num_gpus, batch=batch, context=context, has_kernel=has_kernel
-            )
-            speeds = [
-                [decoding.plain(gpu), *(decoding.chain(gpu, n) for n in _ACCEPT_LENGTHS)]
-                if decoding.fits(gpu)
-                else None
-                for gpu in GPUS.values()
-            ]
-            cells = [
-                " / ".join(f"{each[column]:,.0f}" if each else "-" for each in speeds)
-                for column in range(1 + len(_ACCEPT_LENGTHS))
-            ]
-            rows.append([name, context, batch, *cells])
-            result[f"{name}, {context}, {batch}"] = dict(zip(GPUS, speeds, strict=True))
-    print_table(console, title, columns, rows)
+    for (name, settings), context, batch in product(_ENGINES.items(), _CONTEXTS, _BATCHES):
+        decoding = Decoding(**settings, batch=batch, context=context)
+        speeds = {
+            name: [decoding.plain(gpu), *(decoding.chain(gpu, n) for n in _ACCEPT_LENGTHS)]
+            for name, gpu in GPUS.items()
+            if decoding.fits(gpu)
+        }
+        absent = [None] * (1 + len(_ACCEPT_LENGTHS))
+        columns = zip(*(speeds.get(name, absent) for name in GPUS), strict=True)
+        cells = (" / ".join("-" if v is None else f"{v:,.0f}" for v in of) for of in columns)
+        rows.append([name, context, batch, *cells])
+        result[f"{name}, {context}, {batch}"] = speeds
+    lengths = [f"chain, accepts {length:g}" for length in _ACCEPT_LENGTHS]
+    title = f"tokens/s, {' / '.join(GPUS)}: computed, not yet run on hardware"
+    print_table(console, title, ("model", "context", "batch", "plain", *lengths), rows)
     return result
 
 
