@@ -90,15 +90,11 @@ class WeightedRewards:
             self.is_async |= is_async(function)
             self._parts.append((spec, weight, function))
 
-    def score(self, **row: object) -> tuple[float, dict[str, float]]:
-        """Return the reward of a response and the further numbers, if no function is async."""
-        results = []
-        for spec, _, function in self._parts:
-            results.append(self._read(spec, function(**row)))
-        return self._sum(results)
+    async def score(self, **row: object) -> tuple[float, dict[str, float]]:
+        """Return the reward of a response and the further numbers. Several functions run one after another.
 
-    async def score_async(self, **row: object) -> tuple[float, dict[str, float]]:
-        """Return the same as `score`. Several functions run one after another."""
+        It waits only for async functions.
+        """
         results = []
         for spec, _, function in self._parts:
             result = function(**row)

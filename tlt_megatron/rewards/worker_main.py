@@ -19,12 +19,11 @@ import sys
 import time
 import traceback
 
-from tlt_megatron.rewards.environment import Answer, load_environment, read_answer
+from tlt_megatron.rewards.environment import load_environment, read_answer
 from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
 from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
-_Result = tuple[float, dict[str, float]] | Answer | BaseException
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
 
 
@@ -51,21 +50,6 @@ class _Channel:
         while data:
             data = data[os.write(self._fd, data) :]
 
-    def send_result(
-        self, task: int, start: float, result: _Result, *, is_late: bool = False
-    ) -> None:
-        """Send the result of a task: a reward with its further numbers, an answer, or an exception."""
-        seconds = time.perf_counter() - start
-        if isinstance(result, tuple):
-            score, details = result
-            self.send(task=task, score=score, details=details, seconds=seconds)
-        elif isinstance(result, Answer):
-            self.send(task=task, answer=[result.observation, result.is_done], seconds=seconds)
-        else:
-            failure = "timeout" if is_late else "error"
-            detail = "".join(traceback.format_exception(result))[-_MAX_DETAIL:]
-            self.send(task=task, failure=failure, detail=detail, seconds=seconds)
-
 
 class _Functions:
     """The functions of a run: rewards, and the environment if there is one."""
@@ -77,20 +61,15 @@ class _Functions:
             self._environment is not None and is_async(self._environment)
         )
 
-    def call(self, task: dict) -> _Result:
-        """Return the result of a task, if no function is async."""
+    async def call(self, task: dict) -> dict[str, object]:
+        """Return the result of a task, as fields of `worker_process.Outcome`. It waits only for async functions."""
         if task["function"] == "reward":
-            return self._rewards.score(**task["arguments"])
-        assert self._environment is not None
-        return read_answer(self._environment(**task["arguments"]))
-
-    async def call_async(self, task: dict) -> _Result:
-        """Return the same as `call`."""
-        if task["function"] == "reward":
-            return await self._rewards.score_async(**task["arguments"])
+            score, details = await self._rewards.score(**task["arguments"])
+            return {"score": score, "details": details}
         assert self._environment is not None
         result = self._environment(**task["arguments"])
-        return read_answer(await result if inspect.isawaitable(result) else result)
+        answer = read_answer(await result if inspect.isawaitable(result) else result)
+        return {"answer": [answer.observation, answer.is_done]}
 
 
 def main(weights: dict[str, float], environment: str, life_fd: int, control_fd: int) -> None:
@@ -114,13 +93,17 @@ def main(weights: dict[str, float], environment: str, life_fd: int, control_fd: 
 
 
 def _serve(channel: _Channel, functions: _Functions) -> None:
+    """Run one task after another, outside of an event loop: a function may start its own."""
     while (task := channel.receive()) is not None:
         start = time.perf_counter()
         try:
-            result = functions.call(task)
+            functions.call(task).send(None)
+            raise TypeError("the function returns an awaitable: it must be declared async")
+        except StopIteration as end:
+            fields = end.value
         except BaseException as error:  # a function that calls exit() must not end the worker
-            result = error
-        channel.send_result(task["task"], start, result)
+            fields = _failure("error", error)
+        channel.send(task=task["task"], seconds=time.perf_counter() - start, **fields)
 
 
 async def _serve_async(channel: _Channel, functions: _Functions) -> None:
@@ -136,12 +119,17 @@ async def _call_async(channel: _Channel, functions: _Functions, task: dict) -> N
     limit = asyncio.timeout(task["timeout_s"])
     try:
         async with limit:
-            result = await functions.call_async(task)
+            fields = await functions.call(task)
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        result = error
-    channel.send_result(task["task"], start, result, is_late=limit.expired())
+        fields = _failure("timeout" if limit.expired() else "error", error)
+    channel.send(task=task["task"], seconds=time.perf_counter() - start, **fields)
+
+
+def _failure(kind: str, error: BaseException) -> dict[str, object]:
+    detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL:]
+    return {"failure": kind, "detail": detail}
 
 
 def _outlive_signals() -> None:
