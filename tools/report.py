@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,22 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit code: 0 written, 2 if a file is absent or broken or a plotting package is absent."""
+    """Write the page and return 0. ValueError if a file is absent or broken, or a plotting package is absent."""
     options = _parse(arguments)
-    first = options.run_dirs[0]
     name = "report.html" if len(options.run_dirs) == 1 else "comparison.html"
-    out = options.out or first / name
+    out: Path = options.out or options.run_dirs[0] / name
     try:
         page = _render(options.run_dirs, options.steps)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
-    except ValueError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
     except ModuleNotFoundError as error:
         needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
-        print(f"report: {needed}", file=sys.stderr)
-        return 2
+        raise ValueError(needed) from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
     print(f"report: {out} ({out.stat().st_size / 2**20:.1f} MiB)")
     return 0
 

@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping
 import torch
 from rich.console import Console
 
-from tools.bench.interleaved import Comparison, Variant
+from tools.bench.interleaved import Comparison
 from tools.bench.measure import print_table
 from tools.bench.setting import (
     GOOD,
-    Setting,
     add_setting_options,
     make_drafts,
     make_setting,
@@ -52,13 +51,15 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         raise SystemExit(f"tools.bench gpu: needs a CUDA device, torch {version} sees none here")
     name = torch.cuda.get_device_name()
     console.print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    setting = make_setting(options, options.dtype, device="cuda")
-    variants = _variants(setting, options)
-    by_batch = bench_batch_sizes(setting, variants, options, console)
-    eager_setting = make_setting(options, options.dtype, device="cuda", cuda_graphs=False)
     chain = options.strategies[0]
-    eager_variants = {chain: _variants(eager_setting, options)[chain]}
-    eager = bench_batch_sizes(eager_setting, eager_variants, options, console)
+    measured: list[dict[int, Comparison]] = []
+    for has_graphs in (True, False):
+        setting = make_setting(options, options.dtype, device="cuda", cuda_graphs=has_graphs)
+        drafts = {GOOD: make_drafts(setting, options.drafter)[GOOD]}
+        variants = make_variants(drafts, options)
+        variants = variants if has_graphs else {chain: variants[chain]}
+        measured.append(bench_batch_sizes(setting, variants, options, console))
+    by_batch, eager = measured
     return {
         "device": name,
         "torch": torch.__version__,
@@ -71,12 +72,6 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     }
 
 
-def _variants(setting: Setting, options: argparse.Namespace) -> dict[str, Variant]:
-    """Return fixed strategies and both selectors, with the policy's own drafter."""
-    drafts = make_drafts(setting, options.drafter)
-    return make_variants({GOOD: drafts[GOOD]}, options)
-
-
 def _graphs_over_eager(
     graphs: Mapping[int, Comparison],
     eager: Mapping[int, Comparison],
@@ -84,17 +79,15 @@ def _graphs_over_eager(
     console: Console,
 ) -> dict[str, dict[str, float]]:
     """Return seconds per token of eager passes divided by those of captured passes."""
+
+    def seconds(comparison: Comparison) -> list[float]:
+        records = (comparison.plain, comparison.records[chain])
+        return [statistics.median(record.seconds_per_token) for record in records]
+
     result: dict[str, dict[str, float]] = {}
     for size, captured in graphs.items():
-        pairs = {
-            "plain": (captured.plain, eager[size].plain),
-            chain: (captured.records[chain], eager[size].records[chain]),
-        }
-        result[str(size)] = {
-            name: statistics.median(slow.seconds_per_token)
-            / statistics.median(fast.seconds_per_token)
-            for name, (fast, slow) in pairs.items()
-        }
+        slow, fast = seconds(eager[size]), seconds(captured)
+        result[str(size)] = {"plain": slow[0] / fast[0], chain: slow[1] / fast[1]}
     title = "(b) captured graphs over eager passes, in speed"
     rows = ([size, *by_kind.values()] for size, by_kind in result.items())
     print_table(console, title, ("batch", "plain", chain), rows, num_names=0)

@@ -335,24 +335,18 @@ def test_a_value_that_was_not_finite_is_a_gap(run_dir: Path) -> None:
     ],
 )
 def test_a_file_that_is_absent_or_broken_is_named(
-    run_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: str | None,
-    message: str,
+    run_dir: Path, name: str, content: str | None, message: str
 ) -> None:
     path = run_dir / name
     path.unlink()
     if content is not None:
         path.write_text(content)
-    assert main([str(run_dir)]) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main([str(run_dir)])
     assert not (run_dir / "report.html").exists()
 
 
-def test_a_trace_without_steps_is_refused_and_torn_lines_are_left_out(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_without_steps_is_refused_and_torn_lines_are_left_out(run_dir: Path) -> None:
     """A resumed run ends the line that a killed rank had left."""
     before = figures(page_of(run_dir))["timeline"]["data"]
     path = run_dir / RANK_0
@@ -360,8 +354,8 @@ def test_a_trace_without_steps_is_refused_and_torn_lines_are_left_out(
     path.write_text("".join(['{"ph": "X", "name": "SYNC"\n', *lines, '{"ph": "X", "na']))
     assert figures(page_of(run_dir))["timeline"]["data"] == before
     shutil.rmtree(run_dir / "timeline")
-    assert main([str(run_dir)]) == 2
-    assert "timeline: holds no complete step" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="timeline: holds no complete step"):
+        main([str(run_dir)])
 
 
 def test_a_line_that_was_cut_off_by_a_kill_is_left_out(run_dir: Path) -> None:
@@ -375,10 +369,10 @@ def test_a_line_that_was_cut_off_by_a_kill_is_left_out(run_dir: Path) -> None:
 def test_steps_that_the_trace_lacks_are_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(run_dir), "--steps", "3-4"]) == 2
-    assert "--steps 3-4: the trace holds steps 1 to 3" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--steps 3-4: the trace holds steps 1 to 3"):
+        main([str(run_dir), "--steps", "3-4"])
     with pytest.raises(SystemExit):
         main([str(run_dir), "--steps", "all"])
     assert "'all': expected a step such as 7" in capsys.readouterr().err
-    assert main([str(run_dir), str(run_dir), "--steps", "1"]) == 2
-    assert "--steps: is for the timeline of one run" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--steps: is for the timeline of one run"):
+        main([str(run_dir), str(run_dir), "--steps", "1"])
