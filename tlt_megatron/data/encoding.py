@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -25,8 +24,7 @@ _CHUNK_ROWS = 1000  # rows that a rank encodes with one call
 _MAX_THREADS = 16
 
 
-# Chunk number -> length of each row's tokens, and all tokens.
-_Chunks: TypeAlias = "dict[int, tuple[array[int], array[int]]]"
+_Chunks: TypeAlias = dict[int, list[list[int]]]  # chunk number -> token ids of each row
 
 
 def encode_file(
@@ -56,7 +54,7 @@ def encode_file(
                 f"{path}: rank {rank} reads another file than rank 0; it must be the same on every host"
             )
         chunks |= other
-    token_ids = [ids for number in sorted(chunks) for ids in _unpack(*chunks[number])]
+    token_ids = [tuple(row) for number in sorted(chunks) for row in chunks[number]]
     assert len(token_ids) == len(rows)
     return rows, token_ids
 
@@ -66,7 +64,7 @@ def _encode_share(
 ) -> tuple[list[Row], _Chunks]:
     """Return every row, and the token ids of this rank's chunks: `rank`, `rank + size`, and so on."""
     rows: list[Row] = []
-    pending: dict[int, Future[tuple[array[int], array[int]]]] = {}
+    pending: dict[int, Future[list[list[int]]]] = {}
     num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // world.size))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
@@ -74,7 +72,7 @@ def _encode_share(
                 rows += chunk
                 if number % world.size == world.rank:
                     texts = [_render(path, row, tokenizer, section) for row in chunk]
-                    pending[number] = pool.submit(_encode, tokenizer, texts)
+                    pending[number] = pool.submit(tokenizer.encode_texts, texts)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -96,19 +94,3 @@ def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) ->
         return tokenizer.render(row.prompt)
     except ValueError as error:
         raise ValueError(f"{where} cannot be encoded: {error}") from error
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> tuple[array[int], array[int]]:
-    """Return the length of each text and the concatenated token ids."""
-    lengths, flat = array("i"), array("i")
-    for token_ids in tokenizer.encode_texts(texts):
-        lengths.append(len(token_ids))
-        flat.extend(token_ids)
-    return lengths, flat
-
-
-def _unpack(lengths: array[int], flat: array[int]) -> Iterator[tuple[int, ...]]:
-    start = 0
-    for length in lengths:
-        yield tuple(flat[start : start + length])
-        start += length
