@@ -233,8 +233,10 @@ class CostModelSelector:
         if rates[best] > (1.0 + self._hysteresis) * rates[self._current]:
             self._current = best
         self._probe = None
+        # Most requests are new. That the last ones were not worth drafting, mostly a straggler, says little about them.
+        is_new = self._current.is_off and batch_size >= 2 * self._last[1]
         for kind in self._kinds:
-            if self._current not in kind.strategies and kind.is_due(self._num_observed):
+            if self._current not in kind.strategies and kind.is_due(self._num_observed, is_new):
                 self._probe = kind.strategies[0]
                 return Decision(strategy=self._probe, reason="probe")
         return Decision(strategy=self._current, reason="best")
@@ -362,9 +364,9 @@ class _Kind:
     rest: float = _REST[0]  # passes after the last one to the next probe
     num_left: int = 0  # passes left of the probe of a new drafter
 
-    def is_due(self, now: int) -> bool:
-        """Whether a probe is due after pass `now`, and paid for. A new drafter is probed in any case."""
-        is_rested = now - self.ran_at >= self.rest
+    def is_due(self, now: int, is_new: bool) -> bool:
+        """Whether a probe is due after pass `now`, and paid for. New requests need no rest, a new drafter no budget."""
+        is_rested = is_new or now - self.ran_at >= self.rest
         return self.num_left > 0 or (is_rested and self.budget_s >= self.lost_s)
 
     def ran(
