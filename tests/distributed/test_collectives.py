@@ -103,6 +103,13 @@ def test_sum_metrics_of_nothing_is_nothing() -> None:
     assert run_ranks(2, lambda: sum_metrics({}, [world_group()])) == [{}, {}]
 
 
+def test_sum_metrics_counts_a_key_that_a_rank_lacks_as_zero() -> None:
+    def body() -> dict[str, float]:
+        return sum_metrics({"a": 2.0} if dist.get_rank() else {"b": 1.0}, [world_group()])
+
+    assert run_ranks(3, body) == [{"a": 4.0, "b": 1.0}] * 3
+
+
 def test_a_group_of_one_talks_to_nobody() -> None:
     value = object()
     assert gather_objects(value, SINGLE) == [value]

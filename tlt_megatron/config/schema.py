@@ -31,6 +31,7 @@ from tlt_megatron.config.ranges import (
     Section,
     one_of,
 )
+from tlt_megatron.config.streamed_update import check_stream_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +268,7 @@ class RunConfig:
             f"< rollout.max_new_tokens={rollout.max_new_tokens}",
         )
         check_partial_rollouts(rollout, self.algorithm)
+        check_stream_update(self)
         rollout.require(
             rollout.engine == "embedded" or not rollout.batch_invariant,
             "batch_invariant",

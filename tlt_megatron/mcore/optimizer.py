@@ -26,16 +26,12 @@ def wrap_data_parallel(model: nn.Module, section: McoreSection) -> DistributedDa
 
     Gradients are kept in float32 and reduced after the last backward pass. A collective of all ranks.
     """
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.utils import get_model_config
 
     config = get_model_config(model)
     config.calculate_per_token_loss = True
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = None  # schedule.reduce_gradients, once per update
     return DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(

@@ -58,7 +58,7 @@ class McorePolicyModel(TrainedModel):
         *,
         tap: HiddenStateTap | None = None,
     ) -> dict[str, float]:
-        """See PolicyModel. Metrics that only other data-parallel ranks have are zero."""
+        """See PolicyModel."""
         with self._tapping(tap, micro_batches):
             predict = label_logprobs(temperature, self._groups)
             return self._forward_backward(micro_batches, predict, loss_fn)

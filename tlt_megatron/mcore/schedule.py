@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlt_megatron.mcore.logprobs import vocab_parallel_logprobs
-from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
+from tlt_megatron.runtime.collectives import broadcast_object
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import KeptTokens, LossResult, MicroBatch, TokenLogprobs, TokenValues
 
@@ -101,15 +101,16 @@ def run_forward_backward(
     predict: Predict[T],
     loss_fn: Callable[[T, MicroBatch], LossResult],
     groups: ProcessGroups,
-) -> dict[str, float]:
-    """Accumulate and reduce the gradients of all ranks, divided by the sum of all counts.
+) -> tuple[dict[str, float], int]:
+    """Accumulate this rank's gradients in the buffers of `model`.
 
-    `model` is Megatron's DistributedDataParallel, with zero gradient buffers. Returns the metric
-    sums of this data-parallel rank (zeros without micro-batches), on every pipeline stage, under
-    the keys of all data-parallel ranks. Every rank of the model must call this.
+    `model` is Megatron's DistributedDataParallel. Returns the metric sums, on every pipeline stage,
+    and the sum of the counts, on the last. Tensor- and pipeline-parallel peers must call this
+    together, with the same micro-batches.
     """
     device = next(model.parameters()).device
     totals: dict[str, Tensor] = {}
+    counts: list[int] = []
 
     def reduce(
         micro_batch: MicroBatch, rows: OutputRows, output_1RX: Tensor
@@ -122,17 +123,25 @@ def run_forward_backward(
             )
         for name, value in loss.metrics.items():
             totals[name] = totals.get(name, 0.0) + value.detach().double()
+        counts.append(loss.count)
         return loss.loss_sum, torch.tensor(loss.count, dtype=torch.int32, device=device), None
 
     if micro_batches:
         _run_schedule(
             model, micro_batches, _forward_step(model, groups, reduce), is_forward_only=False
         )
-    else:  # the other ranks wait for the schedule's final collectives
-        from megatron.core.distributed import finalize_model_grads
+    return _share_metrics(totals, groups), sum(counts)
 
-        finalize_model_grads([model], torch.zeros([], dtype=torch.int32, device=device))
-    return _share_metrics(totals, groups)
+
+def reduce_gradients(model: nn.Module, count: int) -> None:
+    """Sum the accumulated gradients of all ranks and divide them by the sum of all counts.
+
+    `count` is this data-parallel rank's, on the last pipeline stage. A collective of all ranks.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    device = next(model.parameters()).device
+    finalize_model_grads([model], torch.tensor(count, dtype=torch.int32, device=device))
 
 
 def _run_schedule(
@@ -304,8 +313,6 @@ def _share_over_stages(
 def _share_metrics(totals: dict[str, Tensor], groups: ProcessGroups) -> dict[str, float]:
     names = sorted(totals)
     values = torch.stack([totals[name] for name in names]).tolist() if names else []
-    sums = broadcast_object(
+    return broadcast_object(
         dict(zip(names, values, strict=True)), groups.pp, source=groups.pp.size - 1
     )
-    all_names = sorted(set().union(*gather_objects(tuple(sums), groups.dp)))
-    return {name: sums.get(name, 0.0) for name in all_names}

@@ -15,7 +15,7 @@ from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSect
 from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.model import build_model
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
-from tlt_megatron.mcore.schedule import Predict, T, run_forward_backward
+from tlt_megatron.mcore.schedule import Predict, T, reduce_gradients, run_forward_backward
 from tlt_megatron.mcore.weight_map import load_hf_weights
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
@@ -65,7 +65,9 @@ class TrainedModel:
             wrapped = Float16Module(self._stage.config, self._stage)
         self._model = wrap_data_parallel(wrapped, mcore)
         self._optimizer = PolicyOptimizer(self._model, optimizer, dtype)
-        self._has_gradients = False
+        self._count: int | None = (
+            None  # of the loss, for the gradients so far; None: there are none
+        )
         self._device = device
         self._offloads = mcore.offload_in_rollouts
         self._is_away = False
@@ -76,12 +78,18 @@ class TrainedModel:
                 for name, parameter in self._stage.named_parameters()
             }
 
-    def optimizer_step(self) -> OptimizerStats:
-        """See PolicyModel. If the gradient is not finite, only zero the gradients."""
-        if not self._has_gradients:
+    def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
+        """See TrainedModel. If the gradient is not finite, only zero the gradients."""
+        if self._count is None:
             raise RuntimeError("optimizer_step was called without forward_backward before it")
-        self._has_gradients = False
+        reduce_gradients(self._model, self._count + skipped_count)
+        self._count = None
         return self._optimizer.step()
+
+    def drop_gradients(self) -> None:
+        """See TrainedModel."""
+        self._count = None
+        self._optimizer.zero_grad()
 
     def leave_device(self) -> None:
         """See PolicyModel. Cached memory goes too: an engine in another process cannot take it."""
@@ -101,7 +109,7 @@ class TrainedModel:
     def load(self, path: Path) -> None:
         """See PolicyModel. A reference policy keeps the initial weights."""
         load_checkpoint(path, self._stage, self._optimizer, self._groups)
-        self._has_gradients = False
+        self._count = None
 
     def _forward_backward(
         self,
@@ -109,14 +117,11 @@ class TrainedModel:
         predict: Predict[T],
         loss_fn: Callable[[T, MicroBatch], LossResult],
     ) -> dict[str, float]:
-        """Accumulate the gradients; return metric sums.
-
-        A second call before `optimizer_step` raises RuntimeError: the gradients of all ranks are
-        already summed and divided by the count.
-        """
+        """Accumulate the gradients; return metric sums."""
         if self._is_away:
             raise RuntimeError("forward_backward was called between leave_device and enter_device")
-        if self._has_gradients:
-            raise RuntimeError("forward_backward was called twice without optimizer_step")
-        self._has_gradients = True
-        return run_forward_backward(self._model, micro_batches, predict, loss_fn, self._groups)
+        sums, count = run_forward_backward(
+            self._model, micro_batches, predict, loss_fn, self._groups
+        )
+        self._count = (self._count or 0) + count
+        return sums

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.schema import AlgorithmSection
+from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.types import Rollout, ScoredGroup
-
-RolloutKey = tuple[int, int]  # (index of the group in the batch, sample_index)
 
 
 def compute_advantages(
@@ -29,17 +28,15 @@ def compute_advantages(
     """
     rewards = [
         [
-            _token_rewards(rollout, reward, penalties.get((i, rollout.sample_index)))
+            _token_rewards(rollout, reward, penalties.get(key_of(rollout)))
             for rollout, reward in zip(s.group.rollouts, s.rewards, strict=True)
         ]
-        for i, s in enumerate(scored)
+        for s in scored
     ]
     function = load_extension("algorithm.advantage", section.advantage)
     if values is not None:
         known = generated_tokens(scored, values)
-        nested = [
-            [known[i, r.sample_index] for r in s.group.rollouts] for i, s in enumerate(scored)
-        ]
+        nested = [[known[key_of(r)] for r in s.group.rollouts] for s in scored]
         computed, returns = function(
             rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
         )
@@ -81,8 +78,8 @@ def generated_tokens(
 ) -> dict[RolloutKey, Tensor]:
     """Return those of the `values` [T] of each response that belong to the policy's tokens."""
     return {
-        (i, rollout.sample_index): rollout.generated(values[i, rollout.sample_index])
-        for i, s in enumerate(scored)
+        key_of(rollout): rollout.generated(values[key_of(rollout)])
+        for s in scored
         for rollout in s.group.rollouts
     }
 
@@ -98,9 +95,9 @@ def _by_rollout(
     scored: Sequence[ScoredGroup], values: Sequence[Sequence[Tensor]]
 ) -> dict[RolloutKey, Tensor]:
     return {
-        (i, rollout.sample_index): _with_observations(rollout, each.float())
-        for i, s in enumerate(scored)
-        for rollout, each in zip(s.group.rollouts, values[i], strict=True)
+        key_of(rollout): _with_observations(rollout, each.float())
+        for s, of_group in zip(scored, values, strict=True)
+        for rollout, each in zip(s.group.rollouts, of_group, strict=True)
     }
 
 

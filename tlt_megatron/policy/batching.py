@@ -6,11 +6,69 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.types import KeptTokens, MicroBatch, Rollout
+
+RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One micro-batch of this rank and the rollouts in it, in packed order."""
+
+    rollouts: tuple[Rollout, ...]
+    batch: MicroBatch
+
+    @property
+    def keys(self) -> list[RolloutKey]:
+        """Return the key of each rollout."""
+        return [key_of(rollout) for rollout in self.rollouts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """This rank's share of the responses of one optimizer step."""
+
+    packs: tuple[Pack, ...]  # of the update
+    skipped: tuple[Rollout, ...]  # no gradient: no pass in the update
+    skipped_count: int  # share of all ranks' skipped responses in the loss divisor
+
+
+def key_of(rollout: Rollout) -> RolloutKey:
+    """Return the key of a rollout, unique in a batch."""
+    return rollout.draw_index, rollout.sample_index
+
+
+def plan_share(
+    rollouts: Sequence[Rollout],
+    skipped: Collection[RolloutKey],
+    dp: Group,
+    *,
+    max_tokens: int,
+    aggregation: str,
+) -> Minibatch:
+    """Return this rank's share of a mini-batch. Those computed and those skipped are balanced."""
+    last = {i for i, rollout in enumerate(rollouts) if key_of(rollout) in skipped}
+    mine = balance_by_size([r.num_tokens for r in rollouts], dp.size, last)[dp.rank]
+    return Minibatch(
+        packs=pack_share([rollouts[i] for i in mine if i not in last], max_tokens),
+        skipped=tuple(rollouts[i] for i in mine if i in last),
+        skipped_count=count_loss([rollouts[i] for i in last], aggregation),
+    )
+
+
+def pack_share(rollouts: Sequence[Rollout], max_tokens: int) -> tuple[Pack, ...]:
+    """Pack rollouts into micro-batches of at most `max_tokens`, as `pack_by_tokens` does."""
+    packs = []
+    for indices in pack_by_tokens([r.num_tokens for r in rollouts], max_tokens):
+        chosen = tuple(rollouts[i] for i in indices)
+        packs.append(Pack(rollouts=chosen, batch=pack_rollouts(chosen)))
+    return tuple(packs)
 
 
 def split_evenly(count: int, num_parts: int) -> list[range]:
@@ -140,6 +198,15 @@ def response_slices(rollouts: Sequence[Rollout]) -> list[slice]:
         slices.append(slice(first, first + rollout.token_ids.numel()))
         start += rollout.num_tokens
     return slices
+
+
+def by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:
+    """Return response values [T] by rollout, from the packed predictions [P] of each pack."""
+    return {
+        key: values_P[where].clone()
+        for pack, values_P in zip(packs, values, strict=True)
+        for key, where in zip(pack.keys, response_slices(pack.rollouts), strict=True)
+    }
 
 
 def _loss_mask(rollout: Rollout) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import CriticSection
-from tlt_megatron.policy.advantages import RolloutKey, generated_tokens, token_statistics
+from tlt_megatron.policy.advantages import generated_tokens, token_statistics
+from tlt_megatron.policy.batching import RolloutKey
 from tlt_megatron.policy.health import UpdateHealth, warn_of_skipped
 from tlt_megatron.policy.interfaces import CriticModel
 from tlt_megatron.runtime.collectives import sum_metrics

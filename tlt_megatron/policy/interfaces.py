@@ -30,9 +30,16 @@ class TrainedModel(Protocol):
     its own share.
     """
 
-    def optimizer_step(self) -> OptimizerStats:
-        """Clip the gradients, step the optimizer and its schedule, zero the gradients."""
+    def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
+        """Average the gradients of all ranks, clip, step the optimizer and its schedule.
+
+        The divisor is the count of the loss over all micro-batches since the last step, plus
+        `skipped_count`: this data-parallel rank's responses without a gradient.
+        """
         ...
+
+    def drop_gradients(self) -> None:
+        """Forget the micro-batches since the last optimizer step. Each rank may call it alone."""
 
     def leave_device(self) -> None:
         """Free what only updates need, until `enter_device`. Called before an engine takes memory."""
@@ -75,9 +82,9 @@ class PolicyModel(TrainedModel, Protocol):
     ) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches; return metric sums on every stage.
 
-        Sums are over the micro-batches of this data-parallel rank, under the same keys on every
-        rank. `loss_fn` is called for each micro-batch in order, only on the last stage. `tap` as in
-        `infer_logprobs`. Call `optimizer_step` next.
+        Sums are over these micro-batches. `loss_fn` is called for each in order, only on the last
+        stage. `tap` as in `infer_logprobs`. Data-parallel ranks need not call it together, and may
+        call it several times before `optimizer_step`.
         """
         ...
 

@@ -5,76 +5,50 @@ Every rank gets the whole batch and computes its share from lengths, so ranks on
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.advantages import RolloutKey, advantage_metrics, compute_advantages
+from tlt_megatron.policy.advantages import advantage_metrics, compute_advantages
 from tlt_megatron.policy.batching import (
-    attach_targets,
-    balance_by_size,
-    count_loss,
-    pack_by_tokens,
-    pack_rollouts,
-    response_slices,
+    Minibatch,
+    RolloutKey,
+    by_key,
+    key_of,
+    pack_share,
+    plan_share,
     split_evenly,
 )
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth, warn_of_skipped
 from tlt_megatron.policy.interfaces import PolicyModel
-from tlt_megatron.policy.loss import kl_estimate, policy_loss
+from tlt_megatron.policy.loss import kl_estimate
+from tlt_megatron.policy.passes import PolicyPasses, Targets, compare_engines
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
-    LossResult,
-    MicroBatch,
     OptimizerStats,
-    Rollout,
     ScoredGroup,
-    TokenLogprobs,
 )
 
 if TYPE_CHECKING:
     from tlt_megatron.mcore.hidden_tap import HiddenStateTap
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
-    """One micro-batch of this rank and the rollouts in it, in packed order."""
-
-    keys: tuple[RolloutKey, ...]
-    rollouts: tuple[Rollout, ...]
-    batch: MicroBatch
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Minibatch:
-    """This rank's share of the responses of one optimizer step."""
-
-    packs: tuple[Pack, ...]  # of the update
-    skipped: tuple[tuple[RolloutKey, Rollout], ...]  # no gradient: no pass in the update
-    skipped_count: int  # share of all ranks' skipped responses in the loss divisor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inference:
+class Inference(Targets):
     """Results of the passes before the update."""
 
     scored: tuple[ScoredGroup, ...]
-    version: int  # of the policy before the update: RL steps done
     minibatches: tuple[Minibatch, ...]
-    advantages: dict[RolloutKey, Tensor]  # [T] of every response of the batch
     skipped: frozenset[RolloutKey]  # on all ranks
-    old_logprobs: dict[RolloutKey, Tensor] | None  # [T] float32; None: from the update's forward
-    ref_logprobs: dict[RolloutKey, Tensor] | None
-    values: dict[RolloutKey, Tensor] | None  # [T] float32 of every response; with a critic
-    returns: dict[RolloutKey, Tensor] | None
+    streamed: frozenset[RolloutKey]  # on all ranks: their gradients were computed before
     tap: HiddenStateTap | None  # to pass to the update
     metrics: dict[str, float]
 
@@ -109,6 +83,7 @@ class PolicyTrainer:
         # mean absolute difference of the two engines' log-probs, of each response of the newest
         # batch that had a pass
         self.engine_differences: dict[RolloutKey, float] = {}
+        self._streamed = self._new_passes()  # before the update of this step
 
     @property
     def is_last_update_good(self) -> bool:
@@ -122,7 +97,7 @@ class PolicyTrainer:
         assert self.critic is not None
         packs = [pack for minibatch in self._plans(scored) for pack in minibatch.packs]
         values = self.critic.infer_values([pack.batch for pack in packs])
-        return self._gather(_by_key(packs, values))
+        return self._gather(by_key(packs, values))
 
     def infer_logprobs(
         self,
@@ -145,25 +120,29 @@ class PolicyTrainer:
         advantages, returns = {}, None
         if not section.has_kl_reward:
             advantages, returns = compute_advantages(scored, section, {}, values)
-        skipped = self._choose_skipped(scored, advantages)
-        minibatches = self._plans(scored, skipped)
+        streamed = frozenset[RolloutKey]()
+        if section.stream_update:
+            streamed = streamed.union(*gather_objects(self._streamed.keys, self.groups.dp))
+        skipped = self._choose_skipped(scored, advantages) - streamed
+        minibatches = self._plans(scored, skipped, streamed)
         packs = [pack for minibatch in minibatches for pack in minibatch.packs]
         old_logprobs = ref_logprobs = None
         metrics: dict[str, float] = {}
         if section.has_logprob_pass or not has_update:
-            packs += [pack for minibatch in minibatches for pack in self._pack(minibatch.skipped)]
+            others = [rollout for minibatch in minibatches for rollout in minibatch.skipped]
+            packs += pack_share(others, self.micro_batch_tokens)
             batches = [pack.batch for pack in packs]
             predicted = self.model.infer_logprobs(batches, self.temperature, tap=tap)
-            old_logprobs = _by_key(packs, [p.logprobs for p in predicted])
+            old_logprobs = by_key(packs, [p.logprobs for p in predicted])
             known = [p.policy_logprobs for p in predicted]
-            metrics = self._compare_engines(_engine_differences(packs, known, version), version)
+            metrics = self._compare_engines(compare_engines(packs, known, version), version)
             tap = None
         elif tap is not None and skipped:
             self._tap_skipped(minibatches[0], tap)  # one update: one mini-batch
         if section.kl_coef:
             batches = [pack.batch for pack in packs]
             reference = self.model.infer_logprobs(batches, self.temperature, reference=True)
-            ref_logprobs = _by_key(packs, [r.logprobs for r in reference])
+            ref_logprobs = by_key(packs, [r.logprobs for r in reference])
         if section.has_kl_reward:
             penalties = self._kl_penalties(old_logprobs, ref_logprobs)
             advantages, returns = compute_advantages(scored, section, penalties, values)
@@ -173,6 +152,7 @@ class PolicyTrainer:
             minibatches=minibatches,
             advantages=advantages,
             skipped=skipped,
+            streamed=streamed,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             values=values,
@@ -188,7 +168,10 @@ class PolicyTrainer:
         assert inference.returns is not None
         metrics = value_metrics(inference.scored, inference.values, inference.returns)
         minibatches = [
-            [self._with_targets(pack, inference) for pack in minibatch.packs]
+            [
+                inference.attach(pack, self.section.aggregation, self.max_new_tokens)
+                for pack in minibatch.packs
+            ]
             for minibatch in inference.minibatches
         ]
         step = inference.version + 1
@@ -201,39 +184,17 @@ class PolicyTrainer:
         UnhealthyTrainingError on all ranks if a check of `health` fails. The engines are compared
         before the first update.
         """
-        totals: dict[str, float] = defaultdict(float)
+        passes, self._streamed = self._streamed, self._new_passes()
         engines: dict[str, float] = {}
         stats: list[OptimizerStats] = []
-        is_first_pass = inference.old_logprobs is None  # then there is one update
-        recorded: list[Tensor] = []  # policy log-probs [P] of each micro-batch, on the last stage
-
-        def loss_fn(predicted: TokenLogprobs, batch: MicroBatch) -> LossResult:
-            if is_first_pass:
-                recorded.append(predicted.policy_logprobs.detach())
-            return policy_loss(predicted, batch, self.section)
-
         for minibatch in inference.minibatches * self.section.num_epochs:
-            batches = [self._with_targets(pack, inference) for pack in minibatch.packs]
-            if minibatch.skipped_count and self.groups.dp.is_first:  # this rank has a pack
-                count = batches[0].loss_count + minibatch.skipped_count
-                batches[0] = dataclasses.replace(batches[0], loss_count=count)
-            sums = self.model.forward_backward(
-                batches, self.temperature, loss_fn, tap=inference.tap
-            )
-            sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
-            sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
-            for name, value in sums.items():
-                totals[name] += value
-            if is_first_pass:
-                pp = self.groups.pp
-                known = [logprobs_P.cpu() for logprobs_P in recorded]
-                version = inference.version
-                mine = _engine_differences(minibatch.packs, known, version) if pp.is_last else None
-                differences = broadcast_object(mine, pp, source=pp.size - 1)
-                assert differences is not None
-                engines = self._compare_engines(differences, version)
-            stats.append(self.model.optimizer_step())
-        means = self._means(totals)
+            passes.run(minibatch.packs, inference, inference.tap)
+            if inference.old_logprobs is None:  # then there is one update
+                engines = self._compare_engines(passes.differences, inference.version)
+            skipped_count = minibatch.skipped_count if self.groups.dp.is_first else 0
+            passes.sums["loss_count"] += skipped_count
+            stats.append(self.model.optimizer_step(skipped_count))
+        means = self._means(passes.sums)
         self._check_updates(inference.version + 1, stats, means["actor/pg_loss"])
         return {
             **means,
@@ -243,7 +204,54 @@ class PolicyTrainer:
             "actor/num_updates": float(len(stats)),
             "actor/num_skipped_updates": float(sum(each.is_skipped for each in stats)),
             "actor/skipped_response_share": len(inference.skipped) / len(inference.advantages),
+            "actor/streamed_response_share": len(inference.streamed) / len(inference.advantages),
         }
+
+    def stream(
+        self,
+        scored: Sequence[ScoredGroup],
+        tap: HiddenStateTap,
+        version: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Accumulate the gradients of finished groups, while ranks of other models decode.
+
+        Runs one micro-batch at a time until the first peer's `should_stop`; `update` computes the
+        other responses. For `algorithm.stream_update`. A collective of the ranks of this model, with
+        the groups that each of them has generated for the policy of `version`.
+        """
+        parts = gather_objects(gather_objects(scored, self.groups.tp), self.groups.pp)
+        scored = [each for stage in parts for part in stage for each in part]
+        advantages, _ = compute_advantages(scored, self.section, {}, None)
+        rollouts = [r for each in scored for r in each.group.rollouts]
+        if self.section.can_skip:
+            # peers on other machines may round advantages otherwise
+            chosen = self._of_first_peer({key for key, a_T in advantages.items() if a_T.any()})
+            rollouts = [r for r in rollouts if key_of(r) in chosen]
+        targets = Targets(version=version, advantages=advantages)
+        for pack in pack_share(rollouts, self.micro_batch_tokens):
+            if self._of_first_peer(should_stop()):
+                return
+            self._streamed.run([pack], targets, tap)
+
+    def drop_streamed(self) -> None:
+        """Forget what `stream` has computed: the rollouts of this step are dropped."""
+        if self._streamed.keys:
+            self._streamed = self._new_passes()
+            self.model.drop_gradients()
+
+    def _of_first_peer(self, value: T) -> T:
+        """Return the value of the first rank of this model on all its ranks."""
+        return broadcast_object(broadcast_object(value, self.groups.tp), self.groups.pp)
+
+    def _new_passes(self) -> PolicyPasses:
+        return PolicyPasses(
+            self.model,
+            self.section,
+            self.groups,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+        )
 
     def _indices(self, scored: Sequence[ScoredGroup]) -> list[range]:
         """Return the indices of the prompts of each mini-batch."""
@@ -262,61 +270,37 @@ class PolicyTrainer:
             return frozenset()
         zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
         for indices in self._indices(scored):
-            keys = [(i, r.sample_index) for i in indices for r in scored[i].group.rollouts]
-            if zeros.issuperset(keys):
-                zeros -= {(i, scored[i].group.rollouts[0].sample_index) for i in indices}
+            groups = [scored[i].group.rollouts for i in indices]
+            if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
+                zeros -= {key_of(group[0]) for group in groups}
         return broadcast_object(frozenset(zeros), self.groups.world)
 
     def _plans(
-        self, scored: Sequence[ScoredGroup], skipped: frozenset[RolloutKey] = frozenset()
+        self,
+        scored: Sequence[ScoredGroup],
+        skipped: Collection[RolloutKey] = (),
+        streamed: Collection[RolloutKey] = (),
     ) -> tuple[Minibatch, ...]:
-        return tuple(self._plan(scored, indices, skipped) for indices in self._indices(scored))
-
-    def _plan(
-        self, scored: Sequence[ScoredGroup], indices: range, skipped: frozenset[RolloutKey]
-    ) -> Minibatch:
-        """Return this rank's share of one mini-batch (the prompts `indices`)."""
-        keyed = [((i, r.sample_index), r) for i in indices for r in scored[i].group.rollouts]
-        last = {i for i, (key, _) in enumerate(keyed) if key in skipped}
-        shares = balance_by_size([r.num_tokens for _, r in keyed], self.groups.dp.size, last)
-        mine = shares[self.groups.dp.rank]
-        return Minibatch(
-            packs=self._pack([keyed[i] for i in mine if i not in last]),
-            skipped=tuple(keyed[i] for i in mine if i in last),
-            skipped_count=count_loss([keyed[i][1] for i in last], self.section.aggregation),
+        """Return this rank's share of each mini-batch, of what was not `streamed`."""
+        return tuple(
+            plan_share(
+                [r for i in indices for r in scored[i].group.rollouts if key_of(r) not in streamed],
+                skipped,
+                self.groups.dp,
+                max_tokens=self.micro_batch_tokens,
+                aggregation=self.section.aggregation,
+            )
+            for indices in self._indices(scored)
         )
-
-    def _pack(self, keyed: Sequence[tuple[RolloutKey, Rollout]]) -> tuple[Pack, ...]:
-        packs = []
-        sizes = [rollout.num_tokens for _, rollout in keyed]
-        for pack in pack_by_tokens(sizes, self.micro_batch_tokens):
-            keys, rollouts = zip(*(keyed[i] for i in pack), strict=True)
-            packs.append(Pack(keys=keys, rollouts=rollouts, batch=pack_rollouts(rollouts)))
-        return tuple(packs)
 
     def _tap_skipped(self, minibatch: Minibatch, tap: HiddenStateTap) -> None:
         """Run the skipped responses forward that belong to the long tail of this rank's share."""
-        sizes = [r.num_tokens for pack in minibatch.packs for r in pack.rollouts]
-        first = len(sizes)
-        chosen = tap.choose([*sizes, *(r.num_tokens for _, r in minibatch.skipped)], self.groups)
-        packs = self._pack([minibatch.skipped[i - first] for i in sorted(chosen) if i >= first])
+        rollouts = [r for pack in minibatch.packs for r in pack.rollouts]
+        first = len(rollouts)
+        rollouts += minibatch.skipped
+        chosen = sorted(tap.choose([r.num_tokens for r in rollouts], self.groups))
+        packs = pack_share([rollouts[i] for i in chosen if i >= first], self.micro_batch_tokens)
         self.model.infer_logprobs([pack.batch for pack in packs], self.temperature, tap=tap)
-
-    def _with_targets(self, pack: Pack, inference: Inference) -> MicroBatch:
-        def of_pack(values: dict[RolloutKey, Tensor] | None) -> list[Tensor] | None:
-            return None if values is None else [values[key] for key in pack.keys]
-
-        return attach_targets(
-            pack.batch,
-            pack.rollouts,
-            advantages=[inference.advantages[key] for key in pack.keys],
-            old_logprobs=of_pack(inference.old_logprobs),
-            ref_logprobs=of_pack(inference.ref_logprobs),
-            old_values=of_pack(inference.values),
-            returns=of_pack(inference.returns),
-            aggregation=self.section.aggregation,
-            max_new_tokens=self.max_new_tokens,
-        )
 
     def _kl_penalties(
         self,
@@ -338,7 +322,7 @@ class PolicyTrainer:
         return {k: v for part in gather_objects(mine, self.groups.dp) for k, v in part.items()}
 
     def _means(self, totals: dict[str, float]) -> dict[str, float]:
-        sums = sum_metrics(totals, [self.groups.dp])
+        sums = sum_metrics(dict(totals), [self.groups.dp])
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         return {
             name if "/" in name else f"actor/{name}": value
@@ -366,25 +350,3 @@ class PolicyTrainer:
         if self.health is not None:
             self.health.check_engines(version + 1, whole)
         return whole.metrics()
-
-
-def _engine_differences(
-    packs: Sequence[Pack], policy_logprobs: Sequence[Tensor], version: int
-) -> dict[RolloutKey, EngineDifference]:
-    """Compare `policy_logprobs`, [P] of each pack, with those of tokens that the policy of `version` drew."""
-    training = _by_key(packs, policy_logprobs)
-    return {
-        key: EngineDifference.of_newest(training[key], rollout)
-        for pack in packs
-        for key, rollout in zip(pack.keys, pack.rollouts, strict=True)
-        if rollout.policy_version == version
-    }
-
-
-def _by_key(packs: Sequence[Pack], values: Sequence[Tensor]) -> dict[RolloutKey, Tensor]:
-    """Return response values [T] by rollout, from the packed predictions [P] of each pack."""
-    return {
-        key: values_P[where].clone()
-        for pack, values_P in zip(packs, values, strict=True)
-        for key, where in zip(pack.keys, response_slices(pack.rollouts), strict=True)
-    }

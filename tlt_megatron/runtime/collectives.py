@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from tlt_megatron.runtime.process_groups import Group
@@ -37,13 +36,12 @@ def agree_any(flag: bool, group: Group) -> bool:
 
 
 def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Sum by key in float64 over the members of each group in turn. All members must hold the same keys."""
-    names = sorted(metrics)
-    totals = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
+    """Sum by key over the members of each group in turn. A key that a member lacks counts as zero."""
     for group in groups:
-        if group.size > 1:
-            totals = torch.stack(gather_objects(totals, group)).sum(dim=0)
-    return dict(zip(names, totals.tolist(), strict=True))
+        parts = gather_objects(metrics, group)
+        names = sorted(set().union(*parts))
+        metrics = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return metrics
 
 
 def barrier(group: Group) -> None:

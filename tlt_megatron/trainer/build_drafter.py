@@ -60,7 +60,12 @@ def attach_drafter(
             trainer.load_state_dict(state)
     ranks = SpotRanks(
         store=store.part("spot"),
-        layout=ReplicaLayout(world.size, config.ranks_per_engine),
+        layout=ReplicaLayout(
+            world.size,
+            config.ranks_per_engine,
+            tensor=config.parallel.tensor,
+            pipeline=config.parallel.pipeline,
+        ),
         rank=world.rank,
         phase_timeout_s=config.run.group_timeout_s,
         check_ranks=check_ranks,

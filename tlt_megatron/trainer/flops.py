@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig, load_model_config
+from tlt_megatron.policy.batching import key_of
 from tlt_megatron.policy.trainer import Inference
 
 # Dense bfloat16 FLOP/s of the tensor cores, from NVIDIA's data sheets. Where a sheet has the rate with sparsity alone, half of it.
@@ -65,17 +66,18 @@ class Utilization:
     def metrics(self, inference: Inference, step: Mapping[str, float]) -> dict[str, float]:
         """Return perf/mfu/actor and perf/mfu/actor_infer, each where its pass ran.
 
-        `step` are the other metrics of the step. Responses that the update skips are not counted. A pass of the reference
+        `step` are the other metrics of the step. Responses that the update skips, or that idle ranks computed before it, are not counted. A pass of the reference
         before the update counts as one of the policy.
         """
         lengths = {
-            (i, rollout.sample_index): rollout.num_tokens
-            for i, scored in enumerate(inference.scored)
+            key_of(rollout): rollout.num_tokens
+            for scored in inference.scored
             for rollout in scored.group.rollouts
         }
         flops = {}
         if "actor/num_updates" in step:
-            updated = [n for key, n in lengths.items() if key not in inference.skipped]
+            others = inference.skipped | inference.streamed
+            updated = [n for key, n in lengths.items() if key not in others]
             count = 3 * self.num_epochs * forward_flops(self.model, updated)
             flops["actor"] = count / step["timing_s/update_actor"]
         if inference.old_logprobs is not None:

@@ -61,7 +61,7 @@ class RunReport:
         """Report the step. A collective of all ranks.
 
         `update` are metrics of the update. `differences` are the engines' mean absolute
-        log-prob differences by (index of the group, sample_index).
+        log-prob differences by (draw_index, sample_index).
         """
         if self._passes is not None:
             self._passes.write(collected.passes)

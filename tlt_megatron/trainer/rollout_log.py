@@ -52,9 +52,9 @@ class RolloutLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         first: list[dict[str, object]] = []
         with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:
-            for number, scored in enumerate(groups):
+            for scored in groups:
                 for rollout, reward in zip(scored.group.rollouts, scored.rewards, strict=True):
-                    difference = differences.get((number, rollout.sample_index))
+                    difference = differences.get((rollout.draw_index, rollout.sample_index))
                     row = {
                         **self._row(rollout),
                         "data_source": scored.group.prompt.data_source,

@@ -63,7 +63,7 @@ class FakeModel:
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
         return OptimizerStats(grad_norm=2.0, lr=0.1, is_skipped=False)
 
     @staticmethod

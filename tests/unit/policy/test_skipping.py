@@ -73,15 +73,17 @@ class BigramModel:
             self._count += result.count
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        names = set().union(*gather_objects(set(sums), self.groups.dp))
-        return {name: sums.get(name, 0.0) for name in names}
+        return sums
 
-    def optimizer_step(self) -> OptimizerStats:
-        parts = gather_objects((self._gradient_VV, self._count), self.groups.dp)
+    def drop_gradients(self) -> None:
+        self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
+
+    def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
+        parts = gather_objects((self._gradient_VV, self._count + skipped_count), self.groups.dp)
         gradient_VV = torch.stack([part for part, _ in parts]).sum(0) / sum(n for _, n in parts)
         self.gradients.append(gradient_VV)
         self.table_VV = self.table_VV - 0.5 * gradient_VV
-        self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
+        self.drop_gradients()
         return OptimizerStats(grad_norm=float(gradient_VV.norm()), lr=0.5, is_skipped=False)
 
 
@@ -103,7 +105,7 @@ class FakeTap:
         return sorted(range(len(lengths)), key=lambda i: -lengths[i])[:2]
 
 
-def _batch(rewards: Sequence[tuple[float, ...]] = REWARDS) -> list[ScoredGroup]:
+def scored_with(rewards: Sequence[tuple[float, ...]] = REWARDS) -> list[ScoredGroup]:
     """Five prompts, three responses each, of 5 to 15 tokens with the prompt."""
     return [
         dataclasses.replace(scored, rewards=each)
@@ -130,7 +132,7 @@ def _train(
         max_new_tokens=32,
         health=health,
     )
-    inference = trainer.infer_logprobs(_batch(rewards), tap)
+    inference = trainer.infer_logprobs(scored_with(rewards), tap)
     return model, inference.metrics | trainer.update(inference)
 
 
@@ -237,7 +239,7 @@ def test_ranks_whose_advantages_differ_compute_the_same_responses(tmp_path: Path
         0,
         2,
     )  # groups that rank 0 gives no advantage: its own, and that without a reward
-    computed = [s.group for i, s in enumerate(_batch()) if i not in skipped_by_first]
+    computed = [s.group for i, s in enumerate(scored_with()) if i not in skipped_by_first]
     assert lengths == sorted(
         rollout.num_tokens
         for group, rewards in zip(computed, (REWARDS[1], REWARDS[3], REWARDS[4]), strict=True)

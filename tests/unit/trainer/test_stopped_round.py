@@ -84,7 +84,9 @@ def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> N
     sampler = Sampler()
     sampler.next_batch(5)
     trainer = RLTrainer(
-        SimpleNamespace(batch=BatchRules(num_prompts=3, max_rounds=2), sampling=None),
+        SimpleNamespace(
+            batch=BatchRules(num_prompts=3, max_rounds=2), sampling=None, stream_update=False
+        ),
         sampler=sampler,
         worker=SimpleNamespace(
             engine=None, phases=lambda *_, **__: nullcontext(), replicas=None, collect=collect
