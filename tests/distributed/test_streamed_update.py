@@ -18,9 +18,9 @@ from tlt_megatron.policy.trainer import PolicyTrainer
 NUM_STEPS = 3
 
 
-def _run(path: Path, counts: tuple[int, int]) -> Any:
-    """Rank r streams counts[r] micro-batches of its prompts before each update."""
-    policy, groups = build_policy(path, Layout(world=2))
+def _run(path: Path, layout: Layout, counts: tuple[int, int]) -> Any:
+    """Rank r streams counts[r] micro-batches of its prompts before each update; peers do as the first."""
+    policy, groups = build_policy(path, layout)
     trainer = PolicyTrainer(
         policy,
         AlgorithmSection(advantage="rloo", skip_zero_advantages=False, stream_update=True),
@@ -37,18 +37,28 @@ def _run(path: Path, counts: tuple[int, int]) -> Any:
             HiddenStateTap(on_sequence=tapped.append, max_bytes=1 << 20, hidden_size=64)
             for _ in range(2)
         ]
-        answers = iter([False] * counts[groups.dp.rank])
-        trainer.stream(batch[groups.dp.rank :: 2], taps[0], 0, partial(next, answers, True))
+        answers = iter([False] * counts[groups.world.rank])
+        trainer.stream(batch[groups.world.rank :: 2], taps[0], 0, partial(next, answers, True))
         inference = trainer.infer_logprobs(batch, taps[1])
         steps.append(inference.metrics | trainer.update(inference))
     return steps, [tuple(s.token_ids.tolist()) for s in tapped], export(policy)
 
 
-@pytest.mark.parametrize("counts", [(0, 1), (9, 9)], ids=("one_rank_in_part", "all"))
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        (Layout(world=2), (0, 1)),
+        (Layout(world=2), (9, 9)),
+        (Layout(world=2, tensor=2, sequence=True), (2, 0)),
+        (Layout(world=2, pipeline=2), (2, 0)),
+    ],
+    ids=("one_rank_in_part", "all", "tp2_in_part", "pp2_in_part"),
+)
 def test_a_streamed_update_trains_the_same_policy(
-    model_path: Path, counts: tuple[int, int]
+    model_path: Path, layout: Layout, counts: tuple[int, int]
 ) -> None:
-    plain, streamed = run_ranks(2, _run, model_path, (0, 0)), run_ranks(2, _run, model_path, counts)
+    plain = run_ranks(2, _run, model_path, layout, (0, 0))
+    streamed = run_ranks(2, _run, model_path, layout, counts)
     for (expected, _, expected_weights), (steps, _, weights) in zip(plain, streamed, strict=True):
         for step, other in zip(steps, expected, strict=True):
             assert 0 < step.pop("actor/streamed_response_share") <= 1

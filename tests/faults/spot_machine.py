@@ -58,7 +58,11 @@ class SpotMachine(RuleBasedStateMachine):
         model=st.sampled_from([None, None, (1, 1), (2, 1), (1, 2)]),
     )
     def start(
-        self, num_replicas: int, size: int, min_idle: int, model: tuple[int, int] | None
+        self,
+        num_replicas: int,
+        size: int,
+        min_idle: int,
+        model: tuple[int, int] | None = None,
     ) -> None:
         """A phase begins: every rank generates. With `model` (tensor, pipeline), idle ranks stream."""
         self.is_streamed = model is not None
@@ -328,6 +332,8 @@ class SpotMachine(RuleBasedStateMachine):
         """Append a plan; where it counts, it must list ranks that are free or in the session that it lets grow."""
         before = self.truth.plan
         free = set(self.truth.free_replicas())
+        # a rank that should stream by now, but has not begun: its leader ends the session
+        free |= {r for r in self.truth.ready if self.truth.may_stream(r) and self.truth.has_left(r)}
         self.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
         if self.truth.plan is before:
             return  # another was first, or a member streams

@@ -16,7 +16,7 @@ from tests.unit.policy.test_policy_trainer import scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
 from tlt_megatron.policy.trainer import PolicyTrainer
-from tlt_megatron.runtime.collectives import gather_objects
+from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
     LossFunction,
@@ -62,9 +62,12 @@ class BigramModel:
         *,
         tap: object | None = None,
     ) -> dict[str, float]:
-        self.updated.append(_lengths(micro_batches))
+        lengths, pp = _lengths(micro_batches), self.groups.pp
+        for peers in (self.groups.tp, pp):
+            assert gather_objects(lengths, peers) == [lengths] * peers.size
+        self.updated.append(lengths)
         sums: dict[str, float] = {}
-        for batch in micro_batches:
+        for batch in micro_batches if pp.is_last else ():
             table_VV = self.table_VV.clone().requires_grad_()
             result = loss_fn(_predict(table_VV, batch), batch)
             result.loss_sum.backward()
@@ -73,13 +76,15 @@ class BigramModel:
             self._count += result.count
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        return sums
+        return broadcast_object(sums, pp, source=pp.size - 1)
 
     def drop_gradients(self) -> None:
         self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
 
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
-        parts = gather_objects((self._gradient_VV, self._count + skipped_count), self.groups.dp)
+        pp = self.groups.pp
+        mine = broadcast_object((self._gradient_VV, self._count), pp, source=pp.size - 1)
+        parts = gather_objects((mine[0], mine[1] + skipped_count), self.groups.dp)
         gradient_VV = torch.stack([part for part, _ in parts]).sum(0) / sum(n for _, n in parts)
         self.gradients.append(gradient_VV)
         self.table_VV = self.table_VV - 0.5 * gradient_VV

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -20,13 +21,30 @@ SECTIONS = {
     "computing_all": AlgorithmSection(skip_zero_advantages=False, entropy_coef=0.01),
     "sequence_mean": AlgorithmSection(advantage="rloo", aggregation="sequence_mean"),
 }
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
-def _train(section: AlgorithmSection, counts: tuple[int, int], is_dropped: bool = False) -> tuple:
-    """Run steps on two ranks, each with every other prompt. Rank r streams `counts[r]` micro-batches."""
-    everyone = group_of(dist.group.WORLD)
-    groups = ProcessGroups(world=everyone, dp=everyone)
+def _groups(world_size: int, tensor: int, pipeline: int) -> ProcessGroups:
+    """Groups in Megatron's order: tp fastest, then dp, then pp. Every rank forms all of them."""
+    ranks = torch.arange(world_size).view(pipeline, -1, tensor)
+    axes = {}
+    for axis, name in enumerate(("pp", "dp", "tp")):
+        for members in ranks.movedim(axis, -1).flatten(0, 1).tolist():
+            handle = dist.new_group(members)
+            if dist.get_rank() in members:
+                axes[name] = group_of(handle)
+    return ProcessGroups(world=group_of(dist.group.WORLD), **axes)
+
+
+def _train(
+    layout: tuple[int, int, int],
+    section: AlgorithmSection,
+    counts: Sequence[int],
+    is_dropped: bool = False,
+) -> tuple:
+    """Run steps on ranks that each have every n-th prompt. Rank r would stream `counts[r]` micro-batches."""
+    groups = _groups(*layout)
+    world = groups.world
     model = BigramModel(groups)
     trainer = PolicyTrainer(
         model, section, groups=groups, micro_batch_tokens=20, temperature=1.0, max_new_tokens=32
@@ -34,22 +52,21 @@ def _train(section: AlgorithmSection, counts: tuple[int, int], is_dropped: bool 
     steps = []
     for _ in range(NUM_STEPS):
         batch, tap = scored_with(), FakeTap()
-        answers = iter([False] * counts[everyone.rank])  # to whether the last rollout has ended
-        trainer.stream(batch[everyone.rank :: 2], tap, 0, partial(next, answers, True))
+        answers = iter([False] * counts[world.rank])  # to whether the last rollout has ended
+        trainer.stream(batch[world.rank :: world.size], tap, 0, partial(next, answers, True))
         if is_dropped:
             trainer.drop_streamed()
         inference = trainer.infer_logprobs(batch, tap)
         steps.append(inference.metrics | trainer.update(inference))
-    return model.gradients, steps, [len(update) for update in model.updated]
+    num_computed = sum(map(len, model.updated)) * (groups.tp.is_first and groups.pp.is_first)
+    return model.gradients, steps, num_computed
 
 
-@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
-@pytest.mark.parametrize("counts", [(1, 0), (0, 2), (9, 1), (9, 9)], ids=str)
-def test_a_streamed_update_is_the_plain_one(
-    section: AlgorithmSection, counts: tuple[int, int]
-) -> None:
-    plain = run_ranks(2, _train, section, (0, 0))
-    streamed = run_ranks(2, _train, dataclasses.replace(section, stream_update=True), counts)
+def _check(layout: tuple[int, int, int], section: AlgorithmSection, counts: Sequence[int]) -> None:
+    world = layout[0]
+    plain = run_ranks(world, _train, layout, section, [0] * world)
+    section = dataclasses.replace(section, stream_update=True)
+    streamed = run_ranks(world, _train, layout, section, counts)
     for (expected, plain_steps, _), (gradients, steps, _) in zip(plain, streamed, strict=True):
         assert len(gradients) == NUM_STEPS
         for mine, theirs in zip(gradients, expected, strict=True):
@@ -60,15 +77,30 @@ def test_a_streamed_update_is_the_plain_one(
             assert theirs.pop("actor/streamed_response_share") == 0
             assert 0 < share <= 1
             assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-9)
-    num_computed = [sum(sum(updates) for *_, updates in run) for run in (plain, streamed)]
+    num_computed = [sum(count for *_, count in run) for run in (plain, streamed)]
     assert num_computed[0] == num_computed[1], "each response is computed once"
 
 
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+@pytest.mark.parametrize("counts", [(1, 0), (9, 1), (9, 9)], ids=str)
+def test_a_streamed_update_is_the_plain_one(
+    section: AlgorithmSection, counts: Sequence[int]
+) -> None:
+    _check((2, 1, 1), section, counts)
+
+
+@pytest.mark.parametrize("layout", [(4, 2, 1), (4, 1, 2)], ids=["tp2", "pp2"])
+def test_peers_stream_as_long_as_the_first_of_them_says(layout: tuple[int, int, int]) -> None:
+    """Half of the ranks would stop earlier than the first of their model, or later."""
+    _check(layout, SECTIONS["skipping"], (1, 0, 9, 2))
+    _check(layout, SECTIONS["computing_all"], (9, 1, 0, 0))
+
+
 def test_what_was_streamed_before_a_stop_is_forgotten() -> None:
-    section = AlgorithmSection(stream_update=True)
-    plain = run_ranks(2, _train, section, (0, 0))
+    layout, section = (2, 1, 1), AlgorithmSection(stream_update=True)
+    plain = run_ranks(2, _train, layout, section, (0, 0))
     for (expected, *_), (gradients, steps, _) in zip(
-        plain, run_ranks(2, _train, section, (1, 9), True), strict=True
+        plain, run_ranks(2, _train, layout, section, (1, 9), True), strict=True
     ):
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
         assert [step["actor/streamed_response_share"] for step in steps] == [0] * NUM_STEPS
