@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 # A row is `names | unit | meaning`; an indented line continues it. {a,b} stands for either text, * for any text.
 _TABLES = {
@@ -164,9 +163,3 @@ def expand_names(patterns: str) -> tuple[str, ...]:
         form = re.sub(r"{.*?}", "{}", pattern)
         names += [form.format(*chosen) for chosen in itertools.product(*choices)]
     return tuple(names)
-
-
-def unknown_metrics(names: list[str]) -> list[str]:
-    """Return those of `names` that no row has."""
-    known = [name for rows in metric_tables().values() for row in rows for name in row.names]
-    return [name for name in names if not any(fnmatchcase(name, each) for each in known)]
