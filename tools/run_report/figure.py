@@ -99,6 +99,7 @@ def make_share_map(
         "colorscale": [[number / steps, color] for number, color in enumerate(SHARES)],
         "zmin": 0,
         "zmax": 1,
+        "textfont": {"color": INK},
         "colorbar": {"title": {"text": "share"}, "tickformat": ".0%", "thickness": 12},
         **settings,
     }

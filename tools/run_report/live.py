@@ -81,7 +81,9 @@ class LiveRun:
         except (ValueError, FileNotFoundError) as broken:
             ranks, error = [], f"cannot be shown: {broken}"
         state = State(name=self.name, sentence=error or self._sentence(run))
-        now = Running(ranks=ranks, now_s=time.time()) if ranks else None
+        steps, seconds = run.series("timing_s/step")
+        last_done = int(steps[-1]) if steps else 0
+        now = Running(ranks=ranks, now_s=time.time(), last_done=last_done) if ranks else None
         if self._is_over():
             return [replace(state, sentence=f"The run has ended. {state.sentence}")]
         if owner_has_ended(self.path):
@@ -90,7 +92,7 @@ class LiveRun:
             return [replace(state, alarm=alarm)]
         if now is None:
             return [state]
-        seconds = [value for value in run.series("timing_s/step")[1] if value is not None]
+        seconds = [value for value in seconds if value is not None]
         timeout_s = run.config.get("run", {}).get("group_timeout_s")
         alarm = now.hang(
             median(seconds) if seconds else math.inf,

@@ -9,10 +9,11 @@ PALE, GREY, OTHER, VIOLET, BROWN = "#CFE8F8", "#C8CCD0", "#8A8F98", "#6A51A3", "
 OLIVE, MINT, SALMON = "#B8AE2F", "#8FD3B6", "#F2998E"
 RANKS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, OTHER)
 AXIS, GRID, INK = "#8A8F98", "#E6E8EB", "#1B1F24"
-SHARES = ("#FFFFFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")  # from none to all
+# From none to all. INK is legible on each, here and on a dark page.
+SHARES = ("#FFFFFF", "#C6DBEF", "#9ECAE1", "#6BAED6", "#4292C6")
 # What replaces a colour of the light page on a dark one.
 ON_DARK = {
     **{BLACK: "#E6E9ED", INK: "#E6E9ED", GRID: "#2B323A", PALE: "#3F5566", GREY: "#5B636D"},
     BLUE: "#2E8FD0",
-    **dict(zip(SHARES, ("#14181D", "#16324D", "#1F5688", "#4292C6", "#9ECAE1"), strict=True)),
+    **dict(zip(SHARES, ("#14181D", "#172C43", "#1A4064", "#1D5586", "#1F69A8"), strict=True)),
 }

@@ -18,26 +18,29 @@ _MIN_STALL_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What all ranks do at `now_s`, in seconds since the epoch. `ranks` are in order and not empty."""
+    """What all ranks do at `now_s`, in seconds since the epoch. `ranks` are in order and not empty.
+
+    The files of ranks may be older than the metrics: RL step `last_done` is not under way any more.
+    """
 
     ranks: Sequence[RankStatus]
     now_s: float
+    last_done: int = 0  # the newest RL step in the metrics
 
     @property
     def title(self) -> str:
         """ "Step 4 is under way", or what is done between steps."""
-        step = self.ranks[0].step
-        if any(rank.step_began_s for rank in self.ranks):
-            return f"Step {max(rank.step for rank in self.ranks)} is under way"
+        step = max(self.last_done, *(rank.step for rank in self.ranks))
+        if self._step_starts:
+            return f"Step {step} is under way"
         return f"After step {step}" if step else "Before step 1"
 
     @property
     def note(self) -> str:
         """Seconds, responses and tokens so far, and how many ranks are in each phase."""
         parts = []
-        began = [rank.step_began_s for rank in self.ranks if rank.step_began_s]
-        if began:
-            parts.append(f"{self.now_s - min(began):,.0f} s so far")
+        if self._step_starts:
+            parts.append(f"{self.now_s - min(self._step_starts):,.0f} s so far")
         num_responses, num_done, num_tokens = (
             sum(getattr(rank, name) for rank in self.ranks)
             for name in ("num_responses", "num_done", "num_tokens")
@@ -48,6 +51,11 @@ class Running:
         counts = Counter(phase_of(rank) for rank in self.ranks)
         parts += [f"{_count(count)} {phase}" for phase, count in counts.most_common()]
         return " · ".join(parts)
+
+    @property
+    def _step_starts(self) -> list[float]:
+        """When ranks began the step that is under way; [] between steps."""
+        return [r.step_began_s for r in self.ranks if r.step_began_s and r.step > self.last_done]
 
     @property
     def shown(self) -> Sequence[RankStatus]:

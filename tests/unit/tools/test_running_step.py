@@ -63,6 +63,22 @@ def test_the_page_shows_what_each_rank_does_now(tmp_path: Path) -> None:
     assert html.count("<td>4 of 4</td>") == 2
 
 
+def test_a_step_that_the_metrics_have_is_not_under_way(tmp_path: Path) -> None:
+    """Files of ranks are up to a second older than the metrics, which `make_run` writes for 3 steps."""
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").unlink()
+    live = LiveRun(run_dir)
+    titles = []
+    for step in (3, 4):
+        write(run_dir, *(dataclasses.replace(rank, step=step) for rank in RANKS))
+        (state,) = live.states()
+        assert state.sentence.startswith("3 of ")
+        assert state.now is not None
+        titles.append(state.now.title)
+        assert ("s so far" in state.now.note) == (step == 4)
+    assert titles == ["After step 3", "Step 4 is under way"]
+
+
 def test_what_ranks_did_before_a_resume_is_not_shown(tmp_path: Path) -> None:
     """A run that was killed in a step and starts again seemed to hang until its ranks wrote."""
     write(tmp_path, *RANKS)

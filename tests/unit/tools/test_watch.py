@@ -22,6 +22,7 @@ from tools.report import main as report
 from tools.run_report.alarms import find_alarms
 from tools.run_report.data import distinct_names
 from tools.run_report.live import LiveRun
+from tools.run_report.palette import INK, ON_DARK, SHARES
 from tools.run_report.responses import read_responses
 from tools.watch import WatchServer, main
 
@@ -162,6 +163,24 @@ def test_a_run_that_starts_says_so_and_a_broken_file_is_named(tmp_path: Path) ->
     assert "metrics.jsonl:1: is not JSON" in run.page([])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 2.0}\n')
     assert "1 of ? RL steps are done" in run.page([])
+
+
+def luminance(color: str) -> float:
+    """The relative luminance of WCAG 2."""
+    shares = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("replaced", [{}, ON_DARK], ids=["light", "dark"])
+def test_the_numbers_of_a_heat_map_are_legible(tmp_path: Path, replaced: dict[str, str]) -> None:
+    """WCAG 2 asks for a contrast of 4.5."""
+    (heat_map,) = figures(LiveRun(make_run(tmp_path / "run")).page([]))["strategies"]["data"]
+    assert heat_map["textfont"] == {"color": INK}
+    assert [color for _, color in heat_map["colorscale"]] == list(SHARES)
+    for color in SHARES:
+        dark, light = sorted(luminance(replaced.get(c, c)) for c in (color, INK))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, color
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
