@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,11 +86,21 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     progress.print_table(rows, TABLE_COLUMNS)
     for line in (*result_lines(summary), f"run folder: {run_dir.resolve()}"):
         progress.message(line)
-    progress.message(f"next: tlt report {run_dir}")
+    tlt = tlt_command()
+    progress.message(f"next: {tlt} report {run_dir}")
     if config.checkpoint.export_hf:
-        progress.message(f"      tlt evaluate {run_dir} --data FILE")
+        progress.message(f"      {tlt} evaluate {run_dir} --data FILE")
     if trainer.drafter is not None:
-        progress.message(f"      tlt export-drafter --from {run_dir} --to FOLDER --format sglang")
+        progress.message(f"      {tlt} export-drafter --from {run_dir} --to FOLDER --format sglang")
+
+
+def tlt_command() -> str:
+    """Return how a shell here starts `tlt`: with the path of its environment if that is not on PATH."""
+    beside_python = Path(sys.executable).with_name("tlt")
+    if shutil.which("tlt") or not beside_python.exists():
+        return "tlt"
+    is_here = beside_python.is_relative_to(Path.cwd())
+    return str(beside_python.relative_to(Path.cwd()) if is_here else beside_python)
 
 
 def result_lines(summary: Mapping[str, float | None]) -> list[str]:

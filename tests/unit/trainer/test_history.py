@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+
+import pytest
 
 from tlt_megatron.runtime.memory import Phase
-from tlt_megatron.trainer.finish import result_lines
+from tlt_megatron.trainer.finish import result_lines, tlt_command
 from tlt_megatron.trainer.history import RunHistory
 
 
@@ -31,3 +35,18 @@ def test_the_end_of_a_run_has_units_and_leaves_out_what_is_unknown() -> None:
         "held-out accuracy: 0.417 -> 0.583",
         "rollouts: 15,312 generated tokens/s",
     ]
+
+
+def test_the_end_of_a_run_names_a_tlt_that_a_shell_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "tlt").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert tlt_command() == str(folder / "tlt")
+    monkeypatch.chdir(tmp_path)
+    assert tlt_command() == ".venv/bin/tlt"
+    monkeypatch.setenv("PATH", str(folder))
+    assert tlt_command() == "tlt"
