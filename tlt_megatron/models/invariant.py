@@ -1,7 +1,7 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
 A kernel may add in another order for another number of rows. So matrix products use row tiles of
-fixed sizes, and attention is cut at fixed positions (`attention/invariant.py`). All other operations
+tested sizes, and attention is cut at fixed positions (`attention/invariant.py`). All other operations
 round each element once. That a row's result is the same at every place of a tile, and in tiles of
 two sizes, is checked on this machine when the model is made.
 """
@@ -26,11 +26,11 @@ from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.matrix import Matrix
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
-# Candidate tile sizes. A single row often runs another kernel (matrix-vector product), so 1 is not
-# listed.
-_TILE_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Candidate tile sizes. Few rows are common, and each has a tile of its own if the machine allows it.
+_TILE_ROWS = (*range(1, 33), *range(40, 129, 8), 160, 192, 224, 256)
 # Pad to a larger tile if it has at most this many times the rows, else take a smaller one.
 _PADDING_WASTE = 1.5
+_SERIAL_ELEMENTS = 32_767  # torch's threads share the elements of one call if there are more
 
 
 def invariant_arithmetic(
@@ -44,6 +44,7 @@ def invariant_arithmetic(
         )
     check_attention(config, dtype)
     _check_exp(dtype)
+    _check_gate(config.ffn_size, dtype)
     return Arithmetic(
         matrix=InvariantMatrix,
         norm=InvariantNorm,
@@ -127,6 +128,9 @@ class InvariantMatrix(Matrix):
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         num_rows = x.shape[0]
         tiles = self._tiles.cover(num_rows)
+        if tiles == [num_rows]:
+            out = super().__call__(x)
+            return out if addend is None else out.add_(addend)
         num_padded = sum(tiles) - num_rows
         if num_padded:
             x = F.pad(x, (0, 0, 0, num_padded))
@@ -157,10 +161,17 @@ def rotate_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up. torch's silu uses another exp after the last full vector."""
-    wide = gate.float() if gate.dtype == torch.bfloat16 else gate
-    scale = wide.neg().exp_().add_(1.0)
-    return torch.div(wide, scale, out=scale).to(gate.dtype).mul_(up)
+    """Return silu(gate) * up, for `gate` [P, F] with gaps between its rows.
+
+    So the kernel runs over each row alone. It must not cut a row at another place in another
+    pass, as it may when threads share the rows.
+    """
+    num_rows = gate.shape[0]
+    if torch.get_num_threads() > 1:
+        num_rows = max(1, _SERIAL_ELEMENTS // gate.shape[1])
+    parts = [F.silu(rows) for rows in gate.split(num_rows)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.mul_(up)
 
 
 def _check_exp(dtype: torch.dtype) -> None:
@@ -171,3 +182,15 @@ def _check_exp(dtype: torch.dtype) -> None:
     parts = torch.cat([part.exp() for size in (1, 7, 18) for part in x.clone().split(size)])
     if not torch.equal(parts, expected.repeat(3)):
         raise RuntimeError("rollout.batch_invariant=True: on this machine exp depends on the place")
+
+
+def _check_gate(size: int, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if a row of `gate_silu` depends on the other rows."""
+    fused = torch.linspace(-30.0, 30.0, 131 * size).view(size, 131).t().repeat(1, 2).to(dtype)
+    expected = torch.cat([gate_silu(*row.chunk(2, dim=1)) for row in fused.split(1)])
+    for num_rows in (2, 7, 32, 131):
+        if not torch.equal(gate_silu(*fused[:num_rows].chunk(2, dim=1)), expected[:num_rows]):
+            raise RuntimeError(
+                f"rollout.batch_invariant=True: on this machine silu of {num_rows} rows of {size}"
+                f" {dtype} is not that of each row"
+            )

@@ -45,16 +45,16 @@ def merge_blocks(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
     if out_BMKRH.shape[1] == 1:
         return out_BMKRH.squeeze(1)
     weights_BMKR = (lse_BMKR - lse_BMKR.amax(dim=1, keepdim=True)).exp_()
-    total_BKR = _sum_pairs(weights_BMKR)
-    summed_BKRH = _sum_pairs(out_BMKRH * weights_BMKR.unsqueeze(-1))
-    return summed_BKRH.div_(total_BKR.unsqueeze(-1)).to(out_BMKRH.dtype)
+    summed_BKRH = _sum_pairs_(out_BMKRH * weights_BMKR.unsqueeze(-1))
+    total_BKR1 = _sum_pairs_(weights_BMKR).unsqueeze(-1)
+    return summed_BKRH.div_(total_BKR1).to(out_BMKRH.dtype)
 
 
-def _sum_pairs(parts: Tensor) -> Tensor:
-    """Sum over dim 1 in pairs: unlike in `torch.sum`, zeros at its end change no bit."""
-    while (num_parts := parts.shape[1]) > 1:
-        pairs = parts[:, : num_parts - 1 : 2] + parts[:, 1::2]
-        parts = torch.cat((pairs, parts[:, -1:]), dim=1) if num_parts % 2 else pairs
+def _sum_pairs_(parts: Tensor) -> Tensor:
+    """Sum over dim 1 in pairs, in place: unlike in `torch.sum`, zeros at its end change no bit."""
+    while parts.shape[1] > 1:
+        parts[:, :-1:2].add_(parts[:, 1::2])
+        parts = parts[:, ::2]
     return parts.squeeze(1)
 
 
@@ -79,7 +79,7 @@ def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tupl
     """Return attention over each block of each row: out [B, M, K, R, H] and lse [B, M, K, R].
 
     `kv_KBMSH` has 2K heads. The kernel allows only two batch dims with arbitrary strides, so with
-    more than one row it runs once per kv head.
+    more than one row it runs once per block or once per kv head, whichever are fewer.
     """
     num_rows, num_kv_heads = query_BKRH.shape[:2]
     num_blocks = kv_KBMSH.shape[2]
@@ -88,13 +88,24 @@ def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tupl
         query = query_BKRH.expand(num_blocks, -1, -1, -1)
         out, lse = attend_block(query, key, value, bias_BMRS[0].unsqueeze(1))
         return out.unsqueeze(0), lse.unsqueeze(0)
-    query = query_BKRH.unsqueeze(2).expand(-1, -1, num_blocks, -1, -1)
-    parts = [
-        attend_block(query[:, head], kv_KBMSH[head], kv_KBMSH[num_kv_heads + head], bias_BMRS)
-        for head in range(num_kv_heads)
-    ]
+    if num_blocks <= num_kv_heads:
+        key, value = kv_KBMSH.transpose(0, 1).chunk(2, dim=1)
+        parts = [
+            attend_block(query_BKRH, key[:, :, m], value[:, :, m], bias_BMRS[:, m].unsqueeze(1))
+            for m in range(num_blocks)
+        ]
+    else:
+        query = query_BKRH.unsqueeze(2).expand(-1, -1, num_blocks, -1, -1)
+        key, value = kv_KBMSH.chunk(2)
+        parts = [
+            attend_block(query[:, head], key[head], value[head], bias_BMRS)
+            for head in range(num_kv_heads)
+        ]
+    dim = 1 if num_blocks <= num_kv_heads else 2
     outs, lses = zip(*parts, strict=True)
-    return torch.stack(outs, dim=2), torch.stack(lses, dim=2)
+    if len(outs) == 1:
+        return outs[0].unsqueeze(dim), lses[0].unsqueeze(dim)
+    return torch.stack(outs, dim=dim), torch.stack(lses, dim=dim)
 
 
 class _Blocks:
@@ -102,27 +113,44 @@ class _Blocks:
 
     def __init__(self, cache: KvCache, positions_BR: Tensor, num_blocks: int = 0) -> None:
         """`num_blocks` of 0 takes all blocks that a query sees."""
-        self._num_kv_heads = cache.num_kv_heads
+        self._num_rows, self._num_queries = positions_BR.shape
+        self._num_kv_heads, repeat = cache.num_kv_heads, cache.num_heads_per_kv
         self.num_blocks = num_blocks or int(positions_BR.max()) // cache.page_size + 1
-        positions_BR = positions_BR.repeat_interleave(cache.num_heads_per_kv, dim=1)
+        self._padding = -self._num_queries * repeat % _QUERY_ROWS
+        if self._num_queries > 1:  # otherwise one row of the bias serves all heads
+            positions_BR = positions_BR.repeat_interleave(repeat, dim=1)
+            positions_BR = F.pad(positions_BR, (0, self._padding))
         bias = block_bias(positions_BR, self.num_blocks, cache.page_size, cache.bias_T.dtype)
         self._bias_BMRS, is_hidden_BMR = bias
-        self._is_hidden = is_hidden_BMR.unsqueeze(2)
+        self._is_hidden = is_hidden_BMR.unsqueeze(2) if is_hidden_BMR.any() else None
 
     def parts(self, query_PNH: Tensor, kv_KBMSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out [B, M, K, R, H] and lse of every block. R counts all queries of a kv head."""
-        num_rows, num_kv_heads = self._bias_BMRS.shape[0], self._num_kv_heads
-        query = query_PNH.unflatten(1, (num_kv_heads, -1)).unflatten(0, (num_rows, -1))
+        """Return out [B, M, K, R, H] and lse of every block. R counts the queries of a kv head,
+        padded to a multiple of _QUERY_ROWS.
+        """
+        query = query_PNH.view(
+            self._num_rows, self._num_queries, self._num_kv_heads, -1, query_PNH.shape[2]
+        )
         query_BKRH = query.transpose(1, 2).flatten(2, 3)
+        if self._padding:
+            query_BKRH = F.pad(query_BKRH, (0, 0, 0, self._padding))
         out, lse = attend_rows(query_BKRH, kv_KBMSH, self._bias_BMRS)
-        return out, lse.masked_fill(self._is_hidden, -torch.inf)
+        return out, lse if self._is_hidden is None else lse.masked_fill_(
+            self._is_hidden, -torch.inf
+        )
 
     def attend(self, query_PNH: Tensor, kv_KBMSH: Tensor) -> Tensor:
         """Return [P, N*H]."""
         merged_BKRH = merge_blocks(*self.parts(query_PNH, kv_KBMSH))
-        num_queries = query_PNH.shape[0] // merged_BKRH.shape[0]
-        out = merged_BKRH.unflatten(2, (num_queries, -1)).transpose(1, 2)
+        out = self.by_query(merged_BKRH, dim=2).transpose(1, 2)
         return out.reshape(query_PNH.shape[0], -1)
+
+    def by_query(self, padded: Tensor, dim: int) -> Tensor:
+        """Replace the padded R at `dim` by two dims: queries, and heads of each."""
+        num_padded = padded.shape[dim]
+        if self._padding:
+            padded = padded.narrow(dim, 0, num_padded - self._padding)
+        return padded.unflatten(dim, (self._num_queries, -1))
 
 
 class InvariantPrefillAttention:
@@ -242,7 +270,7 @@ class _TreeAttention:
             parts = self._before.parts(query_PNH, view.blocks(layer, num_before))
             for target, part in zip(all_parts, parts, strict=True):
                 target = target.unflatten(0, (view.num_rows, -1))[:, :, :num_before]
-                target.copy_(part.unflatten(3, (target.shape[1], -1)).movedim(3, 1))
+                target.copy_(self._before.by_query(part, dim=3).movedim(3, 1))
         torch.index_select(cache.layers[layer], 1, self._copied_slots, out=self._copied)
         key, value = (
             self._copied.unflatten(1, (-1, cache.page_size)).transpose(0, 1).chunk(2, dim=1)
