@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tlt_megatron.config.model_shape import RopeConfig, read_json, rope_config
+from tlt_megatron.config.model_shape import read_json, rope_config
 
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 SIZES = {  # ours -> Hugging Face's
@@ -50,13 +50,8 @@ def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> d
     ):
         if value not in allowed:
             raise ValueError(f"{file}: {name}={value!r} is not supported; only {allowed}")
-    draft_rope(hf, file)
-    return hf
-
-
-def draft_rope(hf: dict[str, Any], file: Path) -> RopeConfig:
-    """Return the rotary embedding of a drafter. ValueError names the file."""
     try:
-        return rope_config(hf)
+        rope_config(hf)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    return hf

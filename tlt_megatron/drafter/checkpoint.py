@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, draft_rope, read_draft_settings
+from tlt_megatron.config.draft_folder import ARCHITECTURES, SIZES, read_draft_settings
+from tlt_megatron.config.model_shape import rope_config
 from tlt_megatron.models.draft_model import (
     DraftConfig,
     DraftModel,
@@ -106,7 +107,7 @@ def load_draft_config(path: str | Path) -> DraftConfig:
     target = (hf.get(_OWN_KEY) or {}).get("target")
     return DraftConfig(
         architecture=names[hf["architectures"][0]],
-        rope=draft_rope(hf, Path(path) / "config.json"),
+        rope=rope_config(hf),
         aux_layer_ids=tuple(eagle.get("eagle_aux_hidden_state_layer_ids", ())),
         target=TargetFingerprint(**target) if target else None,
         **{ours: hf[theirs] for ours, theirs in SIZES.items()},
