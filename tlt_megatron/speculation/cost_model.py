@@ -221,7 +221,7 @@ class CostModelSelector:
         self._last = OFF, 0  # strategy and batch size of the last pass observed
         self._probe: SpeculationStrategy | None = None  # the choice is a probe
         self._num_observed = 0
-        self._tokens: dict[SpeculationStrategy, float] = {}
+        self._tokens = {s: self._table.tokens(s) for s in self._strategies}
         self._seconds: dict[int, dict[SpeculationStrategy, float]] = {}  # by batch size
 
     def choose(self, batch_size: int) -> Decision:
@@ -267,10 +267,10 @@ class CostModelSelector:
             self._cost.observe(strategy, batch_size, seconds)
         self._last = strategy, batch_size
         self._table.observe(strategy, batch_size, accepted_by_depth, first_by_depth)
+        if not strategy.is_off:
+            self._tokens = {s: self._table.tokens(s) for s in self._strategies}
         if is_probe or self._num_observed <= _REFIT or self._num_observed % _REFIT == 0:
             self._refit()
-        elif not strategy.is_off:
-            self._tokens = {s: self._table.tokens(s) for s in self._strategies}
 
     def drafter_changed(self) -> None:
         """Probe the learned drafter at once if it does not run."""
@@ -279,10 +279,9 @@ class CostModelSelector:
                 kind.reset()
 
     def _refit(self) -> None:
-        """Update all estimates."""
+        """Update the estimates of seconds."""
         self._cost.refresh()
         self._seconds.clear()
-        self._tokens = {s: self._table.tokens(s) for s in self._strategies}
 
     def _rates_at(self, batch_size: int) -> dict[SpeculationStrategy, float]:
         """Return the tokens per second of one request."""
@@ -350,6 +349,7 @@ class CostModelSelector:
         self._last = SpeculationStrategy.parse(name), size
         self._num_observed = state["num_observed"]
         self._probe = None
+        self._tokens = {s: self._table.tokens(s) for s in self._strategies}
         self._refit()
 
 
@@ -374,21 +374,19 @@ class _Kind:
     ) -> None:
         """Note a pass of this kind: what it lost, what the next probe may lose, and the seconds of a pass that is no probe.
         A probe that won is repeated at once. The others take half of the budget, the other half is for disturbed ones."""
-        self.ran_at = now
         self.budget_s -= lost_s  # a lucky probe pays back
-        self.num_left = max(self.num_left - 1, 0) if is_probe else 0
         self.lost_s = max(next_s, 0.0)
         if is_probe and next_s >= 0.0:
-            steady = 2.0 * next_s / (_PROBE_SHARE * usual_s)
-            self.rest = max(min(2.0 * self.rest, steady, _REST[1]), _REST[0])
+            self.put_off(now, 2.0 * next_s / (_PROBE_SHARE * usual_s))
         else:
-            self.rest = 1.0 if is_probe else _REST[0]
+            self.ran_at, self.rest = now, 1.0 if is_probe else _REST[0]
+            self.num_left = max(self.num_left - 1, 0) if is_probe else 0
 
-    def put_off(self, now: int) -> None:
-        """Note that the engine overruled a probe: the others must get their turns meanwhile."""
+    def put_off(self, now: int, longest: float = math.inf) -> None:
+        """Let the next probe wait twice as long as the last one, at most `longest` passes."""
         self.ran_at = now
         self.num_left = max(self.num_left - 1, 0)
-        self.rest = max(min(2.0 * self.rest, _REST[1]), _REST[0])
+        self.rest = max(min(2.0 * self.rest, longest, _REST[1]), _REST[0])
 
     def reset(self) -> None:
         """Probe at once, with several passes."""

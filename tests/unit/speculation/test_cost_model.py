@@ -178,7 +178,7 @@ def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
         world.quality = 0.0
         assert run_selector(selector, world, [1] * 100).chosen[40:].count(OFF) > 50
         world.quality = 0.85
-        assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 1  # a probe
+        assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 3  # probes
 
 
 def test_a_bad_drafter_is_never_given_up_for_good() -> None:
