@@ -3,15 +3,16 @@
 Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`. A prompt holds two examples, since a small model
 does not follow a description:
 
-    Add the numbers one by one. Then write #### and the sum.
+    Add step by step.
     4 + 3
     4 + 3 = 7
     #### 7<|im_end|>
     ...
     2 + 9 + 5
 
-The right response adds one number per line. Most sums have two numbers and a few have up to ten: lengths have a long tail.
-A held-out question is in no training prompt; training questions may repeat, as there are only 81 sums of two digits. A prompt is text, not chat messages: with SmolLM2's template it would be half as long again.
+The right response adds one number per line. Most sums have two or three numbers, and one in five has 12 to 40: lengths have a long
+tail, from 12 to 440 tokens. A held-out question is in no training prompt; training questions may repeat, as there are only 81 sums
+of two digits. A prompt is text, not chat messages: with SmolLM2's template it would be half as long again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.reasoning_task import ANSWER_MARK
 
 Question = tuple[int, ...]  # the numbers to add
-MIN_TERMS, MAX_TERMS = 2, 10
 MAX_TERM = 9
-_MEAN_EXTRA_TERMS = 1.2  # beyond MIN_TERMS, of an exponential distribution: the long tail
-_TASK = f"Add the numbers one by one. Then write {ANSWER_MARK} and the sum."
+_MIN_TERMS = 2
+_MEAN_EXTRA_TERMS = 1.2  # beyond _MIN_TERMS, of an exponential distribution
+_LONG_SHARE = 1 / 5  # of the questions, with a number of terms in _LONG_TERMS
+_LONG_TERMS = (12, 40)
+_TASK = "Add step by step."
 _EXAMPLES = ((4, 3), (5, 8, 6))
 _END = "<|im_end|>"  # with which SmolLM2 ends a response
 
@@ -58,7 +61,10 @@ def prompt(terms: Question) -> str:
 def draw(rng: random.Random) -> Question:
     """Draw the numbers of one question, which is not an example of the prompt."""
     while True:
-        num_terms = min(MIN_TERMS + int(rng.expovariate(1 / _MEAN_EXTRA_TERMS)), MAX_TERMS)
+        if rng.random() < _LONG_SHARE:
+            num_terms = rng.randint(*_LONG_TERMS)
+        else:
+            num_terms = _MIN_TERMS + int(rng.expovariate(1 / _MEAN_EXTRA_TERMS))
         terms = tuple(rng.randint(1, MAX_TERM) for _ in range(num_terms))
         if terms not in _EXAMPLES:
             return terms
