@@ -5,10 +5,11 @@
 # srun answers a SIGTERM of its own by killing its tasks.
 run_until_stopped() {
   local child status=0 is_out_of_time=
+  # Before the start: a signal that comes right after it must not end this script. $! is the command.
+  trap 'is_out_of_time=1; kill -USR1 $! || true' USR1
+  trap 'kill -USR1 $! || true' TERM
   "$@" &
   child=$!
-  trap 'is_out_of_time=1; kill -USR1 "$child" || true' USR1
-  trap 'kill -USR1 "$child" || true' TERM
   # A signal ends `wait` before the command has ended.
   while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
   wait "$child" || status=$?

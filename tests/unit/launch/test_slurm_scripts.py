@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[3]
-# As Slurm's own: SIGUSR1 is passed on, a SIGTERM kills the tasks.
+# As Slurm's own: SIGUSR1 reaches the task, a SIGTERM kills it. It becomes the task, so no signal can come too early for it.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift; done
-"$@" &
-task=$!
-trap 'kill -USR1 $task' USR1
-trap 'kill -KILL $task' TERM
-while kill -0 $task 2>/dev/null; do wait $task; status=$?; done
-exit $status
+exec "$@"
 """
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then echo node1; echo node2; else echo "$*" > "$NOTES/scontrol.txt"; fi
@@ -114,3 +109,13 @@ def test_a_job_resumes_in_a_run_folder_of_its_own(tmp_path: Path, script: str) -
     text = (REPO / "launch" / "slurm" / script).read_text()
     assert "#SBATCH --signal=B:USR1@300\n" in text
     assert "#SBATCH --requeue\n" in text
+
+
+def test_a_signal_right_after_the_start_reaches_the_run() -> None:
+    """It ended the batch script if it came before its traps. Here each of them takes a while."""
+    script = f"""
+source {REPO}/launch/slurm/stop.sh
+trap() {{ sleep 0.2; builtin trap "$@"; }}
+run_until_stopped bash -c 'trap "exit 3" USR1; kill -USR1 $PPID; while :; do sleep 0.02; done'
+"""
+    assert subprocess.run(["bash", "-c", script], timeout=300).returncode == 3
