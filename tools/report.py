@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_megatron.cli import main as run_command
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and return 0. ValueError if a file is absent or broken, or a plotting package is absent."""
@@ -72,4 +74,4 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(["report", *sys.argv[1:]]))
