@@ -107,7 +107,10 @@ class PolicyPasses:
 def compare_engines(
     packs: Sequence[Pack], policy_logprobs: Sequence[Tensor], version: int
 ) -> dict[RolloutKey, EngineDifference]:
-    """Compare `policy_logprobs`, [P] of each pack, with those of tokens that the policy of `version` drew."""
+    """Compare `policy_logprobs`, [P] of each pack, with those of the rollouts.
+
+    Only of tokens that the policy of `version` drew.
+    """
     training = by_key(packs, policy_logprobs)
     return {
         key: EngineDifference.of_newest(training[key], rollout)

@@ -189,22 +189,7 @@ class SpotTrainer:
                 streamed += self._stream(phase_log, watch, stream)
                 phase_log.append("ready", ranks.rank)
                 continue
-            session = SpotSession(
-                plan,
-                phase_log=phase_log,
-                coordinator=coordinator,
-                trainer=self.trainer,
-                source=self.source,
-                groups=self._groups,
-                limits=self.limits,
-                after_update=self._offer_live,
-            )
-            records.append(session.record)
-            with self.timeline.span(
-                "DRAFT-TRAIN", step=step, epoch=plan.epoch, members=len(session.members)
-            ):
-                end = session.run()
-            if end == SessionEnd.STOPPED:
+            if self._train(plan, phase_log, coordinator, records) == SessionEnd.STOPPED:
                 break
         with self.timeline.span("PREEMPT", step=step):
             num_formed = self._groups.num_formed - num_formed
@@ -268,6 +253,31 @@ class SpotTrainer:
                 # Poll less often with time: the rank that hosts the store may still generate.
                 pause_s = max(self.limits.poll_s, 0.01 * (now - started))
                 time.sleep(min(pause_s, 5 * self.limits.poll_s))
+
+    def _train(
+        self,
+        plan: Plan,
+        phase_log: PhaseLog,
+        coordinator: Coordinator,
+        records: list[SessionRecord],
+    ) -> SessionEnd:
+        """Take part in the session of `plan`, and add its record."""
+        session = SpotSession(
+            plan,
+            phase_log=phase_log,
+            coordinator=coordinator,
+            trainer=self.trainer,
+            source=self.source,
+            groups=self._groups,
+            limits=self.limits,
+            after_update=self._offer_live,
+        )
+        records.append(session.record)
+        members = len(session.members)
+        with self.timeline.span(
+            "DRAFT-TRAIN", step=phase_log.step, epoch=plan.epoch, members=members
+        ):
+            return session.run()
 
     def _stream(
         self,
