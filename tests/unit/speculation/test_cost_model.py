@@ -170,17 +170,6 @@ def test_a_new_batch_that_begins_badly_goes_on_drafting() -> None:
         assert run_selector(selector, world, [32] * 40).chosen.count(OFF) < 4
 
 
-def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
-    """The last request of a batch accepts nothing and is decoded plainly. The next batch is drafted at once."""
-    for seed in range(4):
-        world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
-        run_selector(selector, world, [8] * 300)
-        world.quality = 0.0
-        assert run_selector(selector, world, [1] * 100).chosen[40:].count(OFF) > 50
-        world.quality = 0.85
-        assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 3  # probes
-
-
 def test_a_bad_drafter_is_never_given_up_for_good() -> None:
     """Though what it would have to read grows with every step that it does not run, and with it the price of a probe."""
     for seed in range(8):

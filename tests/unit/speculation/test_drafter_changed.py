@@ -1,8 +1,9 @@
-"""A selector that has given drafting up tries a new drafter soon, and does not wait for a suspended one."""
+"""A selector that has given drafting up tries a new drafter and new requests soon, and does not wait for a suspended one."""
 
 from __future__ import annotations
 
 from tests.synthetic_decoding import (
+    ARMS,
     RETRIEVING_ARMS,
     SyntheticDecoding,
     counts_by_depth,
@@ -46,6 +47,17 @@ def test_a_new_drafter_is_not_judged_by_its_first_pass() -> None:
         assert selector.choose(4).strategy == CHAIN
         selector.observe(CHAIN, 4, [0, 0, 0, 0], 0.040)
         assert all(decode(selector, 60, num_accepted=4)[-10:])
+
+
+def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
+    """The last request of a batch accepts nothing and is decoded plainly. The next batch is drafted at once."""
+    for seed in range(4):
+        world, selector = SyntheticDecoding(seed=seed, quality=0.85), CostModelSelector(ARMS)
+        run_selector(selector, world, [8] * 300)
+        world.quality = 0.0
+        assert run_selector(selector, world, [1] * 100).chosen[40:].count(OFF) > 50
+        world.quality = 0.85
+        assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 3  # probes
 
 
 def test_retrieval_goes_on_while_the_learned_drafter_is_suspended() -> None:
