@@ -114,6 +114,14 @@ def test_graphs_and_eager_passes_agree_but_for_rounding(path: Path, dtype: str) 
     assert num_equal >= 0.7 * len(eager)
 
 
+def test_batch_invariant_tokens_are_the_same_in_bfloat16(path: Path) -> None:
+    """Alone, in one batch, in graphs, and with another strategy for every pass."""
+    options: dict[str, object] = {"dtype": "bfloat16", "batch_invariant": True}
+    expected, _ = run(make_engine(path, "off", cuda_graphs=False, **options))
+    assert run(make_engine(path, "off", max_batch_size=1, **options))[0] == expected
+    assert run(make_engine(path, *STRATEGIES, **options))[0] == expected
+
+
 def test_a_sleeping_engine_gives_all_back_and_wakes_with_the_same_tensors(
     path: Path, expected: list[list[int]]
 ) -> None:

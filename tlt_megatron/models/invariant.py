@@ -21,6 +21,7 @@ from tlt_megatron.models.attention.invariant import (
     invariant_lanes,
     invariant_paged,
 )
+from tlt_megatron.models.attention.kernels import has_triton
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.matrix import Matrix
@@ -36,12 +37,17 @@ _SERIAL_ELEMENTS = 32_767  # torch's threads share the elements of one call if t
 def invariant_arithmetic(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Arithmetic:
-    """Return it. RuntimeError if a check of a kernel fails; ValueError on another device."""
+    """Return it. RuntimeError if a check of a kernel fails; ValueError without Triton on a GPU."""
     if device.type != "cpu":
-        raise ValueError(
-            f"rollout.batch_invariant=True: must be false on device {device.type!r},"
-            " only the CPU has such kernels yet"
-        )
+        if not has_triton():
+            raise ValueError(
+                f"rollout.batch_invariant=True: must be false on device {device.type!r} without"
+                " Triton, which CUDA builds of torch contain"
+            )
+        # Imported when needed: CPU builds of torch come without triton.
+        from tlt_megatron.models.row_arithmetic import row_arithmetic
+
+        return row_arithmetic(dtype, device)
     check_attention(config, dtype)
     _check_exp(dtype)
     _check_gate(config.ffn_size, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.models.attention.invariant import attend_block, block_bias, merge_blocks
-from tlt_megatron.models.attention.kernels import attend_with_lse
+from tlt_megatron.models.attention.kernels import attend_with_lse, has_triton
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.invariant import (
     InvariantMatrix,
@@ -144,9 +144,8 @@ def test_blocks_that_are_hidden_change_no_bit(num_kv_heads: int, repeat: int, si
             assert torch.equal(merge_blocks(out_all[:, :num_read], lse[:, :num_read]), expected)
 
 
-def test_other_devices_are_refused(tmp_path) -> None:
+@pytest.mark.skipif(has_triton(), reason="tests/kernels and tests/gpu run the kernels")
+def test_a_gpu_without_triton_is_refused(tmp_path) -> None:
     config = load_model_config(make_tiny_hf(tmp_path, "llama", num_layers=1))
-    with pytest.raises(
-        ValueError, match=r"rollout\.batch_invariant=True: must be false on device 'cuda'"
-    ):
+    with pytest.raises(ValueError, match=r"must be false on device 'cuda' without Triton"):
         invariant_arithmetic(config, torch.float32, torch.device("cuda"))

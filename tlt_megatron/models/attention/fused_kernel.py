@@ -108,24 +108,25 @@ def _merge_parts(
     num_parts,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Merge the parts of one query."""
+    """Merge the parts of one query in order: parts at the end that it does not see change no bit."""
     cell = tl.program_id(0).to(tl.int64)
-    dims, parts = tl.arange(0, HEAD_BLOCK), tl.arange(0, PARTS)
+    dims = tl.arange(0, HEAD_BLOCK)
     lses += cell * num_parts
     outs += cell * num_parts * HEAD_DIM
-    values = tl.load(lses + parts, mask=parts < num_parts, other=-float("inf"))
-    largest = tl.max(values, axis=0)
+    largest = tl.load(lses)
+    for part in range(1, num_parts):
+        largest = tl.maximum(largest, tl.load(lses + part))
     shift = tl.where(largest == -float("inf"), 0.0, largest)
-    total = tl.sum(tl.exp(values - shift), axis=0)
+    total = tl.zeros([1], WIDE)
     summed = tl.zeros([HEAD_BLOCK], WIDE)
     for part in range(0, num_parts):
         weight = tl.exp(tl.load(lses + part) - shift)
+        total += weight
         summed += weight * tl.load(outs + part * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     summed /= tl.where(total == 0.0, 1.0, total)
-    tl.store(lse + cell, largest + tl.log(total))
+    tl.store(lse + cell + tl.arange(0, 1), largest + tl.log(total))
     tl.store(out + cell * HEAD_DIM + dims, summed, mask=dims < HEAD_DIM)
 
 
@@ -181,5 +182,4 @@ def launch(
     if num_parts > 1:
         shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
         num_cells = num_rows * num_heads * num_queries
-        padded = triton.next_power_of_2(num_parts)
-        _merge_parts[(num_cells,)](*parts, *whole, num_parts, PARTS=padded, **shared)
+        _merge_parts[(num_cells,)](*parts, *whole, num_parts, **shared)

@@ -49,11 +49,11 @@ def is_fused(query: Tensor) -> bool:
 
     A meta tensor counts as on CUDA: a dry run takes the memory that CUDA will take.
     """
-    return query.is_meta or (query.is_cuda and _has_triton())
+    return query.is_meta or (query.is_cuda and has_triton())
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     """CUDA builds of torch come with it."""
     return importlib.util.find_spec("triton") is not None
 

@@ -1,0 +1,170 @@
+"""`rollout.batch_invariant` on CUDA: a row has the same bits in every pass.
+
+`make test-sglang` runs it on a CPU, with TRITON_INTERPRET=1. It shows that the same numbers are added
+in the same order, not how a GPU rounds.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip(
+    "triton", reason="the CPU build of torch comes without triton: make test-sglang"
+)
+if os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available():
+    pytest.skip("needs TRITON_INTERPRET=1; tests/gpu has the real one", allow_module_level=True)
+
+import triton.language as tl
+from torch.utils._pytree import tree_map
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+from tests.pretend_cuda import PretendTensor, pretend_device
+from tests.tiny_models import tiny_config
+from tests.unit.engines.conftest import checksum
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.attention.kernels import attend_in_chunks
+from tlt_megatron.models.attention.ordered_kernel import attend_ordered
+from tlt_megatron.models.draft_inference import DraftInference
+from tlt_megatron.models.draft_model import DraftModel, make_draft_config
+from tlt_megatron.models.row_kernels import multiply, normalize
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.speculation.selector import FixedSelector
+from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.types import Prompt, SamplingParams
+
+DTYPES = [torch.float32, torch.bfloat16]
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BATCHES = (1, 3, 17, 64)
+
+
+def wide_values(handle: TensorHandle) -> np.ndarray:
+    """The interpreter holds bfloat16 as its bits."""
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data
+
+
+@pytest.fixture(autouse=True)
+def dot_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds one product after the other: the order of numpy's BLAS depends on a row's place."""
+
+    def create_dot(
+        self: InterpreterBuilder,
+        a: TensorHandle,
+        b: TensorHandle,
+        total: TensorHandle,
+        *rest: object,
+    ) -> TensorHandle:
+        left, right, summed = wide_values(a), wide_values(b), total.data.copy()
+        for k in np.flatnonzero(left.any(axis=0)):
+            summed += left[:, k : k + 1] * right[k]
+        return TensorHandle(summed, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def launch_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter copies tensors of a GPU to the host, which a captured pass must not do."""
+    launch = GridExecutor.__call__
+
+    def on_host(self: GridExecutor, *args: object, **kwargs: object) -> None:
+        inner = tree_map(lambda x: x.inner if isinstance(x, PretendTensor) else x, args)
+        launch(self, *inner, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", on_host)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_or_norm_is_the_same_in_every_batch(dtype: torch.dtype) -> None:
+    x, weight = normal(81, 100, dtype=dtype), normal(72, 100, dtype=dtype, seed=1)
+    bias, eps = normal(72, dtype=dtype, seed=2), torch.tensor(1e-6)
+    heads, scales = x[:, :40].view(81, 2, 20), normal(2, 20, dtype=dtype, seed=3)
+    product, normed = multiply(x, weight, bias), normalize(heads, scales, eps)
+    close = {"atol": 10 * CLOSE[dtype], "rtol": CLOSE[dtype]}
+    torch.testing.assert_close(product, torch.nn.functional.linear(x, weight, bias), **close)
+    expected = torch.nn.functional.rms_norm(heads.float(), (20,), eps=1e-6) * scales
+    torch.testing.assert_close(normed, expected.to(dtype), **close)
+    for size in BATCHES:
+        rows = slice(81 - size, None)
+        assert torch.equal(multiply(x[rows], weight, bias), product[rows])
+        assert torch.equal(normalize(heads[rows], scales, eps), normed[rows])
+
+
+def test_attention_depends_on_the_keys_in_order_alone() -> None:
+    """Tokens with other neighbours, in a table of one or two parts, with their keys in other slots."""
+    num_slots, lengths = 540, torch.tensor([1, 63, 64, 65, 200, *range(2, 61)])
+    kv = normal(2, num_slots, 24, dtype=torch.bfloat16)
+    query = normal(64, 3, 24, dtype=torch.bfloat16, seed=1)
+    in_place = torch.arange(num_slots).unsqueeze(0)
+    rows = torch.zeros(64, dtype=torch.int64)
+    expected = attend_ordered(query, kv, in_place, rows, lengths)
+    moved_to = torch.randperm(num_slots, generator=torch.Generator().manual_seed(2))
+    moved = torch.empty_like(kv).index_copy_(1, moved_to, kv)
+    for size in BATCHES:
+        part = slice(64 - size, None)
+        table = moved_to[:300].repeat(size, 1)
+        found = attend_ordered(query[part], moved, table, torch.arange(size), lengths[part])
+        assert torch.equal(found, expected[part])
+    key, value = (x[None, :, :200].float() for x in kv.chunk(2))
+    plain, _ = attend_in_chunks(query[4].view(1, 1, 3, 24).float(), key, value)
+    torch.testing.assert_close(expected[4].float(), plain.flatten(), atol=0.02, rtol=0.02)
+
+
+def test_speculation_on_a_pretended_gpu_gives_the_bits_of_plain_decoding() -> None:
+    """In bfloat16: prompts in chunks, pages, lanes, and trees in captured graphs."""
+    config = tiny_config(vocab_size=48, num_layers=1)
+    params = SamplingParams(max_new_tokens=5, seed=5)
+    prompts = [
+        Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple(range(8, 8 + size)))
+        for i, size in enumerate((3, 16))
+    ]
+    named = Transformer(config, torch.bfloat16, torch.device("cpu")).named_hf_tensors()
+    weights = [
+        (name, 0.3 * normal(*tensor.shape, dtype=torch.bfloat16, seed=seed) + name.endswith("norm.weight"))
+        for seed, (name, tensor) in enumerate(named)
+    ]  # fmt: skip
+
+    def responses(
+        strategy: str, batch_size: int, *, cuda_graphs: bool
+    ) -> list[tuple[list[int], list[float]]]:
+        section = RolloutSection(
+            dtype="bfloat16",
+            batch_invariant=True,
+            max_batch_size=batch_size,
+            num_samples=1,
+            max_new_tokens=8,
+            cuda_graphs=cuda_graphs,
+            prefill_chunk_tokens=10,
+        )
+        engine = EmbeddedEngine(config, section, device, max_prompt_tokens=32)
+        engine.load_weights(weights, version=1, checksum=lambda: checksum(weights))
+        if strategy != "off":
+            embedding, head = engine.target_tensors()
+            draft_config = make_draft_config(config, "eagle", embedding)
+            model = DraftModel(draft_config, embedding_VD=embedding, lm_head_VD=head)
+            draft = DraftInference(model, embedding.dtype)
+            parsed = SpeculationStrategy.parse(strategy)
+            engine.set_speculation(Speculation(draft, FixedSelector(parsed), [parsed]))
+        groups = engine.generate(prompts, params, policy_version=1)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return [(each.token_ids.tolist(), each.logprobs.tolist()) for each in rollouts]
+
+    device = pretend_device()
+    with device.gpu:
+        expected = responses("off", 2, cuda_graphs=False)
+        assert responses("off", 1, cuda_graphs=False) == expected
+        assert responses("3_2_6", 2, cuda_graphs=True) == expected
+        assert device.gpu.num_captures > 0

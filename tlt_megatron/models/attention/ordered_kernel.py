@@ -1,0 +1,146 @@
+"""Triton attention of single tokens over keys in the order of a slot table, for `ordered.py`.
+
+One program takes the query heads of one token and one kv head. So a token's bits depend on its query
+and its keys in order, on nothing else of the pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_megatron.models.attention.fused_kernel import _merge_parts
+from tlt_megatron.models.attention.kernels import PART_KEYS, wide_dtype
+
+_TOKENS = 512  # of one call: bounds the memory of their parts
+
+
+@triton.jit
+def _attend_ordered(
+    query,
+    key,
+    value,
+    table,
+    rows,
+    lengths,
+    out,
+    lse,
+    query_token,
+    query_head,
+    kv_head,
+    kv_slot,
+    table_row,
+    num_heads,
+    SCALE: tl.constexpr,
+    REPEAT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    PART: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Attend with the queries of one kv head of one token over one part of its keys."""
+    token = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    heads, dims = tl.arange(0, QUERIES), tl.arange(0, HEAD_BLOCK)
+    is_head, is_dim = heads < REPEAT, dims < HEAD_DIM
+    places = token * query_token + (head * REPEAT + heads)[:, None] * query_head + dims[None, :]
+    queries = tl.load(query + places, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    slots_at = table + tl.load(rows + token) * table_row
+    limit = tl.minimum(tl.load(lengths + token), part * PART + PART)
+    scale = tl.full([1, 1], SCALE, WIDE)
+    largest = tl.full([QUERIES], -float("inf"), WIDE)
+    total = tl.zeros([QUERIES], WIDE)
+    summed = tl.zeros([QUERIES, HEAD_BLOCK], WIDE)
+    for start in range(part * PART, limit, KEYS):
+        at = start + tl.arange(0, KEYS)
+        is_key = at < limit
+        slots = head * kv_head + tl.load(slots_at + at, mask=is_key, other=0) * kv_slot
+        turned = tl.load(
+            key + slots[None, :] + dims[:, None],
+            mask=is_dim[:, None] & is_key[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(queries, turned, input_precision="ieee", out_dtype=WIDE) * scale
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        larger = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - larger[:, None])
+        kept = tl.exp(largest - larger)
+        chunk = tl.load(
+            value + slots[:, None] + dims[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        added = tl.dot(weights.to(chunk.dtype), chunk, input_precision="ieee", out_dtype=WIDE)
+        summed = summed * kept[:, None] + added
+        total = total * kept + tl.sum(weights, axis=1)
+        largest = larger
+
+    cells = ((token * num_heads + head) * REPEAT + heads) * num_parts + part
+    summed /= tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(lse + cells, largest + tl.log(total), mask=is_head)
+    places = cells[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, summed, mask=is_head[:, None] & is_dim[None, :])
+
+
+def ordered_options(dtype: torch.dtype, repeat: int, head_dim: int) -> dict[str, object]:
+    """Return the compile-time arguments for `repeat` query heads of a kv head."""
+    return {
+        "SCALE": head_dim**-0.5,
+        "REPEAT": repeat,
+        "QUERIES": max(triton.next_power_of_2(repeat), 16),
+        "HEAD_DIM": head_dim,
+        "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
+        "KEYS": 64 if dtype.itemsize == 2 else 32,
+        "PART": PART_KEYS,
+        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+    }
+
+
+def attend_ordered(
+    query_PNH: Tensor, kv_KTH: Tensor, table_XS: Tensor, rows_P: Tensor, lengths_P: Tensor
+) -> Tensor:
+    """Return [P, N * H]. Token p sees the first `lengths_P[p]` slots of table row `rows_P[p]`.
+
+    `kv_KTH` has 2K heads, keys first. A token that sees no key has output 0.
+    """
+    out = query_PNH.new_empty(query_PNH.shape)
+    for tokens in (slice(i, i + _TOKENS) for i in range(0, query_PNH.shape[0], _TOKENS)):
+        _launch(query_PNH[tokens], kv_KTH, table_XS, rows_P[tokens], lengths_P[tokens], out[tokens])
+    return out.flatten(1)
+
+
+def _launch(
+    query: Tensor, kv: Tensor, table: Tensor, rows: Tensor, lengths: Tensor, out: Tensor
+) -> None:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, num_parts = kv.shape[0] // 2, triton.cdiv(table.shape[1], PART_KEYS)
+    key, value = kv.chunk(2)
+    wide = wide_dtype(query.dtype)
+    lse = query.new_empty(query.shape[:2], dtype=wide)
+    parts = out, lse
+    if num_parts > 1:
+        shape = num_tokens, num_heads, num_parts
+        parts = query.new_empty((*shape, head_dim), dtype=wide), query.new_empty(shape, dtype=wide)
+    options = ordered_options(query.dtype, num_heads // num_kv_heads, head_dim)
+    _attend_ordered[(num_tokens * num_kv_heads, num_parts)](
+        query,
+        key,
+        value,
+        table,
+        rows,
+        lengths,
+        *parts,
+        *query.stride()[:2],
+        *kv.stride()[:2],
+        table.stride(0),
+        num_kv_heads,
+        **options,
+    )
+    if num_parts > 1:
+        shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
+        _merge_parts[(num_tokens * num_heads,)](*parts, out, lse, num_parts, **shared)

@@ -1,0 +1,117 @@
+"""Triton products and norms with one configuration for every number of rows, for `row_arithmetic.py`.
+
+A row is added in a fixed order: over K from its start to its end, in blocks of one size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    num_in,
+    x_row,
+    weight_row,
+    weight_column,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write one tile of x @ weight.T + bias."""
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    outs = (tl.program_id(0) * OUTS + tl.arange(0, OUTS)).to(tl.int64)
+    is_row, is_out = rows < num_rows, outs < num_out
+    sums = tl.zeros([ROWS, OUTS], WIDE)
+    for start in range(0, num_in, INS):
+        at = start + tl.arange(0, INS)
+        is_in = at < num_in
+        inputs_at = x + rows[:, None] * x_row + at[None, :]
+        inputs = tl.load(inputs_at, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        weights_at = weight + outs[None, :] * weight_row + at[:, None] * weight_column
+        weights = tl.load(weights_at, mask=is_in[:, None] & is_out[None, :], other=0.0)
+        sums += tl.dot(inputs, weights, input_precision="ieee", out_dtype=WIDE)
+    if HAS_BIAS:
+        sums += tl.load(bias + outs, mask=is_out, other=0.0).to(WIDE)[None, :]
+    places = rows[:, None] * num_out + outs[None, :]
+    tl.store(out + places, sums, mask=is_row[:, None] & is_out[None, :])
+
+
+@triton.jit
+def _normalize(
+    x,
+    weight,
+    eps,
+    out,
+    num_weights,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write x * weight / sqrt(mean(x^2) + eps) of one row."""
+    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    is_dim = dims < SIZE
+    values = tl.load(x + row * SIZE + dims, mask=is_dim, other=0.0).to(WIDE)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / SIZE + tl.load(eps))
+    weights = tl.load(weight + row % num_weights * SIZE + dims, mask=is_dim, other=0.0)
+    normed = (values * scale).to(weights.dtype).to(WIDE) * weights.to(WIDE)
+    tl.store(out + row * SIZE + dims, normed, mask=is_dim)
+
+
+def tile_options(dtype: torch.dtype) -> dict[str, object]:
+    """Return the compile-time arguments of `_multiply`, the same for every shape."""
+    return {
+        "ROWS": 64,
+        "OUTS": 64,
+        "INS": 64 if dtype.itemsize == 2 else 32,
+        "WIDE": _wide(dtype),
+    }
+
+
+def _wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def multiply(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias, [P, O]. Rows of x must be contiguous."""
+    num_rows, num_in = x_PI.shape
+    num_out = weight_OI.shape[0]
+    out = x_PI.new_empty(num_rows, num_out)
+    options = tile_options(x_PI.dtype)
+    grid = triton.cdiv(num_out, options["OUTS"]), triton.cdiv(num_rows, options["ROWS"])
+    _multiply[grid](
+        x_PI,
+        weight_OI,
+        weight_OI if bias_O is None else bias_O,
+        out,
+        num_rows,
+        num_out,
+        num_in,
+        x_PI.stride(0),
+        *weight_OI.stride(),
+        HAS_BIAS=bias_O is not None,
+        **options,
+    )
+    return out
+
+
+def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Return the normalized x [.., D]. `weight` is [D], or [A, D] for x [P, A, D]."""
+    x, size = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _normalize[(x.numel() // size,)](
+        x, weight, eps, out, weight.numel() // size, SIZE=size, BLOCK=block, WIDE=_wide(x.dtype)
+    )
+    return out
