@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 def sync_path(path: Path) -> None:
@@ -33,6 +37,20 @@ def replace_text(path: Path, text: str) -> None:
     sync_path(temporary)
     temporary.replace(path)
     sync_path(path.parent)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file. Lines cut short by a process that was killed are counted and logged."""
+    rows, num_torn = [], 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                num_torn += 1
+    if num_torn:
+        log.warning("%s: left out %d torn lines of a run that was killed", path, num_torn)
+    return rows
 
 
 def save_tensors(

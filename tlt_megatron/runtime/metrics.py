@@ -12,7 +12,7 @@ import math
 import numbers
 from pathlib import Path
 
-from tlt_megatron.runtime.durable import replace_text
+from tlt_megatron.runtime.durable import read_json_lines, replace_text
 from tlt_megatron.runtime.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -83,16 +83,8 @@ def keep_rows(path: Path, resume_step: int | None) -> None:
     if resume_step is None:
         set_aside(path)
         return
-    kept, num_torn = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] < resume_step:
-                kept.append(line if line.endswith("\n") else line + "\n")
-        except json.JSONDecodeError:
-            num_torn += 1
-    if num_torn:
-        log.warning("%s: left out %d torn lines of a run that was killed", path, num_torn)
-    replace_text(path, "".join(kept))
+    kept = [row for row in read_json_lines(path) if row["step"] < resume_step]
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def set_aside(path: Path) -> None:

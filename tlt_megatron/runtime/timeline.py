@@ -9,7 +9,6 @@ SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT WARM-UP.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import statistics
@@ -24,10 +23,9 @@ from types import TracebackType
 from typing import Any
 
 from tlt_megatron.runtime.collectives import barrier, gather_objects
+from tlt_megatron.runtime.durable import read_json_lines
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.status import StatusWriter
-
-log = logging.getLogger(__name__)
 
 _MAX_BUFFERED = 8192  # events; at this count a span flushes, so a long step cannot fill the memory
 _NUM_CLOCK_MARKS = 5  # barriers; one late rank does not change their median
@@ -162,7 +160,7 @@ def merge_timelines(run_dir: Path) -> Path:
     files = sorted((run_dir / "timeline").glob("rank_*.jsonl"))
     if not files:
         raise ValueError(f"{run_dir / 'timeline'}: must hold rank_*.jsonl of a run with a trace")
-    ranks = {int(file.stem.removeprefix("rank_")): _read_events(file) for file in files}
+    ranks = {int(file.stem.removeprefix("rank_")): read_json_lines(file) for file in files}
     starts = [event["start_ns"] for events in ranks.values() for event in events]
     origin_ns = min(starts, default=0)
     trace: list[dict[str, Any]] = []
@@ -241,19 +239,6 @@ def _step_markers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _metadata(name: str, rank: int, tid: int, /, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
-
-
-def _read_events(path: Path) -> list[dict[str, Any]]:
-    events, num_torn = [], 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                events.append(json.loads(line))
-            except json.JSONDecodeError:
-                num_torn += 1
-    if num_torn:
-        log.warning("%s: left out %d torn lines of a rank that was killed", path, num_torn)
-    return events
 
 
 def _end_torn_line(path: Path) -> None:

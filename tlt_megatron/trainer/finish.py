@@ -14,6 +14,7 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
+from tlt_megatron.runtime.durable import read_json_lines
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.build import Run
@@ -154,7 +155,6 @@ def _write_evaluation(
 def _rows(path: Path) -> list[dict[str, float]]:
     """Return the metrics by step. The rows of an evaluation are merged into the row of its step."""
     rows: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_json_lines(path):
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
