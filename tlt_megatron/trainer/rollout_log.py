@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tlt_megatron.runtime.metrics import set_aside
 from tlt_megatron.types import Rollout, ScoredGroup
+
+if TYPE_CHECKING:
+    from tlt_megatron.data.tokenizer import Tokenizer
 
 _NUM_SAMPLES = 16  # responses of a step that trackers get
 
 
 def _file_name(step: int) -> str:
     return f"step_{step:07d}.jsonl"
-
-
-class TextOfTokens(Protocol):
-    """What the log needs of `data.tokenizer.Tokenizer`."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str: ...
-
-    def split(self, token_ids: Sequence[int], /) -> list[str]: ...
 
 
 class RolloutLog:
@@ -32,7 +27,7 @@ class RolloutLog:
     """
 
     def __init__(
-        self, folder: Path, tokenizer: TextOfTokens, *, resume_step: int | None = None
+        self, folder: Path, tokenizer: Tokenizer, *, resume_step: int | None = None
     ) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
