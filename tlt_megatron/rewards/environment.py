@@ -1,4 +1,4 @@
-"""Calls the function of `rollout.environment`, which answers the turns of a conversation. For reward workers.
+"""The answers of the function of `rollout.environment` to the turns of a conversation. For reward workers.
 
     def answer(messages, data_source, ground_truth, extra_info) -> tuple[observation, is_done]
 
@@ -13,11 +13,9 @@ further key of an observation, which comes back with the next turn: {"role": "to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.types import Message
 
 _MAX_BYTES = 1 << 19  # of an observation; half of what a worker may send at once
@@ -29,11 +27,6 @@ class Answer:
 
     observation: tuple[Message, ...]
     is_done: bool
-
-
-def load_environment(spec: str) -> Callable[..., Any]:
-    """Return the function that `rollout.environment` names. ValueError as in `load_extension`."""
-    return load_extension("rollout.environment", spec)
 
 
 def read_answer(result: object) -> Answer:

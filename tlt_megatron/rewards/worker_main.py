@@ -19,7 +19,8 @@ import sys
 import time
 import traceback
 
-from tlt_megatron.rewards.environment import load_environment, read_answer
+from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.rewards.environment import read_answer
 from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
 from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
 
@@ -56,7 +57,9 @@ class _Functions:
 
     def __init__(self, weights: dict[str, float], environment: str) -> None:
         self._rewards = WeightedRewards(weights)
-        self._environment = load_environment(environment) if environment else None
+        self._environment = (
+            load_extension("rollout.environment", environment) if environment else None
+        )
         self.is_async = self._rewards.is_async or (
             self._environment is not None and is_async(self._environment)
         )
