@@ -30,7 +30,7 @@ from tools.reasoning_task import ANSWER_MARK
 Question = tuple[int, ...]  # the numbers to add
 MAX_TERM = 9
 _MIN_TERMS = 2
-_MEAN_EXTRA_TERMS = 1.2  # beyond _MIN_TERMS, of an exponential distribution
+_MEAN_EXTRA_TERMS = 0.8  # beyond _MIN_TERMS, of an exponential distribution
 _LONG_SHARE = 1 / 5  # of the questions, with a number of terms in _LONG_TERMS
 _LONG_TERMS = (12, 40)
 _TASK = "Add step by step."

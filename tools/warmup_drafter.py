@@ -5,6 +5,7 @@
 
 Prints the accept length on hold-out prompts before and after, measured by decoding with the drafter. The folder holds an EAGLE
 checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's state. It is written every minute and at the end.
+`warm_up.json` beside them holds each measured accept length, with the seconds of training before it.
 `--resume` continues from it, up to `--steps` in all. `--config` takes policy, prompts, sampling and drafter from a run's file:
 
     python tools/warmup_drafter.py --config examples/smollm2.yaml --minutes 10 --out build/smollm2_drafter
@@ -13,6 +14,7 @@ checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's s
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
@@ -83,11 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _resume(trainer, out)
     strategy = SpeculationStrategy.parse(options.strategy)
     held_out = policy.prompts(options.eval, options.num_eval_prompts)
-    before = _measure(policy, model, strategy, held_out, params)
-    console.print(f"accept length, after {trainer.num_updates} steps: {before:.2f}")
-    _train(trainer, sequences, options, deadline, console)
-    after = _measure(policy, model, strategy, held_out, params)
-    console.print(f"accept length, after {trainer.num_updates} steps: {after:.2f}")
+    measured: list[dict[str, float]] = []
+    trained_s = 0.0
+    while True:
+        accepted = _measure(policy, model, strategy, held_out, params)
+        console.print(f"accept length, after {trainer.num_updates} steps: {accepted:.2f}")
+        steps = trainer.num_updates
+        measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
+        is_over = steps >= options.steps or time.monotonic() >= deadline
+        if trained_s > 0.0 and is_over:
+            break
+        started = time.monotonic()
+        until = min(deadline, started + 60 * options.measure_minutes)
+        _train(trainer, sequences, options, until, console)
+        trained_s += time.monotonic() - started
+    (out / "warm_up.json").write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     console.print(f"drafter: {out}")
 
 
@@ -192,6 +204,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--strategy", default="6_1_6", help="with which the accept length is measured")
     add("--steps", type=int, default=600, help="of the optimizer, at most")
     add("--minutes", type=float, default=math.inf, help="of generation and training, at most")
+    add("--measure-minutes", type=float, default=math.inf, help="of training between measurements")
     add("--resume", action="store_true", help="continue from --out, if it is there")
     add("--lr", type=float, default=3e-3)
     add("--feature-weight", type=float, default=1.0, help="of smooth L1 on features (eagle, hass)")

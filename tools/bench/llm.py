@@ -7,12 +7,14 @@
 Parts, each with a table and its keys in the JSON:
 
 - `cost`: what tools/bench/costs.py measures, for the shapes of the policy.
+- `passes`: where the time of a decode pass goes, at the policy's vocabulary and at 151,936 tokens.
+- `engine`: tokens per second of the embedded engine and of transformers generate, 8 requests of equal length.
 - `decode`: speed over plain decoding and differing tokens per token by dtype, and what batch-invariant decoding costs.
-- `step`: RL steps by phase with speculation off, with a frozen drafter, with TLT, and from a random drafter. See
-  tools/bench/step.py for how the variants alternate.
+- `step`: RL steps by phase, for the variants of tools/bench/step.py.
 - `learn`: held-out accuracy before and after a run of the example.
 
-The drafter is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there.
+The drafter is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there. The accept lengths that its warm-up
+measured are a table too.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import load_model_config
 from tools import warmup_drafter
-from tools.bench import costs
+from tools.bench import costs, rollout
 from tools.bench.batch_invariant import bench_batch_invariant
+from tools.bench.decode_pass import bench_decode_pass
 from tools.bench.interleaved import mismatch_per_token
+from tools.bench.measure import print_table, spread
 from tools.bench.setting import make_drafts, make_setting, make_variants
 from tools.bench.speed import bench_long_tail
-from tools.bench.step import Launcher, bench_speed
+from tools.bench.step import OFF, Launcher, bench_speed
 from tools.bench.step_tables import print_by_step
 
 QUICK = {
@@ -44,9 +48,12 @@ QUICK = {
     "learn_steps": 2,
     "num_requests": 4,
     "num_tokens": 8,
+    "engine_tokens": 8,
     "warm_up_minutes": 0.01,
 }
-_BATCH_SIZES = (1, 8)  # of the part `cost`
+_BATCH_SIZES = (1, 8)  # of the parts `cost` and `passes`
+_ENGINE_BATCH_SIZE = 8
+_LARGE_VOCAB = 151_936  # of Qwen2.5
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -65,6 +72,32 @@ def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, objec
         for key, by_dtype in found.items():
             by_dtype[dtype] = measured[key]
     return found
+
+
+def bench_passes(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Return the shares of weights, attention, noise with sampling, and the rest in a decode pass; by dtype."""
+    shapes = load_model_config(load_config(options.config, options.overrides).model.path)
+    sizes = [shapes.vocab_size, _LARGE_VOCAB]
+    found = {
+        dtype: bench_decode_pass(shapes, dtype, sizes, _BATCH_SIZES, options.cost_rounds, console)
+        for dtype in options.dtypes
+    }
+    return {"decode_pass": found}
+
+
+def bench_engine(options: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Return tokens per second of plain decoding and of transformers generate at batch 8; by dtype."""
+    settings = _decode_settings(options, load_config(options.config, options.overrides))
+    found = {}
+    for dtype in options.dtypes:
+        requests = argparse.Namespace(
+            model=settings.model, prompts=settings.prompts, dtype=dtype, seed=0,
+            num_requests=_ENGINE_BATCH_SIZE, num_samples=1, max_new_tokens=options.engine_tokens,
+            ignore_stops=True, max_batch_size=_ENGINE_BATCH_SIZE,
+            hf_batch_sizes=[_ENGINE_BATCH_SIZE], rounds=options.rounds,
+        )  # fmt: skip
+        found[dtype] = rollout.run(requests, console)
+    return {"embedded_over_transformers": found}
 
 
 def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -107,7 +140,9 @@ def bench_step(options: argparse.Namespace, console: Console) -> dict[str, objec
     """Return the tables of tools/bench/step.py for this model."""
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
         launcher = _launcher(options, console, Path(root), "data.eval=", "checkpoint.keep=1")
-        return bench_speed(launcher, options)
+        result = bench_speed(launcher, options)
+    result["step_speedup"] = {OFF: spread([1.0]), **result["step_speedup"]}
+    return result
 
 
 def bench_learn(options: argparse.Namespace, console: Console) -> dict[str, object]:
@@ -139,8 +174,21 @@ def _launcher(
     )
 
 
+def _warm_up_table(path: Path, console: Console) -> dict[str, object]:
+    """Return the accept lengths that the drafter's warm-up measured; nothing without its file."""
+    if not path.is_file():
+        return {}
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    rows = [[each["training_s"], each["steps"], each["accept_length"]] for each in measured]
+    columns = ("training s", "steps", "accept length")
+    print_table(console, "the drafter's warm-up", columns, rows, num_names=0)
+    return {"accept_length_by_training_s": measured}
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Console], dict[str, object]]] = {
     "cost": bench_cost,
+    "passes": bench_passes,
+    "engine": bench_engine,
     "decode": bench_decode,
     "step": bench_step,
     "learn": bench_learn,
@@ -151,15 +199,16 @@ def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add("--config", default="examples/smollm2.yaml")
     add("--drafter", default="build/smollm2_drafter", help="warmed up here if absent")
-    add("--warm-up-minutes", type=float, default=10.0)
+    add("--warm-up-minutes", type=float, default=5.0)
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--dtypes", nargs="+", choices=_DTYPES, default=list(_DTYPES))
     add("--ranks", type=int, default=2)
     add("--cost-rounds", type=int, default=15)
     add("--rounds", type=int, default=2, help="of decode and step")
     add("--steps", type=int, default=4, help="of a round; the first is not timed")
-    add("--learn-steps", type=int, default=24)
-    add("--num-requests", type=int, default=16, help="of decode")
+    add("--learn-steps", type=int, default=20)
+    add("--num-requests", type=int, default=8, help="of decode")
+    add("--engine-tokens", type=int, default=64, help="of a response of engine")
     add("--num-tokens", type=int, default=40, help="of a response of batch-invariant decoding")
     add("overrides", nargs="*", metavar="section.key=value")
 
@@ -170,8 +219,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     if needs_drafter and not (Path(options.drafter) / "config.json").is_file():
         minutes = ("--minutes", str(options.warm_up_minutes), "--steps", "1000000")
         folders = ("--config", options.config, "--out", options.drafter)
-        warmup_drafter.main([*folders, *minutes, "--strategy", "4_1_4"])
-    result: dict[str, object] = {}
+        measured = ("--measure-minutes", "1", "--num-eval-prompts", "8", "--strategy", "4_1_4")
+        warmup_drafter.main([*folders, *minutes, *measured])
+    result = _warm_up_table(Path(options.drafter) / "warm_up.json", console)
     for name in options.parts:
         result |= PARTS[name](options, console)
     return result

@@ -18,6 +18,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -51,6 +52,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--num-requests", type=int, default=128)
     add("--num-samples", type=int, default=8, help="responses per prompt")
     add("--max-new-tokens", type=int, default=512)
+    add("--ignore-stops", action="store_true", help="every response has --max-new-tokens")
     add("--max-batch-size", type=int, default=128, help="of the embedded engine")
     add("--hf-batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     add("--rounds", type=int, default=3)
@@ -110,12 +112,14 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def _draw(options: argparse.Namespace, policy: LoadedPolicy) -> list[RolloutGroup]:
-    """Draw prompts, and their responses with the policy's own stop tokens."""
+    """Draw prompts, and their responses: with the policy's own stop tokens, or all of the greatest length."""
     num_prompts = max(options.num_requests // options.num_samples, 1)
     prompts = random.Random(options.seed).sample(policy.prompts(options.prompts), num_prompts)
     params = policy.params(
         options.max_new_tokens, num_samples=options.num_samples, seed=options.seed
     )
+    if options.ignore_stops:
+        params = replace(params, stop_token_ids=())
     return policy.generate(prompts, params)
 
 
