@@ -1,6 +1,6 @@
-"""Triton kernels of the sampling noise, for CUDA. `sampling.py` calls them; its torch form is the reference.
+"""Triton kernels of the sampling noise, for CUDA. `sampling.py` calls them; `noise.py` defines the noise.
 
-One kernel replaces about twenty elementwise ones: it hashes (row key, token id) to a uniform number and turns that into
+One kernel replaces about thirty elementwise ones: it hashes (row key, block) and (row key, token id) and turns both into
 Gumbel noise in registers. `noisy_argmax` and `add_noise` write no noise at all. `TRITON_INTERPRET=1` runs both on a CPU: tests/kernels.
 """
 
@@ -11,23 +11,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_megatron.speculation import sampling
+from tlt_megatron.speculation import noise
 
-_GOLDEN = tl.constexpr(sampling.GOLDEN)
-_FIRST = tl.constexpr(sampling.MULTIPLIERS[0])
-_SECOND = tl.constexpr(sampling.MULTIPLIERS[1])
+_GOLDEN = tl.constexpr(noise.GOLDEN)
+_FIRST = tl.constexpr(noise.MULTIPLIERS[0])
+_SECOND = tl.constexpr(noise.MULTIPLIERS[1])
+_PLACES = tl.constexpr(noise.BLOCK)
 _BLOCK = 1024  # token ids of one program: 8 for each of its 128 threads
 _OPTIONS = {"enable_fp_fusion": False}  # every rounding as in the torch form
 
 
 @triton.jit
-def _gumbel(key, token_ids):
-    """`sampling.gumbel_of`: SplitMix64, the upper 52 bits as a float64 in (0, 1), -log(-log(u))."""
-    bits = key.to(tl.uint64) + (token_ids + 1).to(tl.uint64) * _GOLDEN
+def _hash(key, number):
+    """SplitMix64."""
+    bits = key.to(tl.uint64) + number.to(tl.uint64) * _GOLDEN
     bits = (bits ^ (bits >> 30)) * _FIRST
     bits = (bits ^ (bits >> 27)) * _SECOND
-    bits = (bits ^ (bits >> 31)) >> 12
-    return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.0**-52))
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def _exponential(bits):
+    """-log(u) of the upper 52 bits as a float64 in (0, 1)."""
+    return -tl.log(((bits >> 12).to(tl.float64) + 0.5) * 2.0**-52)
+
+
+@triton.jit
+def _gumbel(key, token_ids):
+    """`noise._gumbel`: -log of the block's smallest E, plus the token's own number if another token has it."""
+    block_bits = _hash(key, -(token_ids // _PLACES).to(tl.int64))
+    smallest = _exponential(block_bits) / _PLACES
+    others = _exponential(_hash(key, (token_ids + 1).to(tl.int64)))
+    has_smallest = block_bits % _PLACES == (token_ids % _PLACES).to(tl.uint64)
+    return -tl.log(tl.where(has_smallest, smallest, smallest + others))
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 The rollout engines call it for every token; drafters use the same noise to rank candidates. Over the allowed set, token =
 argmax(logits / temperature + Gumbel noise) is an exact sample of the tempered distribution (Gumbel-max). The noise is a pure
-function of (seed, position, token id). Sharing it makes the output independent of the drafter: Daliri, Musco, Suresh 2024,
+function of (seed, position, token id), defined in `noise.py`. Sharing it makes the output independent of the drafter: Daliri, Musco, Suresh 2024,
 "Coupling without communication and drafter-invariant speculative decoding".
 """
 
@@ -16,17 +16,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from tlt_megatron.speculation import noise
+from tlt_megatron.speculation.noise import GOLDEN, MULTIPLIERS, SHIFTS
+
 _MASK_64 = (1 << 64) - 1
-# SplitMix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finalizer.
-GOLDEN = 0x9E3779B97F4A7C15
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SHIFTS = (30, 27, 31)
-UNIFORM_BITS = 52  # (k + 1/2) / 2^52 is exact in float64 and never 0 or 1
 _NOISE_AHEAD = 1 << 12  # elements; below this, call overhead dominates the cost of noise
-_NOISE_CHUNK = 1 << 15  # elements of noise made at once on a CPU, so that they fit in the cache
 MAX_KEPT = 512  # token ids recorded of one cut distribution; prime-rl's bound, which a top-p rarely exceeds
-_SEARCHED_TOKENS = 1 << 14  # of a vocabulary; below this, noise for all of it is as fast
-_SEARCHED_LOGITS = 1 << 17  # of all rows; below this, call overhead dominates the cost of a search
+_SEARCHED_TOKENS = 1 << 12  # of a vocabulary; below this, noise for all of it is as fast
+_SEARCHED_LOGITS = 1 << 14  # of all rows; below this, call overhead dominates the cost of a search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,31 +88,38 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, vocab_size: int) -> Tenso
     """Return [B, V] float64 standard Gumbel noise. Element (b, v) depends only on (seeds_B[b], positions_B[b], v).
 
     A position is the index of the token in the response, from 0. `seeds_B` and `positions_B` are int64. The noise is
-    always finite: within [-3.6, 36.8].
+    always finite: within [-3.7, 40.9].
     """
-    keys_B = row_keys(seeds_B, positions_B)
-    if keys_B.is_cpu and vocab_size >= _SEARCHED_TOKENS:
-        return _module("noise_search").fill_gumbel(keys_B, vocab_size)
-    return noise_of_ids(keys_B, torch.arange(vocab_size, device=keys_B.device))
+    ids_V = torch.arange(vocab_size, device=seeds_B.device)
+    return noise_of_ids(row_keys(seeds_B, positions_B), ids_V)
 
 
 def noise_of_ids(keys_B: Tensor, ids_C: Tensor) -> Tensor:
-    """Return [B, C]: the columns `ids_C` of `gumbel_noise`, for the keys from `row_keys`."""
-    num_rows, chunk = len(keys_B), len(ids_C)
-    if num_rows * chunk > _NOISE_CHUNK and not keys_B.is_cuda:
-        chunk = max(_NOISE_CHUNK // num_rows, 256)
-    parts = [gumbel_of(keys_B.unsqueeze(1), part) for part in ids_C.split(chunk)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    """Return [B, C]: the columns `ids_C`, ascending, of `gumbel_noise`, for the keys from `row_keys`."""
+    return gumbel_of(keys_B, ids_C) if keys_B.is_cuda else noise.gumbel_of_ids(keys_B, ids_C)
+
+
+def gumbel_of(keys_B: Tensor, ids_C: Tensor) -> Tensor:
+    """`noise.gumbel_of_ids` in torch, for CUDA without triton: it reads nothing back."""
+    keys_B1 = keys_B.unsqueeze(1)
+    block_hashes_BC = _mix_(keys_B1 - ids_C // noise.BLOCK * _signed(GOLDEN))
+    race_BC = _exponential(_mix_(keys_B1 + (ids_C + 1) * _signed(GOLDEN)))
+    race_BC *= block_hashes_BC % noise.BLOCK != ids_C % noise.BLOCK
+    race_BC += _exponential(block_hashes_BC) / noise.BLOCK
+    return race_BC.log_().neg_()
+
+
+def _exponential(hashes: Tensor) -> Tensor:
+    bits = (hashes >> (64 - noise.UNIFORM_BITS)) & ((1 << noise.UNIFORM_BITS) - 1)
+    return bits.double().add_(0.5).mul_(2.0**-noise.UNIFORM_BITS).log_().neg_()
 
 
 def noisy_argmax(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """Return [B] int64: the argmax over V of logits + `gumbel_noise`, without making all of the noise where that is faster."""
     if _has_kernels(seeds_B):
-        return _module("noise_kernel").noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
+        return _kernels().noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
     if is_searched(logits_BV.shape[0], logits_BV.shape[1], logits_BV.device):
-        tokens_B = _module("noise_search").noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
-        if tokens_B is not None:
-            return tokens_B
+        return noise.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
     noise_BV = gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
     return noise_BV.add_(logits_BV).argmax(dim=-1)
 
@@ -135,23 +139,9 @@ def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:
     return is_large and device.type == "cpu"
 
 
-def _module(name: str) -> ModuleType:
-    """Imported when needed: CPU builds of torch come without triton, and both modules import this one."""
-    return importlib.import_module(f"tlt_megatron.speculation.{name}")
-
-
-def gumbel_of(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the float64 noise of token ids under row keys; the two broadcast."""
-    bits = _mix_(keys + (token_ids + 1) * _signed(GOLDEN))
-    bits >>= 64 - UNIFORM_BITS
-    bits &= (1 << UNIFORM_BITS) - 1
-    return gumbel_(bits.double())
-
-
-def gumbel_(bits: Tensor) -> Tensor:
-    """Turn the float64 integers of `UNIFORM_BITS` bits into noise, in place."""
-    uniform = bits.add_(0.5).mul_(2.0**-UNIFORM_BITS)
-    return uniform.log_().neg_().log_().neg_()
+def _kernels() -> ModuleType:
+    """Imported when needed: CPU builds of torch come without triton."""
+    return importlib.import_module("tlt_megatron.speculation.noise_kernel")
 
 
 class NoiseWindow:
@@ -192,8 +182,8 @@ class NoiseWindow:
         old_BAV = self._block_BAV
         if old_BAV is None or length == 1:  # one position per row: nothing of the old block is left
             seeds_BA = seeds_B.unsqueeze(1).expand_as(positions_BA)
-            noise = gumbel_noise(seeds_BA.reshape(-1), positions_BA.view(-1), vocab_size)
-            return noise.view(num_rows, ahead, vocab_size)
+            noise_NV = gumbel_noise(seeds_BA.reshape(-1), positions_BA.view(-1), vocab_size)
+            return noise_NV.view(num_rows, ahead, vocab_size)
         offsets_BA = positions_BA - self._first_B.unsqueeze(1)
         rows_N, new_N = (offsets_BA >= old_BAV.shape[1]).nonzero(as_tuple=True)
         offsets_BA.clamp_(max=old_BAV.shape[1] - 1)
@@ -300,11 +290,11 @@ def add_noise(
     """Return logits * scale + `gumbel_noise` * factor in at least float32, for logits [B, V] or [B, K, V].
 
     The K rows of a request share its noise. `scale` is 0-dim, `factor` 0-dim or [B], both float64. `ids_V` are the token ids
-    of the columns (None: 0 to V - 1). On CUDA the noise is not written.
+    of the columns, ascending (None: 0 to V - 1). On CUDA the noise is not written.
     """
     keys_B = row_keys(seeds_B, positions_B)
     if _has_kernels(keys_B):
-        return _module("noise_kernel").add_noise(logits, keys_B, scale, factor, ids_V)
+        return _kernels().add_noise(logits, keys_B, scale, factor, ids_V)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if ids_V is None:
         noise_BV = gumbel_noise(seeds_B, positions_B, logits.shape[-1])

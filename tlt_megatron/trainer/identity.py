@@ -15,11 +15,13 @@ from typing import Any
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.speculation.noise import DEFINITION
 from tlt_megatron.trainer.checkpoint import SavedRun
 
 log = logging.getLogger(__name__)
 
 _IDENTITY, _SETTINGS, _NUM_RANKS = "identity", "settings", "num_ranks"
+_NOISE = "sampling noise (another one draws other tokens from the same seed)"
 # Settings whose change makes the learned state of a part useless.
 _OF_SELECTOR = (
     "rollout.engine",
@@ -72,7 +74,7 @@ def describe_run(
     }
     about = {
         _IDENTITY: _flatten(identity),
-        _SETTINGS: _flatten(dataclasses.asdict(config)),
+        _SETTINGS: _flatten(dataclasses.asdict(config)) | {_NOISE: DEFINITION},
         _NUM_RANKS: num_ranks,
     }
     return json.loads(json.dumps(about))

@@ -283,7 +283,7 @@ def test_drafters_are_as_right_and_as_wrong_as_they_are_called(
     measured = {name: measure(name, CHAIN) for name in ("trained", "random", "always_wrong")}
     measured["by noise"] = measure("trained", CHAIN, HOT)
     measured["of an earlier epoch"] = measure("random", NGRAMS)
-    assert measured["always_wrong"] < 1.15 < measured["random"] < measured["trained"], measured
+    assert measured["always_wrong"] < 1.12 < measured["random"] < measured["trained"], measured
     assert min(measured["by noise"], measured["of an earlier epoch"]) > 3.5, measured
     assert measure("always_wrong", TREE, 0.0) < 1.05
 

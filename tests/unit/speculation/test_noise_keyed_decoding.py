@@ -72,8 +72,9 @@ def test_speculative_tokens_equal_plain_tokens(drafter: str, how: Sampling) -> N
     )
     plain = [decode_plain(TARGET, s, how, n, STOPS) for s, n in zip(seeds, limits, strict=True)]
     assert responses == plain
-    if drafter == "broken":
-        assert set(accept_lengths) == {1}
+    if drafter == "broken":  # its chains propose token 0, so no other is accepted
+        num_accepted = sum(accept_lengths) - len(accept_lengths)
+        assert num_accepted <= sum(response.count(0) for response in responses)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tlt_megatron.speculation import noise_search
+from tlt_megatron.speculation import noise
 from tlt_megatron.speculation.sampling import (
     cut_logits,
     gumbel_noise,
-    gumbel_of,
     noisy_argmax,
     request_seed,
     row_keys,
@@ -30,9 +29,7 @@ def plain(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> list[int]:
 
 
 def searched(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> list[int]:
-    tokens_B = noise_search.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B))
-    assert tokens_B is not None
-    return tokens_B.tolist()
+    return noise.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B)).tolist()
 
 
 def draws(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -89,41 +86,49 @@ def test_every_token_can_win() -> None:
     assert max(found) >= 1000 - 40
 
 
-@pytest.mark.parametrize("lead", [35.0, 36.7, 50.0, 1e20])
+@pytest.mark.parametrize("lead", [35.0, 40.8, 50.0, 1e20])
 def test_one_token_far_above_the_others(lead: float) -> None:
-    """A lead near the largest noise, about 36.7, and beyond it."""
+    """A lead near the largest noise, about 40.9, and beyond it."""
     logits_BV = normal(8, 5000, 2).float()
     logits_BV[:, 4999] += lead
     assert searched(logits_BV, *draws(8)) == plain(logits_BV, *draws(8)) == [4999] * 8
 
 
-@pytest.mark.parametrize("behind", [0.0, 1e-12, 1e-10])
-def test_a_rival_at_the_threshold_is_not_lost(behind: float) -> None:
-    """A token of large noise ends up equal to, or just below, the first of the leaders: the first id wins a tie."""
-    seeds_B, positions_B = draws(1)
-    noise_V = gumbel_noise(seeds_B, positions_B, 4096)[0]
-    rival, leader = int(noise_V[:2048].argmax()), 4000
-    logits_V = torch.full((4096,), -100.0, dtype=torch.float64)
-    logits_V[2100 : 2100 + 64 * 24] = (
-        0.0  # more blocks than are scored first, if they were all equal
-    )
-    logits_V[2100 : 2100 + 64 * 24] -= noise_V[2100 : 2100 + 64 * 24]
-    logits_V[leader] = 1.0 - noise_V[leader]
-    logits_V[rival] = 1.0 - noise_V[rival] - behind
-    logits_BV = logits_V.unsqueeze(0)
-    found = searched(logits_BV, seeds_B, positions_B)
-    assert found == plain(logits_BV, seeds_B, positions_B)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_left_to_the_plain_form(value: float) -> None:
-    seeds_B, positions_B = draws(8)
-    for token in (7, REAL - 1):
-        logits_BV = normal(8, REAL, 3).float()
-        logits_BV[1, token] = value
-        assert noise_search.noisy_argmax(logits_BV, row_keys(seeds_B, positions_B)) is None
-        found = noisy_argmax(logits_BV, seeds_B, positions_B).tolist()
+@pytest.mark.parametrize("behind", [0.0, 1e-15, 1e-12, 1e-10])
+@pytest.mark.parametrize("vocab_size", [4096, 4133])
+def test_a_rival_at_the_bound_is_not_lost(vocab_size: int, behind: float) -> None:
+    """All tokens end up equal, but for one that is just below or equal: the first id of the best wins."""
+    seeds_B, positions_B = draws(16)
+    logits_BV = 1.0 - gumbel_noise(seeds_B, positions_B, vocab_size)
+    for first in (0, 2000, vocab_size - 1):
+        logits_BV[:, :first] -= behind
+        found = searched(logits_BV, seeds_B, positions_B)
         assert found == plain(logits_BV, seeds_B, positions_B)
+
+
+def test_noise_of_a_block_is_below_its_bound() -> None:
+    """The smallest E of a block has the largest noise, at the place that the hash says; rounding leaves the order."""
+    seeds_B, positions_B = draws(500)
+    race = noise._Race.start(torch.zeros(500, 1024), row_keys(seeds_B, positions_B))
+    noise_BKW = gumbel_noise(seeds_B, positions_B, 1024).unflatten(1, (16, 64))
+    largest_BK, places_BK = noise_BKW.max(dim=2)
+    assert (largest_BK.numpy() < race.most_BK).all()
+    assert (places_BK.numpy() == race.places_BK).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("count", [1, 2, 4000, REAL])
+def test_logits_that_are_not_finite(value: float, count: int) -> None:
+    """The first NaN wins, then the first inf; a row of -inf gives token 0. Other rows are not affected."""
+    seeds_B, positions_B = draws(8)
+    for first in {0, 7, REAL - count}:
+        logits_BV = normal(8, REAL, 3).float()
+        logits_BV[1, first : first + count] = value
+        expected = plain(logits_BV, seeds_B, positions_B)
+        assert searched(logits_BV, seeds_B, positions_B) == expected
+        assert noisy_argmax(logits_BV, seeds_B, positions_B).tolist() == expected
+        if value != -torch.inf:
+            assert expected[1] == first
     nothing_BV = torch.full((8, REAL), -torch.inf)
     assert noisy_argmax(nothing_BV, seeds_B, positions_B).tolist() == [0] * 8
 
@@ -151,14 +156,18 @@ def test_samples_are_those_of_the_whole_noise(
     assert torch.equal(found.policy_logprobs_B, expected.policy_logprobs_B)
 
 
-def test_noise_of_a_large_vocabulary_is_that_of_the_torch_form() -> None:
-    """Seeds at the ends of their range; two chunks, the second not full."""
+def test_noise_does_not_depend_on_the_size_of_the_vocabulary() -> None:
+    """Seeds at the ends of their range; columns of several chunks, alone or among other ids."""
     seeds_B = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)])
     positions_B = torch.tensor([0, 131_071, 7, 0, 5])
-    keys_B1 = row_keys(seeds_B, positions_B).unsqueeze(1)
-    expected_BV = gumbel_of(keys_B1, torch.arange(40_001))
-    assert torch.equal(gumbel_noise(seeds_B, positions_B, 40_001), expected_BV)
-    assert torch.equal(gumbel_noise(seeds_B, positions_B, 1000), expected_BV[:, :1000])
+    whole_BV = gumbel_noise(seeds_B, positions_B, 40_001)
+    for vocab_size in (1, 24, 63, 64, 65, 1000, 40_000):
+        found_BV = gumbel_noise(seeds_B, positions_B, vocab_size)
+        assert torch.equal(found_BV, whole_BV[:, :vocab_size])
+    some_C = torch.randperm(40_001, generator=torch.Generator().manual_seed(0))[:9000].sort().values
+    keys_B = row_keys(seeds_B, positions_B)
+    for ids_C in (some_C, some_C[:1], torch.tensor([64]), torch.tensor([63, 40_000])):
+        assert torch.equal(noise.gumbel_of_ids(keys_B, ids_C), whole_BV[:, ids_C])
 
 
 def test_rows_of_a_strided_view() -> None:

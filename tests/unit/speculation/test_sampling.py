@@ -5,6 +5,8 @@ Statistical tests have fixed seeds; each would raise a false alarm with probabil
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from tlt_megatron.speculation.sampling import (
     NoiseWindow,
     cut_logits,
     gumbel_noise,
+    gumbel_of,
     kept_ids,
     request_seed,
     sample,
@@ -119,8 +122,8 @@ def test_noise_of_a_large_vocabulary_made_in_chunks_is_the_same_bits() -> None:
     assert torch.equal(gumbel_noise(row_seeds, positions, 50), whole[:, :50])
 
 
-def test_noise_is_splitmix64_of_the_key() -> None:
-    """Recomputed with Python's integers; so the stream is pinned across versions and devices."""
+def test_noise_is_a_race_of_splitmix64_hashes() -> None:
+    """Recomputed with Python's integers, over three blocks; so the stream is pinned across versions and devices."""
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
     def mix(z: int) -> int:
@@ -129,12 +132,23 @@ def test_noise_is_splitmix64_of_the_key() -> None:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         return z ^ (z >> 31)
 
+    def exponential(bits: int) -> float:
+        return -math.log(((bits >> 12) + 0.5) / 2**52)
+
     seed, position = request_seed(3, 4, 5), 11
     key = mix(seed + position * golden)
-    bits = [mix(key + (token + 1) * golden) >> 12 for token in range(6)]
-    uniform = torch.tensor([(b + 0.5) / 2**52 for b in bits], dtype=torch.float64)
-    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 6)[0]
-    torch.testing.assert_close(noise, -torch.log(-torch.log(uniform)), atol=1e-14, rtol=1e-14)
+    expected = []
+    for token in range(150):
+        block_bits = mix(key - token // 64 * golden)
+        race = exponential(block_bits) / 64
+        if block_bits % 64 != token % 64:
+            race += exponential(mix(key + (token + 1) * golden))
+        expected.append(-math.log(race))
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 150)[0]
+    expected_V = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(noise, expected_V, atol=1e-14, rtol=1e-14)
+    on_cuda = gumbel_of(torch.tensor([key - (key >> 63 << 64)]), torch.arange(150))[0]
+    torch.testing.assert_close(on_cuda, expected_V, atol=1e-14, rtol=1e-14)
 
 
 def test_noise_is_uniform_after_its_distribution_function() -> None:

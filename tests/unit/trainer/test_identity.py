@@ -98,6 +98,16 @@ def test_one_warning_names_changed_settings_and_the_parts_that_start_anew(
     assert (" drafter start" in record.getMessage()) == (not has_drafter)
 
 
+def test_a_checkpoint_of_other_noise_resumes_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Older checkpoints do not name their noise."""
+    before = describe()
+    before["settings"] = {k: v for k, v in before["settings"].items() if "noise" not in k}
+    assert compare_run(saved(before), describe(), is_warning=True).has_selector
+    assert "draws other tokens from the same seed) None -> 'race in blocks of 64'" in caplog.text
+
+
 def test_another_number_of_ranks_starts_the_selector_anew(caplog: pytest.LogCaptureFixture) -> None:
     resumed = compare_run(saved(describe()), describe(ranks=4), is_warning=True)
     assert (resumed.has_selector, resumed.has_drafter) == (False, True)
