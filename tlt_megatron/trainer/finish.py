@@ -39,7 +39,7 @@ _RESULTS = {
     ("num_steps", "step_time_s_median", "seconds_total"): "RL steps: {}, median {} s; run {} s",
     ("rollout_tokens_per_s",): "rollouts: {} generated tokens/s",
     ("accept_length_first", "accept_length_last"): "accept length: {} -> {} tokens per verify pass",
-    ("idle_s", "idle_used_s"): "idle: {} rank-seconds, {} of them used for the drafter",
+    ("idle_s", "idle_used_s"): "idle: {} rank-seconds, {} of them used",
     (
         "rollout_speedup",
         "step_speedup",
