@@ -95,21 +95,6 @@ def test_every_metric_is_documented(straight: Path) -> None:
     assert [n for n in written if not any(fnmatchcase(n, each) for each in known)] == []
 
 
-def test_gradients_of_idle_ranks_add_up_to_the_same_update(
-    config: Path, straight: Path, tmp_path: Path
-) -> None:
-    """Rank 0 waits for the drafter, which rank 1 trains after it has computed its gradients."""
-    engine = patient_engine(tmp_path, "embedded")
-    run_dir = tmp_path / "run"
-    run(2, config, run_dir, "run.num_steps=2", *SPOT, engine, "algorithm.stream_update=true")
-    rows = metric_rows(run_dir)
-    assert any(row["actor/streamed_response_share"] > 0 for row in rows)
-    for mine, theirs in zip(rows, metric_rows(straight), strict=False):
-        assert theirs["actor/streamed_response_share"] == 0
-        for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
-
-
 def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
     config: Path, straight: Path, tmp_path: Path
 ) -> None:

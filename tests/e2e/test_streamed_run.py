@@ -51,7 +51,7 @@ def engine(config, device, run_dir, world):
     return engine
 """
 SETTINGS = (
-    *("rollout.num_prompts=4", "run.num_steps=3", "run.heartbeat_timeout_s=10"),
+    *("rollout.num_prompts=4", "run.num_steps=3"),
     *("speculation.enabled=true", "speculation.strategies=['2_1_2']", "spot.enabled=true"),
     *("algorithm.skip_zero_advantages=false", "checkpoint.interval=1"),
     *("data.eval=", "logging.tensorboard=false"),
