@@ -3,14 +3,14 @@
 Writes train.jsonl and eval.jsonl in slime's keys, for `reward.function: exact`. A prompt holds two examples, since a small model
 does not follow a description:
 
-    Add step by step.
+    Add the numbers one by one. Then write #### and the sum.
     4 + 3
     4 + 3 = 7
     #### 7<|im_end|>
     ...
     2 + 9 + 5
 
-The right response adds one number per line. Most sums have two or three numbers, and one in five has 12 to 40: lengths have a long
+The right response adds one number per line. Most sums have two or three numbers, and one in eight has 12 to 40: lengths have a long
 tail, from 12 to 440 tokens. A held-out question is in no training prompt; training questions may repeat, as there are only 81 sums
 of two digits. A prompt is text, not chat messages: with SmolLM2's template it would be half as long again.
 """
@@ -30,10 +30,10 @@ from tools.reasoning_task import ANSWER_MARK
 Question = tuple[int, ...]  # the numbers to add
 MAX_TERM = 9
 _MIN_TERMS = 2
-_MEAN_EXTRA_TERMS = 0.8  # beyond _MIN_TERMS, of an exponential distribution
-_LONG_SHARE = 1 / 5  # of the questions, with a number of terms in _LONG_TERMS
+_MEAN_EXTRA_TERMS = 1.2  # beyond _MIN_TERMS, of an exponential distribution
+_LONG_SHARE = 1 / 8  # of the questions, with a number of terms in _LONG_TERMS
 _LONG_TERMS = (12, 40)
-_TASK = "Add step by step."
+_TASK = f"Add the numbers one by one. Then write {ANSWER_MARK} and the sum."
 _EXAMPLES = ((4, 3), (5, 8, 6))
 _END = "<|im_end|>"  # with which SmolLM2 ends a response
 
