@@ -8,7 +8,7 @@ Parts, each with a table and its keys in the JSON:
 
 - `cost`: what tools/bench/costs.py measures, for the shapes of the policy.
 - `passes`: where the time of a decode pass goes, at the policy's vocabulary and at 151,936 tokens.
-- `engine`: tokens per second of the embedded engine and of transformers generate, 8 requests of equal length.
+- `engine`: tokens per second of the embedded engine and of transformers generate: 2 prompts x 4 responses of equal length.
 - `decode`: speed over plain decoding and differing tokens per token by dtype, and what batch-invariant decoding costs.
 - `step`: RL steps by phase, for the variants of tools/bench/step.py.
 - `learn`: held-out accuracy before and after a run of the example.
@@ -92,7 +92,7 @@ def bench_engine(options: argparse.Namespace, console: Console) -> dict[str, obj
     for dtype in options.dtypes:
         requests = argparse.Namespace(
             model=settings.model, prompts=settings.prompts, dtype=dtype, seed=0,
-            num_requests=_ENGINE_BATCH_SIZE, num_samples=1, max_new_tokens=options.engine_tokens,
+            num_requests=_ENGINE_BATCH_SIZE, num_samples=4, max_new_tokens=options.engine_tokens,
             ignore_stops=True, max_batch_size=_ENGINE_BATCH_SIZE,
             hf_batch_sizes=[_ENGINE_BATCH_SIZE], rounds=options.rounds,
         )  # fmt: skip

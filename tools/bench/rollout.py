@@ -83,7 +83,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         runs[f"ours before {size}"] = lambda: _run_engine(policy, groups, options)
         runs[f"theirs at {size}"] = run_hf(size)
     seconds = list(interleave(runs, options.rounds, wall_seconds).values())
-    ours, theirs = (list(map(min, *seconds[side::2])) for side in (0, 1))
+    ours, theirs = (
+        [min(of_round) for of_round in zip(*seconds[side::2], strict=True)] for side in (0, 1)
+    )
     lengths = sorted(length for of_prompt in _lengths(groups) for length in of_prompt)
     num_tokens, p95 = sum(lengths), lengths[int(0.95 * (len(lengths) - 1))]
     shape = {"median": statistics.median(lengths), "p95": p95, "max": lengths[-1]}
