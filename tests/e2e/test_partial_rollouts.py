@@ -32,7 +32,7 @@ TLT = (
     *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
-# Responses of more than one round wait in the third step of the run `stopped` while `hold` exists.
+# From the third step of the run `stopped` on, responses of more than one round wait while `hold` exists.
 HELD_REWARD = f"""{REWARD}
 {HOLDING}
 
@@ -86,8 +86,10 @@ def test_a_stopped_and_resumed_run_with_tlt_equals_the_plain_one(
     job.wait_until_held()
     job.process.terminate()
     job.end(0)
-    assert saved_step(run_dir) == len(metric_rows(run_dir)) == 2
-    assert (run_dir / "checkpoints" / "iter_0000002" / "carried_responses.pt").exists()
+    step = saved_step(run_dir)  # the draws decide in which step a carried response ends
+    assert step == len(metric_rows(run_dir))
+    assert 2 <= step < 5
+    assert (run_dir / "checkpoints" / f"iter_{step:07d}" / "carried_responses.pt").exists()
     run(2, config, run_dir, *arguments)
     check_same_run(run_dir, straight)
 
