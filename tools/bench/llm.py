@@ -35,10 +35,10 @@ from tools.bench import costs, rollout
 from tools.bench.batch_invariant import bench_batch_invariant
 from tools.bench.decode_pass import bench_decode_pass
 from tools.bench.interleaved import mismatch_per_token
-from tools.bench.measure import print_table, spread
+from tools.bench.measure import print_table
 from tools.bench.setting import make_drafts, make_setting, make_variants
 from tools.bench.speed import bench_long_tail
-from tools.bench.step import OFF, Launcher, bench_speed
+from tools.bench.step import Launcher, bench_speed
 from tools.bench.step_tables import print_by_step
 
 QUICK = {
@@ -140,9 +140,7 @@ def bench_step(options: argparse.Namespace, console: Console) -> dict[str, objec
     """Return the tables of tools/bench/step.py for this model."""
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
         launcher = _launcher(options, console, Path(root), "data.eval=", "checkpoint.keep=1")
-        result = bench_speed(launcher, options)
-    result["step_speedup"] = {OFF: spread([1.0]), **result["step_speedup"]}
-    return result
+        return bench_speed(launcher, options)
 
 
 def bench_learn(options: argparse.Namespace, console: Console) -> dict[str, object]:

@@ -152,15 +152,14 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     timed = timed_steps(num_steps, options.steps)
     later = range(2, num_steps + 1)  # the first step has no data of a step before it
     base = runs[OFF]
-    against = {name: run for name, run in runs.items() if name != OFF}
-    accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in against.items()}
-    same = {name: num_same_steps(base, run, later) for name, run in against.items()}
+    accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items() if name != OFF}
+    same = {name: num_same_steps(base, run, later) for name, run in runs.items()}
     idle = {name: idle_figures(runs[name], later) for name in (TLT, STREAMED, COLD)}
     settings = launcher.root / "speed" / TLT / "config.yaml"
     result: dict[str, Any] = {
-        "step_speedup": {name: speedups(base, run, timed) for name, run in against.items()},
+        "step_speedup": {name: speedups(base, run, timed) for name, run in runs.items()},
         "rollout_speedup": {
-            name: speedups(base, run, timed, ROLLOUT_SECONDS) for name, run in against.items()
+            name: speedups(base, run, timed, ROLLOUT_SECONDS) for name, run in runs.items()
         },
         "rollout_share": rollout_share(base, timed),
         "phases_s": {name: phase_seconds(runs[name], timed) for name in variants},
