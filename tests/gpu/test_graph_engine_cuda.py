@@ -115,7 +115,7 @@ def test_graphs_and_eager_passes_agree_but_for_rounding(path: Path, dtype: str) 
 
 
 def test_batch_invariant_tokens_are_the_same_in_bfloat16(path: Path) -> None:
-    """Alone, in one batch, in graphs, and with another strategy for every pass."""
+    """Requests run one by one, in one batch, in captured graphs, and with a new strategy in each pass."""
     options: dict[str, object] = {"dtype": "bfloat16", "batch_invariant": True}
     expected, _ = run(make_engine(path, "off", cuda_graphs=False, **options))
     assert run(make_engine(path, "off", max_batch_size=1, **options))[0] == expected

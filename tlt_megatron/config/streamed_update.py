@@ -21,25 +21,40 @@ def check_stream_update(config: RunConfig) -> None:
     # a user's engine may stream
     engine = rollout.engine if rollout.engine == "sglang" else "embedded"
     needed: tuple[tuple[str, object, object, str], ...] = (
-        ("algorithm.num_minibatches", algorithm.num_minibatches, 1, "a batch gets one update"),
-        ("algorithm.num_epochs", algorithm.num_epochs, 1, "a batch gets one update"),
-        ("algorithm.recompute_log_probs", algorithm.recompute_log_probs, "auto", "no other pass"),
-        ("algorithm.kl_coef", algorithm.kl_coef, 0.0, "no pass of a reference policy"),
-        ("algorithm.dynamic_sampling", algorithm.dynamic_sampling, False, "groups are not dropped"),
-        ("rollout.partial_rollout_tokens", rollout.partial_rollout_tokens, 0, "one round per step"),
-        ("rollout.engine", engine, "embedded", "SGLang does not keep the memory"),
-        ("mcore.offload_in_rollouts", mcore.offload_in_rollouts, False, "gradients have a place"),
-        ("spot.enabled", spot.enabled, True, "idle ranks work"),
+        ("algorithm.num_minibatches", algorithm.num_minibatches, 1, "a batch must get one update"),
+        ("algorithm.num_epochs", algorithm.num_epochs, 1, "a batch must get one update"),
+        (
+            "algorithm.recompute_log_probs",
+            algorithm.recompute_log_probs,
+            "auto",
+            "a log-prob pass needs the batch",
+        ),
+        ("algorithm.kl_coef", algorithm.kl_coef, 0.0, "its reference pass needs the batch"),
+        ("algorithm.dynamic_sampling", algorithm.dynamic_sampling, False, "it may drop a group"),
+        (
+            "rollout.partial_rollout_tokens",
+            rollout.partial_rollout_tokens,
+            0,
+            "a response may be unfinished",
+        ),
+        ("rollout.engine", engine, "embedded", "SGLang holds the memory"),
+        (
+            "mcore.offload_in_rollouts",
+            mcore.offload_in_rollouts,
+            False,
+            "gradients must stay on the device",
+        ),
+        ("spot.enabled", spot.enabled, True, "idle ranks wait without it"),
     )
     algorithm.require(
         algorithm.advantage in _OF_SIBLINGS,
         "stream_update",
-        f"false where algorithm.advantage={algorithm.advantage!r} (it may need the whole batch;"
-        f" allowed: {', '.join(_OF_SIBLINGS)})",
+        f"false where algorithm.advantage={algorithm.advantage!r} (must be {', '.join(_OF_SIBLINGS)}:"
+        " another one may need the whole batch)",
     )
     for name, value, allowed, why in needed:
         algorithm.require(
             value == allowed,
             "stream_update",
-            f"false where {name}={value!r} (allowed: {allowed!r}, so that {why})",
+            f"false where {name}={value!r} (must be {allowed!r}: {why})",
         )

@@ -1,6 +1,7 @@
-"""Triton products and norms with one configuration for every number of rows, for `row_arithmetic.py`.
+"""Triton kernels for matrix products and RMSNorm, for `row_arithmetic.py`.
 
-A row is added in a fixed order: over K from its start to its end, in blocks of one size.
+The tile shape is the same for any number of rows. Each row is summed from its first input to its
+last, in blocks of one size. So its bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tlt_megatron.models.attention.fused_kernel import triton_wide
 
 
 @triton.jit
@@ -70,17 +73,13 @@ def _normalize(
 
 
 def tile_options(dtype: torch.dtype) -> dict[str, object]:
-    """Return the compile-time arguments of `_multiply`, the same for every shape."""
+    """Return the compile-time arguments of `_multiply`. They depend on the dtype alone."""
     return {
         "ROWS": 64,
         "OUTS": 64,
         "INS": 64 if dtype.itemsize == 2 else 32,
-        "WIDE": _wide(dtype),
+        "WIDE": triton_wide(dtype),
     }
-
-
-def _wide(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def multiply(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -112,6 +111,13 @@ def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     _normalize[(x.numel() // size,)](
-        x, weight, eps, out, weight.numel() // size, SIZE=size, BLOCK=block, WIDE=_wide(x.dtype)
+        x,
+        weight,
+        eps,
+        out,
+        weight.numel() // size,
+        SIZE=size,
+        BLOCK=block,
+        WIDE=triton_wide(x.dtype),
     )
     return out

@@ -234,7 +234,7 @@ def _bubble(run: RunData) -> Panel:
     rows = [row for row in run.rows if row.get("bubble/idle_s") is not None]
     unused = [row["bubble/idle_s"] - (row.get("bubble/used_s") or 0.0) for row in rows]
     bars = [
-        ("used: drafter training", palette.ORANGE, used),
+        ("used", palette.ORANGE, used),
         ("idle, unused", palette.GREY, ([row["step"] for row in rows], unused)),
         ("stall: held up", palette.VERMILLION, stall),
     ]

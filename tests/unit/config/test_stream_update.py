@@ -46,6 +46,8 @@ def test_advantages_of_siblings_are_allowed(advantage: str) -> None:
     ],
 )
 def test_what_needs_the_whole_batch_is_refused(settings: str, found: str, allowed: str) -> None:
-    expected = rf"algorithm\.stream_update=True: must be false where .*{found} .*allowed: {allowed}"
+    expected = (
+        rf"algorithm\.stream_update=True: must be false where .*{found} .*must be {allowed}: "
+    )
     with pytest.raises(ValueError, match=expected):
         load_config(None, [*SPOT.split(), *settings.split()])

@@ -181,7 +181,7 @@ def test_every_number_of_a_curve_or_bar_is_a_metric_of_that_step(run_dir: Path) 
         ("accept_length", "in rollouts", "rollout/spec_accept_length"),
         ("accept_length", "drafter in training", "drafter/accept_length"),
         ("accept_length", "drafter on held-out data", "drafter/holdout_accept_length/published"),
-        ("bubble", "used: drafter training", "bubble/used_s"),
+        ("bubble", "used", "bubble/used_s"),
         ("bubble", "stall: held up", "bubble/stall_s"),
         ("rewards", "held-out accuracy", "eval/accuracy"),
         ("lengths", "longest", "response_length/max"),
@@ -195,7 +195,7 @@ def test_a_curve_shows_its_own_metric(run_dir: Path, key: str, name: str, metric
 
 def test_used_and_unused_idle_time_are_all_idle_time(run_dir: Path) -> None:
     bars = traces(page_of(run_dir), "bubble")
-    used, unused = bars["used: drafter training"]["y"], bars["idle, unused"]["y"]
+    used, unused = bars["used"]["y"], bars["idle, unused"]["y"]
     idle = [row["bubble/idle_s"] for step, row in rows_of(run_dir).items() if step]
     assert [a + b for a, b in zip(used, unused, strict=True)] == pytest.approx(idle)
 

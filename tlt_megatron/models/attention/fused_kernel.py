@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import PART_KEYS
+from tlt_megatron.models.attention.kernels import PART_KEYS, wide_dtype
 
 
 @triton.jit
@@ -130,6 +130,11 @@ def _merge_parts(
     tl.store(out + cell * HEAD_DIM + dims, summed, mask=dims < HEAD_DIM)
 
 
+def triton_wide(dtype: torch.dtype) -> tl.dtype:
+    """Return Triton's form of `kernels.wide_dtype`."""
+    return tl.float64 if wide_dtype(dtype) == torch.float64 else tl.float32
+
+
 def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str, object]:
     """Return the compile-time arguments of `_attend_part` for queries of `dtype`."""
     return {
@@ -139,7 +144,7 @@ def options_of(dtype: torch.dtype, num_queries: int, head_dim: int) -> dict[str,
         "QUERIES": min(max(triton.next_power_of_2(num_queries), 16), 64),
         "KEYS": 64 if dtype.itemsize == 2 else 32,  # several buffers of each in shared memory
         "PART": PART_KEYS,
-        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "WIDE": triton_wide(dtype),
     }
 
 

@@ -89,19 +89,20 @@ def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tupl
         out, lse = attend_block(query, key, value, bias_BMRS[0].unsqueeze(1))
         return out.unsqueeze(0), lse.unsqueeze(0)
     if num_blocks <= num_kv_heads:
+        dim = 1
         key, value = kv_KBMSH.transpose(0, 1).chunk(2, dim=1)
         parts = [
             attend_block(query_BKRH, key[:, :, m], value[:, :, m], bias_BMRS[:, m].unsqueeze(1))
             for m in range(num_blocks)
         ]
     else:
+        dim = 2
         query = query_BKRH.unsqueeze(2).expand(-1, -1, num_blocks, -1, -1)
         key, value = kv_KBMSH.chunk(2)
         parts = [
             attend_block(query[:, head], key[head], value[head], bias_BMRS)
             for head in range(num_kv_heads)
         ]
-    dim = 1 if num_blocks <= num_kv_heads else 2
     outs, lses = zip(*parts, strict=True)
     if len(outs) == 1:
         return outs[0].unsqueeze(dim), lses[0].unsqueeze(dim)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_megatron.models.attention.fused_kernel import _merge_parts
+from tlt_megatron.models.attention.fused_kernel import _merge_parts, triton_wide
 from tlt_megatron.models.attention.kernels import PART_KEYS, wide_dtype
 
 _TOKENS = 512  # of one call: bounds the memory of their parts
@@ -88,7 +88,7 @@ def _attend_ordered(
 
 
 def ordered_options(dtype: torch.dtype, repeat: int, head_dim: int) -> dict[str, object]:
-    """Return the compile-time arguments for `repeat` query heads of a kv head."""
+    """Return the compile-time arguments of `_attend_ordered`. A kv head has `repeat` query heads."""
     return {
         "SCALE": head_dim**-0.5,
         "REPEAT": repeat,
@@ -97,7 +97,7 @@ def ordered_options(dtype: torch.dtype, repeat: int, head_dim: int) -> dict[str,
         "HEAD_BLOCK": max(triton.next_power_of_2(head_dim), 16),
         "KEYS": 64 if dtype.itemsize == 2 else 32,
         "PART": PART_KEYS,
-        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "WIDE": triton_wide(dtype),
     }
 
 
