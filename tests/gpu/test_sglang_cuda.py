@@ -1,7 +1,9 @@
-"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): EAGLE changes no greedy token, updates by CUDA
-IPC reach the model that they are meant for, sleep gives memory back, on two GPUs too. tests/sglang has the rest, on a CPU.
+"""SGLang on a GPU, where it is installed (`pip install tlt_megatron[sglang]`): tokens are greedy with and without EAGLE, updates
+by CUDA IPC reach the model that they are meant for, sleep gives memory back, on two GPUs too. tests/sglang has the rest, on a
+CPU.
 
-Written from SGLang's sources; not run on hardware yet.
+In bfloat16, as SGLang's kernels for GPUs have no float32. Two correct engines then differ in some tokens, whose logits are close
+to the largest, so tokens are judged by a reference in float32. Written from SGLang's sources; not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 pytestmark = needs_gpus()
 VERSION = "0.5.23"
+Weights = list[tuple[str, Tensor]]
 PARAMS = SamplingParams(num_samples=1, max_new_tokens=48, temperature=0.0, seed=5)
+NEAR = 0.2  # of `distance`: greedy tokens of this policy in bfloat16 have 0.01, those of other weights 12
 PROMPTS = [
     Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((5 * j + i) % 300 + 8 for j in range(n)))
     for i, n in enumerate((4, 9, 31, 70))
@@ -69,8 +73,33 @@ def drafter(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     config = make_draft_config(load_model_config(policy), "eagle", embedding)
     folder = tmp_path_factory.mktemp("drafter")
-    save_drafter(folder, DraftModel(config, embedding_VD=embedding, lm_head_VD=head))
+    model = DraftModel(config, embedding_VD=embedding, lm_head_VD=head)
+    save_drafter(folder, model, dtype=torch.bfloat16)
     return folder
+
+
+def weights_of(policy: Path, *, is_changed: bool = False) -> Weights:
+    """In the engine's dtype. With `is_changed`, the rows of the LM head have moved by one."""
+    named = [(name, tensor.bfloat16()) for name, tensor in HfReader(policy).items()]
+    if not is_changed:
+        return named
+    return [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in named]
+
+
+def distance(policy: Path, weights: Weights, answers: list[list[int]]) -> float:
+    """How far the largest logit is above that of an answer's token, on average: by transformers, in float32 on the CPU."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(policy)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.load_state_dict({name: tensor.float() for name, tensor in weights})
+    gaps = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([[*prompt.token_ids, *answer]])
+        with torch.no_grad():
+            logits_TV = model(ids).logits[0, len(prompt.token_ids) - 1 : -1]
+        gaps.append(logits_TV.amax(-1) - logits_TV.gather(1, ids[0, -len(answer) :, None])[:, 0])
+    return float(torch.cat(gaps).mean())
 
 
 def start(
@@ -81,7 +110,6 @@ def start(
     replica: Group = SINGLE,
     **engine_args: object,
 ) -> SglangEngine:
-    """In float32, for which the kernels that SGLang picks on Hopper (fa3) have no code: Triton's do."""
     from tlt_megatron.engines.sglang.engine import SglangEngine
 
     speculation = None
@@ -91,10 +119,9 @@ def start(
         )
     engine = SglangEngine(
         str(policy),
-        RolloutSection(dtype="float32", max_batch_size=8, max_new_tokens=48, num_samples=1),
+        RolloutSection(dtype="bfloat16", max_batch_size=8, max_new_tokens=48, num_samples=1),
         SglangSection(
-            engine_args={"mem_fraction_static": 0.3, "attention_backend": "triton"} | engine_args,
-            start_timeout_s=900.0,
+            engine_args={"mem_fraction_static": 0.3} | engine_args, start_timeout_s=900.0
         ),
         select_device("cuda"),
         rank=rank,
@@ -102,11 +129,11 @@ def start(
         speculation=speculation,
         replica=replica,
     )
-    load(engine, list(HfReader(policy).items()), version=1)
+    load(engine, weights_of(policy), version=1)
     return engine
 
 
-def load(engine: RolloutEngine, tensors: list[tuple[str, Tensor]], *, version: int) -> None:
+def load(engine: RolloutEngine, tensors: Weights, *, version: int) -> None:
     """On the GPU, as the trainer has them: they travel by CUDA IPC."""
     there = [(name, tensor.cuda()) for name, tensor in tensors]
     engine.load_weights(there, version=version, checksum=lambda: checksum_tensors(there))
@@ -118,25 +145,22 @@ def tokens(engine: RolloutEngine, version: int = 1) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain_tokens(policy: Path) -> list[list[int]]:
-    engine = start(policy, None, rank=0)
-    found = tokens(engine)
-    engine.close()
-    return found
-
-
-@pytest.fixture(scope="module")
-def eagle(policy: Path, drafter: Path, plain_tokens: list) -> Iterator[SglangEngine]:
-    """Started when the plain engine is gone."""
+def eagle(policy: Path, drafter: Path) -> Iterator[SglangEngine]:
     engine = start(policy, drafter, rank=1)
     yield engine
     engine.close()
 
 
-def test_eagle_changes_no_greedy_token(eagle: SglangEngine, plain_tokens: list[list[int]]) -> None:
-    """In float32 two candidates closer than the rounding error may swap, which is rarer than one text in ten."""
-    same = [a == b for a, b in zip(tokens(eagle), plain_tokens, strict=True)]
-    assert sum(same) >= len(same) - 1
+def test_plain_tokens_are_greedy(policy: Path) -> None:
+    """Before the engine with a drafter takes the GPU."""
+    engine = start(policy, None, rank=0)
+    found = tokens(engine)
+    engine.close()
+    assert distance(policy, weights_of(policy), found) < NEAR
+
+
+def test_eagle_changes_no_greedy_token(eagle: SglangEngine, policy: Path) -> None:
+    assert distance(policy, weights_of(policy), tokens(eagle)) < NEAR
 
 
 def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
@@ -144,19 +168,19 @@ def test_updates_by_cuda_ipc_change_what_they_are_meant_for(
 ) -> None:
     from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 
-    before = tokens(eagle)
+    first, changed = weights_of(policy), weights_of(policy, is_changed=True)
     target, draft = eagle.checksum(TARGET), eagle.checksum(DRAFT)
     own = {name: tensor.flip(0).cuda() for name, tensor in HfReader(drafter).items()}
     eagle.load_drafter_weights(own, version=2, checksum=checksum_tensors(own.items()))
     assert eagle.checksum(TARGET) == target
     assert eagle.checksum(DRAFT) == checksum_tensors(own.items()) != draft
-    assert sum(a == b for a, b in zip(tokens(eagle), before, strict=True)) >= len(before) - 1
-    changed = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in HfReader(policy).items()]
+    assert distance(policy, first, tokens(eagle)) < NEAR
     load(eagle, changed, version=2)
     assert eagle.checksum(DRAFT) == checksum_tensors(own.items())
     assert eagle.checksum(TARGET) == checksum_tensors(changed) != target
-    assert tokens(eagle, version=2) != before
-    load(eagle, list(HfReader(policy).items()), version=1)
+    found = tokens(eagle, version=2)
+    assert distance(policy, changed, found) < NEAR < distance(policy, first, found)
+    load(eagle, first, version=1)
 
 
 def test_sleep_gives_memory_back_and_weights_are_sent_anew(
@@ -165,16 +189,16 @@ def test_sleep_gives_memory_back_and_weights_are_sent_anew(
     """The policy's weights are dropped, the drafter's are parked; graphs replay after waking."""
     from tlt_megatron.engines.sglang.connection import DRAFT
 
-    before, draft, free = tokens(eagle), eagle.checksum(DRAFT), torch.cuda.mem_get_info()[0]
+    draft, free = eagle.checksum(DRAFT), torch.cuda.mem_get_info()[0]
     eagle.sleep()
     assert torch.cuda.mem_get_info()[0] > free
     eagle.wake()
     with pytest.raises(RuntimeError, match="holds no weights"):
         tokens(eagle)
-    load(eagle, list(HfReader(policy).items()), version=2)
-    assert tokens(eagle, version=2) == before
+    load(eagle, weights_of(policy), version=2)
+    assert distance(policy, weights_of(policy), tokens(eagle, version=2)) < NEAR
     assert eagle.checksum(DRAFT) == draft
-    load(eagle, list(HfReader(policy).items()), version=1)
+    load(eagle, weights_of(policy), version=1)
 
 
 def test_a_woken_engine_takes_an_update_after_others_used_its_memory(
@@ -182,25 +206,23 @@ def test_a_woken_engine_takes_an_update_after_others_used_its_memory(
 ) -> None:
     from tlt_megatron.engines.sglang.connection import TARGET
 
-    before, weights = tokens(eagle), list(HfReader(policy).items())
+    changed = weights_of(policy, is_changed=True)
     eagle.sleep()
     num_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
     torch.full((num_bytes,), 255, dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
     eagle.wake()
-    changed = [(n, t.roll(1, 0) if "lm_head" in n else t) for n, t in weights]
     load(eagle, changed, version=2)
     assert eagle.checksum(TARGET) == checksum_tensors(changed)
-    assert tokens(eagle, version=2) != before
-    load(eagle, weights, version=1)
-    assert sum(a == b for a, b in zip(tokens(eagle), before, strict=True)) >= len(before) - 1
+    assert distance(policy, changed, tokens(eagle, version=2)) < NEAR
+    load(eagle, weights_of(policy), version=1)
+    assert distance(policy, weights_of(policy), tokens(eagle)) < NEAR
 
 
-def test_a_stopped_generation_leaves_the_engine_usable(eagle: SglangEngine) -> None:
-    before = tokens(eagle)
+def test_a_stopped_generation_leaves_the_engine_usable(eagle: SglangEngine, policy: Path) -> None:
     with pytest.raises(GenerationStopped):
         eagle.generate(PROMPTS, PARAMS, policy_version=1, should_stop=lambda: True)
-    assert tokens(eagle) == before
+    assert distance(policy, weights_of(policy), tokens(eagle)) < NEAR
 
 
 def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
@@ -213,15 +235,15 @@ def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
     if replica.is_first:
         engine = start(Path(policy), None, rank=2, replica=replica, tp_size=2)
     else:
-        engine = FollowerEngine(device, torch.float32, has_drafter=False, replica=replica)
-        load(engine, list(HfReader(policy).items()), version=1)
+        engine = FollowerEngine(device, torch.bfloat16, has_drafter=False, replica=replica)
+        load(engine, weights_of(Path(policy)), version=1)
     found = tokens(engine) if replica.is_first else []
     gather_objects(None, replica)
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()
     has_more = torch.cuda.mem_get_info()[0] > free
     engine.wake()
-    load(engine, list(HfReader(policy).items()), version=2)
+    load(engine, weights_of(Path(policy)), version=2)
     found += tokens(engine, version=2) if replica.is_first else []
     gather_objects(None, replica)
     engine.close()
@@ -230,15 +252,11 @@ def run_two_ranks(policy: str) -> tuple[list[list[int]], bool]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-def test_an_engine_of_two_ranks_takes_each_ranks_own_weights(
-    policy: Path, plain_tokens: list[list[int]]
-) -> None:
+def test_an_engine_of_two_ranks_takes_each_ranks_own_weights(policy: Path) -> None:
     (found, leader_has_more), (_, follower_has_more) = run_cuda_ranks(
         2, run_two_ranks, str(policy), timeout_s=1200.0
     )
-    before, after = found[: len(PROMPTS)], found[len(PROMPTS) :]
-    assert before == after
-    same = [a == b for a, b in zip(before, plain_tokens, strict=True)]
-    assert sum(same) >= len(same) - 1
+    for answers in (found[: len(PROMPTS)], found[len(PROMPTS) :]):
+        assert distance(policy, weights_of(policy), answers) < NEAR
     assert leader_has_more
     assert follower_has_more

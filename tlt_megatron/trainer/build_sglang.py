@@ -78,8 +78,6 @@ def check_communication(world: Group) -> None:
 def _replica_group(config: RunConfig, world: Group) -> Group:
     """Return the ranks whose GPUs this rank's engine uses. A collective of all ranks."""
     size = config.ranks_per_engine
-    if world.size % size:
-        raise ValueError(f"sglang.engine_args: tp_size={size} must divide the {world.size} ranks")
     if size == 1:
         return SINGLE
     timeout = datetime.timedelta(seconds=config.run.group_timeout_s)

@@ -63,14 +63,25 @@ def test_keys_that_other_sections_set_are_refused_by_name() -> None:
         arguments(engine_args={"model_path": "x", "dtype": "float16", "tp_size": 2})
 
 
-def test_float64_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rollout.dtype='float64'"):
-        arguments(rollout={"dtype": "float64"})
+@pytest.mark.parametrize(
+    "dtype, device, known",
+    [
+        ("float64", "cpu", "float32 or bfloat16"),
+        ("float64", "cuda", "bfloat16"),
+        ("float32", "cuda", "bfloat16"),
+    ],
+)
+def test_a_dtype_without_kernels_is_refused(dtype: str, device: str, known: str) -> None:
+    text = f"rollout.dtype='{dtype}': must be {known} where rollout.engine='sglang' and the device is {device}"
+    with pytest.raises(ValueError, match=text):
+        arguments(rollout={"dtype": dtype}, device_type=device)
 
 
 def test_a_gpu_gives_its_memory_back_and_keeps_the_drafter(drafter: str) -> None:
-    found = arguments(speculate(drafter, "4_1_4", selector="fixed"), device_type="cuda")
+    section = speculate(drafter, "4_1_4", selector="fixed")
+    found = arguments(section, device_type="cuda", rollout={"dtype": "bfloat16"})
     assert found["enable_memory_saver"]
+    assert found["disable_prefill_cuda_graph"]
     assert found["enable_draft_weights_cpu_backup"]
     assert (
         "enable_weights_cpu_backup" not in found

@@ -114,6 +114,17 @@ def test_engine_processes_know_their_owner_and_release_graphs_on_a_gpu(
         assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"  # the user's
 
 
+def test_engine_processes_do_not_get_the_trainers_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory saver cannot release expandable segments, which trainers like to have."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    with environment(_environment(is_cpu=False, num_ranks=1)):
+        assert not [name for name in os.environ if name.endswith("ALLOC_CONF")]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 def test_ranks_that_differ_in_nccls_settings_are_refused() -> None:
     def run(name: str) -> str:
         world = group_of(torch.distributed.group.WORLD)

@@ -19,6 +19,16 @@ from tlt_megatron.engines.sglang.processes import (
 )
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+# Starts a worker, which ends when a line arrives, and says so.
+WITH_A_WORKER = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
+print("started", flush=True)
+input()
+worker.communicate()
+print("ended", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -55,6 +65,22 @@ def test_a_wait_ends_when_a_process_dies() -> None:
     with pytest.raises(RuntimeError, match=f"process {own.pid} has died"):
         asyncio.run(watched(asyncio.sleep(600), processes.failure))
     own.wait()
+
+
+def test_a_worker_of_an_engines_process_may_end() -> None:
+    """As torch's compile workers do, which a scheduler starts."""
+    processes = EngineProcesses()
+    command = [sys.executable, "-c", WITH_A_WORKER]
+    own = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    told = [own.stdout.readline()]
+    processes.note_started()
+    print(file=own.stdin, flush=True)
+    told.append(own.stdout.readline())
+    failure = processes.failure()
+    processes.end()
+    own.communicate()
+    assert told == ["started\n", "ended\n"]
+    assert failure is None
 
 
 def test_a_complaint_ends_a_wait() -> None:

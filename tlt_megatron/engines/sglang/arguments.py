@@ -100,9 +100,15 @@ def engine_arguments(
     rank: int,
     max_prompt_tokens: int,
 ) -> dict[str, object]:
-    """Return all options of one rank's engine. ValueError names keys that we set ourselves."""
-    if rollout.dtype == "float64":
-        raise ValueError("rollout.dtype='float64': sglang knows float32 and bfloat16")
+    """Return all options of one rank's engine. ValueError names keys that we set ourselves, or a
+    dtype for which SGLang has no kernels."""
+    # sgl_kernel's rmsnorm for GPUs has no float32: SGLang would die in its first pass.
+    known = ("float32", "bfloat16") if device_type == "cpu" else ("bfloat16",)
+    if rollout.dtype not in known:
+        raise ValueError(
+            f"rollout.dtype={rollout.dtype!r}: must be {' or '.join(known)} where rollout.engine='sglang' and the device"
+            f" is {device_type}"
+        )
     strategies = speculation.strategies if speculation else ()
     longest = max_prompt_tokens + rollout.max_new_tokens
     longest += draft_slack([str(strategy) for strategy in strategies])
@@ -128,6 +134,8 @@ def engine_arguments(
         defaults |= _cpu_defaults(speculation)
     else:
         ours["enable_memory_saver"] = True
+        # SGLang's prefill graphs refuse a memory saver that releases graphs too, as ours does.
+        defaults["disable_prefill_cuda_graph"] = True
         if speculation is not None and speculation.has_draft_model:
             # The policy is sent again after every update; a drafter may stay.
             ours["enable_draft_weights_cpu_backup"] = True

@@ -220,6 +220,8 @@ def _environment(is_cpu: bool, num_ranks: int) -> dict[str, str | None]:
     if not is_cpu:
         # Without it SGLang captures graphs into memory that no tag releases.
         changes |= unless_set({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"})
+        # The allocator's settings are the trainer's: SGLang cannot release expandable segments.
+        changes |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     else:
         changes |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         if num_ranks > 1:

@@ -232,6 +232,8 @@ class SglangEngine:
             "resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
         }
         self._sglang.call(method, requests[method](tags=list(MEMORY_TAGS)))
+        # The first rank's scheduler has answered for all. This all of them answer, when done.
+        self._sglang.ask(Question.ALIVE)
 
     def close(self) -> None:
         self._sglang.close()

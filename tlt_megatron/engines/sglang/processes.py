@@ -24,10 +24,14 @@ _END_TIMEOUT_S = 30.0
 
 
 class EngineProcesses:
-    """Children of this process that started together with an engine."""
+    """Children of this process that started together with an engine.
+
+    Their own children are not watched. They may end before the engine: torch's compile workers do
+    after a minute without work, and on a GPU the schedulers start some.
+    """
 
     def __init__(self) -> None:
-        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._before = {child.pid for child in psutil.Process().children()}
         self._own: list[psutil.Process] = []
         self._has_complained = False
 
@@ -68,7 +72,7 @@ class EngineProcesses:
         self._own = []
 
     def _new(self) -> list[psutil.Process]:
-        children = psutil.Process().children(recursive=True)
+        children = psutil.Process().children()
         return [c for c in children if c.pid not in self._before and not _is_shared(c)]
 
 
