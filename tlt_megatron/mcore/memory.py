@@ -186,7 +186,7 @@ def _bytes_of_a_pass(
     kept, again = layer, 0
     if mcore.recompute == "full":
         kept, again = int(element_bytes * sizes.hidden / sequence_cut), 2 * layer
-    logits = 2 * 4 * num_tokens * sizes.vocab // parallel.tensor
+    logits = 2 * item * num_tokens * sizes.vocab // parallel.tensor
     first = sizes.num_layers * kept + again, 0
     last = sizes.num_layers // parallel.pipeline * kept, logits
     return max(last, first, key=sum)

@@ -176,7 +176,10 @@ def _forward_step(
     from megatron.core.utils import get_model_config
 
     device = next(model.parameters()).device
-    multiple = groups.tp.size if get_model_config(model).sequence_parallel else 1
+    config = get_model_config(model)
+    multiple = groups.tp.size if config.sequence_parallel else 1
+    # Megatron would copy bfloat16 logits to float32, at twice the memory.
+    options = {"fp32_output": False} if config.bf16 else {}
 
     def step(feed: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
         micro_batch = next(feed)
@@ -184,7 +187,9 @@ def _forward_step(
         rows = _output_rows(micro_batch, multiple, groups.tp.rank % multiple)
         rows = _to_device(rows, device)
         with _output_of(model, rows, groups):
-            output = model(token_ids_1P, position_ids_1P, None, packed_seq_params=packing)
+            output = model(
+                token_ids_1P, position_ids_1P, None, packed_seq_params=packing, **options
+            )
         return output, partial(finish, _to_device(micro_batch, device), rows)
 
     return step

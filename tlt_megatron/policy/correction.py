@@ -25,8 +25,8 @@ def correction_weights(
 
     - `tis_cap`: min(ratio, tis_cap), truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly
       brings you off-policy RL training"), at the level `rollout_is`;
-    - `rollout_rs`: 0 where the ratio is outside its bounds, masked importance sampling (of responses: Liu et al. 2025, "When
-      speed kills stability"; of tokens: IcePop, arXiv 2510.18855);
+    - `rollout_rs`: 0 where the ratio is outside its bounds. With `tis_cap` at the upper bound it is masked importance
+      sampling (of responses: Liu et al. 2025, "When speed kills stability"; of tokens: IcePop, arXiv 2510.18855);
     - `rollout_token_veto_threshold`: 0 for a response with a token whose ratio is below it.
     """
     mask_P = batch.loss_mask

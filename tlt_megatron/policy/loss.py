@@ -59,7 +59,8 @@ def policy_loss(
     loss_P = term_P - section.entropy_coef * predicted.entropy
     if section.kl_coef and section.kl_placement == "loss":
         assert batch.ref_logprobs is not None
-        kl_P = kl_estimate(section.kl_estimator, predicted.logprobs, batch.ref_logprobs) * mask_P
+        estimator = section.used_kl_estimator
+        kl_P = kl_estimate(estimator, predicted.logprobs, batch.ref_logprobs) * mask_P
         metrics["kl_loss"] = kl_P.detach().sum()
         loss_P = loss_P + section.kl_coef * kl_P
     metrics["pg_loss"] = (term_P.detach() * batch.loss_weights).sum()
@@ -141,8 +142,9 @@ def kl_estimate(estimator: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tenso
     """Estimate KL(policy || reference) per token, from tokens of the policy.
 
     Schulman 2020, "Approximating KL divergence": k1 = log p/q, k2 = (log p/q)^2 / 2, k3 = q/p - 1 -
-    log q/p. As a loss, k2 and k3 pull towards the reference. The gradient of k1 is zero on average,
-    so k1 belongs in the reward.
+    log q/p. As a loss, k2 and k3 pull towards the reference, and the gradient of k1 is zero on
+    average. As a reward, k1 has the gradient of KL, and those of k2 and k3 vanish near the
+    reference.
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":

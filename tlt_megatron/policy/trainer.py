@@ -316,7 +316,7 @@ class PolicyTrainer:
         assert ref_logprobs is not None
         mine = {
             key: self.section.kl_coef
-            * kl_estimate(self.section.kl_estimator, old, ref_logprobs[key])
+            * kl_estimate(self.section.used_kl_estimator, old, ref_logprobs[key])
             for key, old in old_logprobs.items()
         }
         return self._gather(mine)

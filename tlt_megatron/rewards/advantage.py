@@ -83,7 +83,10 @@ def _whiten(values: Rewards) -> list[list[Tensor]]:
 def _by_group(rewards: Rewards, baseline: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
     advantages = []
     for group in rewards:
-        advantage_G = baseline(torch.stack([reward_T.sum() for reward_T in group])).float()
+        reward_G = torch.stack([reward_T.sum() for reward_T in group])
+        advantage_G = baseline(reward_G).float()
+        if (reward_G == reward_G[0]).all():  # their mean may differ from them by rounding
+            advantage_G.zero_()
         advantages.append(
             [a.expand_as(reward_T).clone() for a, reward_T in zip(advantage_G, group, strict=True)]
         )

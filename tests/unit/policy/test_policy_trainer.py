@@ -229,6 +229,24 @@ def passes_of(section: AlgorithmSection, tap: FakeTap) -> FakeModel:
     return model
 
 
+def test_in_the_reward_the_default_estimate_of_kl_is_the_log_ratio() -> None:
+    """It is 0.5 at every token of the fake model. Each token takes a tenth of it off the reward of its response."""
+    section = AlgorithmSection(advantage="dr_grpo", kl_coef=0.1, kl_placement="reward")
+    trainer = PolicyTrainer(
+        FakeModel(),
+        section,
+        groups=ProcessGroups(world=SINGLE),
+        micro_batch_tokens=20,
+        temperature=1.0,
+        max_new_tokens=32,
+    )
+    advantages = trainer.infer_logprobs(scored_batch(num_groups=1)).advantages
+    # rewards 1, 0, 0 and 2, 5, 8 tokens: 1 - 0.1, -0.25 and -0.4, with the mean 0.25 / 3
+    found = [float(advantages[0, g][0]) for g in range(3)]
+    expected = [0.9 - 0.25 / 3, -0.25 - 0.25 / 3, -0.4 - 0.25 / 3]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_tap_is_given_the_policys_pass_and_not_the_references() -> None:
     tap = FakeTap()
     model = passes_of(AlgorithmSection(kl_coef=0.1, recompute_log_probs="always"), tap)

@@ -47,6 +47,8 @@ def test_grpo_divides_the_centred_reward_by_the_sample_deviation() -> None:
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 def test_a_group_of_equal_rewards_has_no_advantage(kind: str) -> None:
     assert firsts(compute_advantages(kind, REWARDS, LENGTHS))[1] == [0.0] * 4
+    # float64's mean of three times 0.1 is not 0.1
+    assert firsts(compute_advantages(kind, [(0.1,) * 3], [(2, 1, 3)])) == [[0.0] * 3]
 
 
 def test_dr_grpo_only_centres() -> None:

@@ -194,7 +194,7 @@ def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "functions,message",
     [
-        ("{math: yes}", "reward.functions.math=True: must be a number"),
+        ("{math: yes}", "reward.functions.math=True: must be float, not bool"),
         ("{maths: 1}", "reward.function='maths': must be one of math, exact"),
         ("{a.py:f: 1, b.py:f: 2}", "different names, not ['f', 'f']"),
     ],

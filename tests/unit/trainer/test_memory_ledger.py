@@ -110,7 +110,7 @@ def test_a_batch_smaller_than_a_micro_batch_bounds_the_activations(tmp_path: Pat
     batch = "rollout.num_prompts=1 rollout.num_samples=2 data.max_prompt_tokens=512"
     small = ledger_of(tmp_path, f"{batch} rollout.max_new_tokens=512")
     assert claim(small, "activations") == 2 * 1024 * 28 * LAYER * 2
-    assert claim(small, "logits") == 2 * 1024 * 152064 * 8
+    assert claim(small, "logits") == 2 * 1024 * 152064 * 4
 
 
 @pytest.mark.parametrize(
