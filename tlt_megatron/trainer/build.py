@@ -31,6 +31,7 @@ from tlt_megatron.rewards.dapo import BatchRules
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.durable import replace_text
 from tlt_megatron.runtime.heartbeat import Heartbeat, running_heartbeat
 from tlt_megatron.runtime.job_store import JobStore, open_job_store
 from tlt_megatron.runtime.metrics import MetricsWriter
@@ -255,7 +256,7 @@ def _open_report(
     if not site.world.is_first:
         return RunReport(phases, site.world)
     run_dir, logging_section = site.run_dir, site.config.logging
-    (run_dir / "config.yaml").write_text(dump_config(site.config), encoding="utf-8")
+    replace_text(run_dir / "config.yaml", dump_config(site.config))
     first_step = saved.step + 1 if saved else None
     trackers = _make_trackers(site.config, run_dir, first_step)
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)

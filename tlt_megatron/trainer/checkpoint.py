@@ -141,7 +141,6 @@ class CheckpointManager:
         self.keep = keep
         self.world = world
         self._about = dict(about or {})
-        self._current: int | None = None  # the step that this run saved or restored last
 
     def folder(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
@@ -153,15 +152,13 @@ class CheckpointManager:
         state: Mapping[str, object],
         save_part: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`, unless it was just saved or restored. Returns its folder.
+        """Write the checkpoint of `step`, in place of one that is there. Returns its folder.
 
         `state` is JSON-able; rank 0's is written. Every rank calls `save_part` to write its own
         files into the given folder. RuntimeError names the rank that could not write; earlier
         checkpoints stay intact.
         """
         final = self.folder(step)
-        if self._current == step:
-            return final
         temporary = self.root / f"{final.name}.tmp"
         text = json.dumps({**self._about, "step": step, **state})
         self._together(lambda: self._prepare(temporary), final)
@@ -176,7 +173,6 @@ class CheckpointManager:
         parts = self._together(lambda: self._hash_own(temporary), final)
         files = {name: record for part in parts for name, record in part.items()}
         self._together(lambda: self._commit(temporary, final, step, files), final)
-        self._current = step
         return final
 
     def restore(self, saved: SavedRun) -> Path:
@@ -196,8 +192,6 @@ class CheckpointManager:
                 model.load(folder / name)
             elif self.world.is_first:
                 log.warning("%s holds no %s: it starts anew", folder, name)
-        if is_own and folder.name == final.name:
-            self._current = saved.step
         log.info("restored %s", folder)
         return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.collectives import barrier
-from tlt_megatron.runtime.durable import read_json_lines
+from tlt_megatron.runtime.durable import read_json_lines, replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
 from tlt_megatron.trainer.build import Run
@@ -69,7 +70,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     if not is_first:
         return
     summary = trainer.report.history.summary()
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     if trainer.is_stopped:
         progress.close()
         log.info(
@@ -87,12 +88,12 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     progress.print_table(rows, TABLE_COLUMNS)
     for line in (*result_lines(summary), f"run folder: {run_dir.resolve()}"):
         progress.message(line)
-    tlt = tlt_command()
-    progress.message(f"next: {tlt} report {run_dir}")
+    tlt, folder = tlt_command(), shlex.quote(str(run_dir))
+    progress.message(f"next: {tlt} report {folder}")
     if config.checkpoint.export_hf:
-        progress.message(f"      {tlt} evaluate {run_dir} --data FILE")
+        progress.message(f"      {tlt} evaluate {folder} --data FILE")
     if trainer.drafter is not None:
-        progress.message(f"      {tlt} export-drafter --from {run_dir} --to FOLDER --format sglang")
+        progress.message(f"      {tlt} export-drafter --from {folder} --to FOLDER --format sglang")
 
 
 def tlt_command() -> str:

@@ -81,6 +81,7 @@ class RLTrainer:
         # of the latest steps, by step and generation round
         self.last_prompts: deque[list[list[Prompt]]] = deque(maxlen=_GAIN_STEPS)
         self.is_stopped = False  # stopped on request; a resumed run does the rest
+        self._is_saved = False  # a checkpoint of this run holds the present state
 
     def train(self) -> None:
         """Run from the current step to the last or to a stop request, and save a checkpoint.
@@ -125,6 +126,7 @@ class RLTrainer:
                 num_prompts=settings.batch.num_prompts,
                 seconds=settings.warmup_s,
             )
+            self._is_saved = False
 
     def _evaluate_if_due(self) -> None:
         """Evaluate at the first step, the last and the interval, unless done before a resume."""
@@ -151,7 +153,7 @@ class RLTrainer:
                 learned |= self.policy_trainer.update(inference)
         self.policy_trainer.model.leave_device()
         self.engine.wake()
-        self.step += 1
+        self.step, self._is_saved = self.step + 1, False
         self._push_policy()
         self.report.end_step(
             self.step,
@@ -241,9 +243,12 @@ class RLTrainer:
         with self.phases("EVAL", "testing"):
             result = self.evaluator.evaluate(self.step)
         self.report.end_evaluation(self.step, result)
+        self._is_saved = False
 
     def save_checkpoint(self) -> None:
-        """Save everything that a resumed run needs to equal an uninterrupted one."""
+        """Save everything that a resumed run needs to equal an uninterrupted one, unless it is saved."""
+        if self._is_saved:
+            return
         with self.phases("CHECKPOINT", "save_checkpoint"):
             state = {
                 "step": self.step,
@@ -262,12 +267,14 @@ class RLTrainer:
                     save_carried(folder, self.carried)
 
             self.checkpoints.save(self.step, state, save_part=save_part)
+        self._is_saved = True
         self.report.add_memory()
 
     def resume(self, saved: SavedRun, folder: Path, resumed: Resumed) -> None:
         """Restore what `save_checkpoint` wrote, except the policy. `resumed`: learned parts."""
         state = saved.state
         self.step = saved.step
+        self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
         has_critic = (folder / "critic").is_dir()
         self.critic_from = state.get("critic_from", 0) if has_critic else saved.step
         self.sampler.load_state_dict(state["sampler"])
