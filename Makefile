@@ -110,7 +110,8 @@ bench: setup  ## speed, side by side in one run; tables and build/bench/*.json
 	@$(PY) -m tools.bench drafter
 	@$(PY) -m tools.bench step
 
-bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 35 minutes on 2 idle cores; tables and build/bench/llm.json
+bench-llm: llm-task  ## TLT on SmolLM2-135M-Instruct, about 45 minutes on 2 idle cores; tables and build/bench/llm.json
+	@$(PY) tools/imitate_sums.py --model build/smollm2 --task build/sum_task --out build/smollm2_sums
 	@$(PY) -m tools.bench llm
 
 setup-gpu: setup  ## on a GPU host: SGLang and Transformer Engine too; not yet run on hardware

@@ -10,11 +10,13 @@ Parts, each with a table and its keys in the JSON:
 - `passes`: where the time of a decode pass goes, at the policy's vocabulary and at 151,936 tokens.
 - `engine`: tokens per second of the embedded engine and of transformers generate: 2 prompts x 4 responses of equal length.
 - `decode`: speed over plain decoding and differing tokens per token by dtype, and what batch-invariant decoding costs.
-- `step`: RL steps by phase, for the variants of tools/bench/step.py.
+- `step`: RL steps by phase, for the variants of tools/bench/step.py. Rollouts are in float32, so that all variants draw the
+  same tokens: in bfloat16 their lengths differ, and a step is faster or slower by luck.
 - `learn`: held-out accuracy before and after a run of the example.
 
-The drafter is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there. The accept lengths that its warm-up
-measured are a table too.
+`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), the others the model as it is. The drafter of
+that policy is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there. The accept lengths that its warm-up measured
+are a table too.
 """
 
 from __future__ import annotations
@@ -87,11 +89,11 @@ def bench_passes(options: argparse.Namespace, console: Console) -> dict[str, obj
 
 def bench_engine(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Return tokens per second of plain decoding and of transformers generate at batch 8; by dtype."""
-    settings = _decode_settings(options, load_config(options.config, options.overrides))
+    config = load_config(options.config, options.overrides)
     found = {}
     for dtype in options.dtypes:
         requests = argparse.Namespace(
-            model=settings.model, prompts=settings.prompts, dtype=dtype, seed=0,
+            model=config.model.path, prompts=_held_out(config), dtype=dtype, seed=0,
             num_requests=_ENGINE_BATCH_SIZE, num_samples=4, max_new_tokens=options.engine_tokens,
             ignore_stops=True, max_batch_size=_ENGINE_BATCH_SIZE,
             hf_batch_sizes=[_ENGINE_BATCH_SIZE], rounds=options.rounds,
@@ -122,9 +124,9 @@ def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, obj
 def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse.Namespace:
     """Return the options that tools/bench/setting.py reads, from those of the run."""
     return argparse.Namespace(
-        model=config.model.path,
+        model=options.policy,
         drafter=options.drafter,
-        prompts=[*config.data.eval_files.values(), ""][0],
+        prompts=_held_out(config),
         deepen=0,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -136,10 +138,16 @@ def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse
     )
 
 
+def _held_out(config: RunConfig) -> str:
+    return [*config.data.eval_files.values(), ""][0]
+
+
 def bench_step(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Return the tables of tools/bench/step.py for this model."""
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
-        launcher = _launcher(options, console, Path(root), "data.eval=", "checkpoint.keep=1")
+        settings = ("data.eval=", "checkpoint.keep=1", "rollout.dtype=float32")
+        policy = f"model.path={options.policy}"
+        launcher = _launcher(options, console, Path(root), policy, *settings)
         return bench_speed(launcher, options)
 
 
@@ -196,8 +204,9 @@ PARTS: dict[str, Callable[[argparse.Namespace, Console], dict[str, object]]] = {
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add("--config", default="examples/smollm2.yaml")
+    add("--policy", default="build/smollm2_sums", help="of decode and step")
     add("--drafter", default="build/smollm2_drafter", help="warmed up here if absent")
-    add("--warm-up-minutes", type=float, default=5.0)
+    add("--warm-up-minutes", type=float, default=8.0)
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--dtypes", nargs="+", choices=_DTYPES, default=list(_DTYPES))
     add("--ranks", type=int, default=2)
@@ -216,9 +225,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     needs_drafter = {"decode", "step"} & set(options.parts)
     if needs_drafter and not (Path(options.drafter) / "config.json").is_file():
         minutes = ("--minutes", str(options.warm_up_minutes), "--steps", "1000000")
-        folders = ("--config", options.config, "--out", options.drafter)
+        folders = ("--config", options.config, "--model", options.policy, "--out", options.drafter)
         measured = ("--measure-minutes", "1", "--num-eval-prompts", "8", "--strategy", "4_1_4")
-        warmup_drafter.main([*folders, *minutes, *measured])
+        warmup_drafter.main([*folders, *minutes, *measured, "--threads", str(options.ranks)])
     result = _warm_up_table(Path(options.drafter) / "warm_up.json", console)
     for name in options.parts:
         result |= PARTS[name](options, console)

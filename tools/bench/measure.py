@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,10 +20,19 @@ Clock = Callable[[Callable[[], object]], float]
 Spread = dict[str, float]  # median, min, max
 
 
+def made(folder: str) -> str:
+    """Return the folder of a model, the type of an option. ArgumentTypeError says how the defaults are made."""
+    if not (Path(folder) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{folder}: no model there; `make drafter` makes build/tiny_policy and build/tiny_drafter"
+        )
+    return folder
+
+
 def add_policy_options(add: Callable[..., object], split: str) -> None:
     """Add the options that name a policy, its drafter, and prompts of the split "train" or "eval"."""
-    add("--model", default="build/tiny_policy", help="folder of a Hugging Face model")
-    add("--drafter", default="build/tiny_drafter")
+    add("--model", default="build/tiny_policy", type=made, help="folder of a Hugging Face model")
+    add("--drafter", default="build/tiny_drafter", type=made)
     add("--prompts", default=f"build/tiny_policy/{split}.jsonl")
 
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from tlt_megatron.types import RolloutGroup, SamplingParams
-from tools.bench.measure import interleave, print_table, ratios, spread, wall_seconds
+from tools.bench.measure import interleave, made, print_table, ratios, spread, wall_seconds
 from tools.load_engine import VERSION, LoadedPolicy
 
 
@@ -47,7 +47,7 @@ class StopAtLengths(StoppingCriteria):
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
-    add("--model", default="build/tiny_policy", help="folder of a Hugging Face model")
+    add("--model", default="build/tiny_policy", type=made, help="folder of a Hugging Face model")
     add("--prompts", default="build/tiny_policy/train.jsonl")
     add("--num-requests", type=int, default=128)
     add("--num-samples", type=int, default=8, help="responses per prompt")

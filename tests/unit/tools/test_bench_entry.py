@@ -28,6 +28,17 @@ def test_a_name_that_is_not_listed_is_refused(capsys: pytest.CaptureFixture[str]
     assert "'rollouts' (choose from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["rollout", "speculation", "step"])
+def test_a_fresh_clone_is_told_what_to_make(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([name])
+    assert ended.value.code == 2
+    assert "no model there; `make drafter` makes build/tiny_policy" in capsys.readouterr().err
+
+
 def test_bytes_of_graphs_are_written_with_their_ratios(tmp_path: Path) -> None:
     out = tmp_path / "graphs.json"
     main(["roofline", "--out", str(out)])
@@ -39,7 +50,8 @@ def test_bytes_of_graphs_are_written_with_their_ratios(tmp_path: Path) -> None:
 
 def test_the_benchmark_of_a_language_model_measures_any_policy_folder(tmp_path: Path) -> None:
     config, out = make_tiny_task(tmp_path), tmp_path / "llm.json"
-    folders = ("--config", str(config), "--drafter", str(tmp_path / "drafter"), "--out", str(out))
+    policy = ("--config", str(config), "--policy", str(tmp_path / "model"))
+    folders = (*policy, "--drafter", str(tmp_path / "drafter"), "--out", str(out))
     strategy = "speculation.strategies=['2_1_2']"
     main(["llm", "--quick", "--parts", "cost", "passes", "engine", "decode", *folders, strategy])
     result = json.loads(out.read_text())
