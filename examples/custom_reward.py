@@ -8,7 +8,7 @@
       on_error: raise       # zero: a failure is a reward of 0, counted in the metrics
 
 The function runs in worker processes, never in the trainer: it may be slow, use signals or start programs. What it
-prints goes to stderr. Import what it needs at the top of its file, so that a missing package is an error at start.
+prints is in the logs of the run. Import what it needs at the top of its file, so that a missing package is an error at start.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ is imported.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -20,12 +19,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost rank prints 30 lines of C++
 
 from tlt_megatron.config.layout import check_layout
-from tlt_megatron.config.load import dump_config, load_config
-from tlt_megatron.config.preflight import check_files
+from tlt_megatron.config.load import dump_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.runtime.log import FILE_ONLY, configure_logging, log_file
 from tlt_megatron.runtime.parent import end_with_parent
 from tlt_megatron.runtime.stop import StopRequest, describe_failure
+from tlt_megatron.trainer.command_line import read_command
 from tlt_megatron.trainer.run_folder import RunFolder, claim_run_folder
 
 if TYPE_CHECKING:
@@ -40,20 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     0: done, or stopped on request and saved. 1: a rank failed. 2: bad input. 128 + signal: stopped during set-up.
     """
     end_with_parent()
-    options = _parse(arguments)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    overrides = list(options.overrides)
-    if options.resume is not None:
-        overrides.append(f"checkpoint.resume={options.resume}")
     try:
-        config = load_config(options.config, overrides)
+        config, options = read_command(arguments)
         if options.print_config:
             print(dump_config(config), end="")
             return 0
-        if config.checkpoint.resume == "auto" and not config.run.dir:
-            raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
-        check_files(config)
-        check_layout(config, world_size)
+        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         folder = _claim_run_folder(config, name=Path((options.config or ["defaults"])[-1]).stem)
     except ValueError as error:
         return _refuse(error)
@@ -64,24 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
     stop.listen()
     with folder or nullcontext():  # this run's until the process ends
         return _Launch(config, stop, rank).run(folder)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pretrain_rl.py", description="Train a policy by RL.")
-    parser.add_argument(
-        "--config",
-        action="append",
-        help="YAML file; without it the defaults of config/schema.py. May be given several times: a later file goes over an"
-        " earlier one, as over one of examples/recipes",
-    )
-    parser.add_argument(
-        "--resume", help="auto | never | folder of checkpoints (sets checkpoint.resume)"
-    )
-    parser.add_argument("--print-config", action="store_true", help="print every setting and end")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings over the file's"
-    )
-    return parser.parse_intermixed_args(arguments)
 
 
 def _refuse(error: ValueError) -> int:

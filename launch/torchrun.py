@@ -21,15 +21,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torch prints a warning; ra
 
 from tlt_megatron.runtime.parent import AGENT_PID
 from tlt_megatron.runtime.stop import SIGNALS
+from tlt_megatron.trainer.command_line import read_command
 
 _TAKEN = (*SIGNALS, signal.SIGHUP)
 _LOOK_S = 1.0  # seconds between two checks for started ranks
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code of the first rank that failed, 128 + signal if one was killed, 0 if none failed."""
+    """Return the exit code of the first rank that failed, 128 + signal if one was killed, 0 if none failed.
+
+    2 for bad input, which is refused before torch is imported and other nodes are waited for.
+    """
     forwarder = _Forwarder()
     forwarder.start()
+    try:
+        _check_program(arguments)
+    except ValueError as error:
+        print(f"pretrain_rl: {error}", file=sys.stderr)
+        return 2
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
@@ -50,6 +59,13 @@ def main(arguments: list[str]) -> int:
             )
         return 128 - failure.exitcode
     return 0
+
+
+def _check_program(arguments: list[str]) -> None:
+    """Raise ValueError for settings or files that launch/pretrain_rl.py would refuse on any number of ranks."""
+    names = [Path(word).name for word in arguments]
+    if "pretrain_rl.py" in names:
+        read_command(arguments[names.index("pretrain_rl.py") + 1 :])
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

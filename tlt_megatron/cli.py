@@ -131,7 +131,7 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     program: list[str] = []
     rest = list(arguments)
     while rest:
-        word = rest.pop(0)
+        word = rest.pop(0).removeprefix("--config=")
         is_option = word.startswith("-")
         is_setting = not is_option and "=" in word and "." in word.partition("=")[0]
         has_open_option = launcher[-1:] and launcher[-1].startswith("-") and "=" not in launcher[-1]
@@ -139,8 +139,9 @@ def train_command(arguments: Sequence[str]) -> list[str]:
             program += ["--config", word]
         elif word == "--config":  # of launch/pretrain_rl.py: the file follows
             continue
-        elif word == "--resume" and rest:
-            program += [word, rest.pop(0)]
+        elif word == "--resume":
+            program += [word, *rest[:1]]
+            rest = rest[1:]
         elif is_setting or word == "--print-config" or word.startswith("--resume="):
             program.append(word)
         elif is_option or has_open_option:

@@ -169,7 +169,7 @@ def slurm_script(config: Path, gpus: int) -> str:
         ("--nodes=4", f"--nodes={gpus // NODE_GPUS}"),
         ("--gpus-per-node=8", f"--gpus-per-node={min(gpus, NODE_GPUS)}"),
         ("logs/%x-%j.out", "%x-%j.out"),
-        ("config=$1\nshift\n", f"config={shlex.quote(str(config))}\n"),
+        ("config=${1:?CONFIG.yaml is missing}\nshift\n", f"config={shlex.quote(str(config))}\n"),
         ('"${SLURM_SUBMIT_DIR:-.}/launch/slurm/stop.sh"', f"{launch}/slurm/stop.sh"),
         ('"${PYTHON:-.venv/bin/python}"', shlex.quote(sys.executable)),
         (" launch/torchrun.py", f" {launch}/torchrun.py"),

@@ -154,7 +154,7 @@ def _rollout_is(level: Any, given: Values) -> dict[str, Any] | None:
 
 
 def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
-    """verl's masked importance sampling: k1 of a token, of the sum or of the mean is our ratio at three levels."""
+    """verl's rejection sampling: k1 of a token, of the sum or of the mean is our ratio at three levels."""
     levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
     ours = _word("algorithm.rollout_rs", *levels.values(), **levels)(level, given)
     bounds = given.get(f"{_CORRECTION}rollout_rs_threshold")
@@ -163,6 +163,23 @@ def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
     keys = ("algorithm.rollout_rs_threshold", "algorithm.rollout_rs_threshold_lower")
     upper_first = map(float, reversed(str(bounds).split("_")))  # theirs: upper, or lower_upper
     return ours | dict(zip(keys, upper_first, strict=False))
+
+
+def _kl(placement: str, coefficient: str) -> Convert:
+    """Return KL at `placement` where verl's switch is on. Their coefficient is 0.001 by default."""
+
+    def convert(is_on: Any, given: Values) -> dict[str, Any]:
+        value = given.get(coefficient)
+        value = value if isinstance(value, int | float) else 0.001
+        ours = {"algorithm.kl_placement": placement, "algorithm.kl_coef": value}
+        return ours if is_on else {}
+
+    return convert
+
+
+def _kl_type(switch: str, estimator: Convert) -> Convert:
+    """Return their estimator of KL where their `switch` is on."""
+    return lambda value, given: estimator(value, given) if given.get(switch) else {}
 
 
 def _trackers(value: Any) -> list[str] | None:
@@ -175,6 +192,7 @@ def _trackers(value: Any) -> list[str] | None:
 _DECAY = _word("optimizer.decay", "constant")
 _RECOMPUTE = _word("mcore.recompute", "full", "selective")
 _KL = _word("algorithm.kl_estimator", "k2", "k3", low_var_kl="k3", mse="k2")
+_REWARD_KL = _word("algorithm.kl_estimator", "k1", "k2", "k3", kl="k1", low_var_kl="k3", mse="k2")
 VERL: dict[str, Convert] = _same("verl") | {
     "data.train_files": _to("data.train", _file),
     "data.val_files": _to("data.eval", _files),
@@ -185,7 +203,8 @@ VERL: dict[str, Convert] = _same("verl") | {
     },
     "algorithm.adv_estimator": _advantage,
     "algorithm.kl_ctrl.kl_coef": _if("algorithm.use_kl_in_reward", "algorithm.kl_coef"),
-    "algorithm.use_kl_in_reward": _set("algorithm.kl_placement", "reward"),
+    "algorithm.kl_penalty": _kl_type("algorithm.use_kl_in_reward", _REWARD_KL),
+    "algorithm.use_kl_in_reward": _kl("reward", "algorithm.kl_ctrl.kl_coef"),
     "algorithm.filter_groups.metric": _to(
         "algorithm.dynamic_sampling_metric", lambda value: value if value == "acc" else "reward"
     ),
@@ -226,7 +245,8 @@ VERL: dict[str, Convert] = _same("verl") | {
         **{"seq-mean-token-sum-norm": "sequence_sum"},
     ),
     f"{_ACTOR}kl_loss_coef": _if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef"),
-    f"{_ACTOR}kl_loss_type": _KL,
+    f"{_ACTOR}kl_loss_type": _kl_type(f"{_ACTOR}use_kl_loss", _KL),
+    f"{_ACTOR}use_kl_loss": _kl("loss", f"{_ACTOR}kl_loss_coef"),
     f"{_ACTOR}megatron.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}fsdp_config.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}megatron.override_transformer_config.recompute_granularity": _RECOMPUTE,
@@ -289,7 +309,7 @@ _SWITCHES = """
     custom_reward_function.name algorithm.norm_adv_by_std_in_grpo
     algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_correction.rollout_rs_threshold
     reward_model.overlong_buffer.enable reward_model.overlong_buffer.log
-    reward_model.reward_kwargs.max_resp_len actor_rollout_ref.actor.use_kl_loss
+    reward_model.reward_kwargs.max_resp_len
     actor_rollout_ref.actor.checkpoint.save_contents async_training.require_batches
     trainer.n_gpus_per_node trainer.nnodes
     disable_grpo_std_normalization use_kl_loss use_tis bf16 save_hf actor_num_gpus_per_node actor_num_nodes

@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         temperature=options.temperature,
         seed=options.seed,
     )
+    strategy = SpeculationStrategy.parse(options.strategy)
     prompts = policy.prompts(options.prompts, options.num_prompts)
+    held_out = policy.prompts(options.eval, options.num_eval_prompts)
     deadline = time.monotonic() + 60 * options.minutes
     sequences = _generate(policy, prompts, params, options.minutes, console)
     section = DrafterSection(
@@ -83,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = Path(options.out)
     if options.resume:
         _resume(trainer, out)
-    strategy = SpeculationStrategy.parse(options.strategy)
-    held_out = policy.prompts(options.eval, options.num_eval_prompts)
     measured: list[dict[str, float]] = []
     trained_s = 0.0
     while True:
@@ -221,7 +221,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     config = parser.parse_known_args(arguments)[0].config
     if config:
         parser.set_defaults(**_of_run(load_config(config)))
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.eval:
+        parser.error("--eval is needed: data.eval of --config is empty")
+    return options
 
 
 def _of_run(config: RunConfig) -> dict[str, object]:
@@ -245,4 +248,7 @@ def _of_run(config: RunConfig) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"warmup_drafter.py: {error}")

@@ -59,11 +59,12 @@ class Events:
 
 
 def pretend_sglang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An SGLang whose engine answers at once and frees memory slowly."""
+    """An SGLang whose engine answers at once and frees memory slowly, its second scheduler after the answer."""
 
     class Manager:
         _subprocess_watchdog = SimpleNamespace(stop=lambda: None)
         last_receive_tstamp = 0.0
+        released = ""  # what the second scheduler still releases
 
         def auto_create_handle_loop(self) -> None:
             """SGLang's begins to read answers."""
@@ -72,14 +73,18 @@ def pretend_sglang(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(success=True)
 
         async def release_memory_occupation(self, request: SimpleNamespace, _: None) -> None:
-            time.sleep(SLOW_S)
-            events.note(f"engine: release {' '.join(request.tags)}")
+            self.released = f"engine: release {' '.join(request.tags)}"
 
         async def resume_memory_occupation(self, request: SimpleNamespace, _: None) -> None:
             events.note(f"engine: allocate {' '.join(request.tags)}")
             time.sleep(SLOW_S)
 
         async def check_weights(self, request: SimpleNamespace, _: None) -> tuple:
+            """All schedulers answer, in the order of their requests."""
+            if self.released:
+                time.sleep(SLOW_S)
+                events.note(self.released)
+                self.released = ""
             return True, "", [{"checksums": defaultdict(lambda: "[]")}], None  # no hook is missing
 
     class Engine:
@@ -136,7 +141,11 @@ def test_memory_changes_hands_only_when_both_ranks_have_let_go(
     install(tmp_path, "0.5.23", monkeypatch)
     pretend_sglang(events, monkeypatch)
     gpu = Device(torch_device=torch.device("cuda", 0), backend="cpu:gloo,cuda:nccl")
-    settings = ["rollout.engine=sglang", "sglang.engine_args={tp_size: 2}"]
+    settings = [
+        "rollout.engine=sglang",
+        "rollout.dtype=bfloat16",
+        "sglang.engine_args={tp_size: 2}",
+    ]
     config = load_config(None, [f"model.path={tmp_path}", *settings])
 
     def run() -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_task import metric_rows, run, run_forked
+from tlt_megatron.config.load import dump_config, load_config
 from tools.evaluate import evaluation_command
 
 pytestmark = pytest.mark.e2e
@@ -85,3 +86,13 @@ def test_a_run_without_an_exported_policy_is_told_how_to_get_one(tmp_path: Path)
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ValueError, match=r"tlt convert --from .* --to FOLDER"):
         evaluation_command([str(tmp_path), "--data", "test.jsonl"])
+
+
+@pytest.mark.parametrize(
+    "setting", ["algorithm.stream_update=true", "speculation.warmup_minutes=5"]
+)
+def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path, setting: str) -> None:
+    trained = load_config(None, ["speculation.enabled=true", "spot.enabled=true", setting])
+    (tmp_path / "config.yaml").write_text(dump_config(trained))
+    (tmp_path / "hf").mkdir()
+    assert f"model.path={tmp_path}/hf" in evaluation_command([str(tmp_path), "--data", "a.jsonl"])

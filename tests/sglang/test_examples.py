@@ -148,6 +148,8 @@ def test_sglang_resolves_the_options_of_an_example_and_changes_none(
         assert steps["1"]["candidate_steps"] == sorted({0, *depths})
     if is_gpu:
         assert not resolved["disable_overlap_schedule"]
-        decode = resolved["cuda_graph_config"]["decode"]
+        graphs = resolved["cuda_graph_config"]
+        assert graphs["prefill"]["backend"] == "disabled"  # others refuse the memory saver
+        decode = graphs["decode"]
         assert decode["backend"] == "full"
         assert max(decode["bs"]) == started.config.rollout.max_batch_size  # no batch runs without

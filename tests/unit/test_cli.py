@@ -16,7 +16,7 @@ EXAMPLE = "examples/quickstart.yaml"
 
 
 def tlt(
-    *arguments: object, root: Path = REPO, cwd: Path = REPO
+    *arguments: object, root: Path | str = REPO, cwd: Path = REPO
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tlt_megatron.cli", *map(str, arguments)],
@@ -58,6 +58,7 @@ def test_each_command_explains_itself(
     [
         ("my.yaml", "--standalone", "--config my.yaml"),
         ("--config my.yaml", "--standalone", "--config my.yaml"),
+        ("--config=my.yaml", "--standalone", "--config my.yaml"),
         (
             "my.yaml run.num_steps=3 --nproc-per-node 8 model.path=a.yaml --resume auto",
             "--standalone --nproc-per-node 8",
@@ -84,10 +85,22 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
         (("train", "run.num_steps=3"), "tlt train: CONFIG is missing: name a .yaml file"),
         (("train", EXAMPLE, "steps"), "tlt train: 'steps' is no section.key=value and no option"),
         (("train", "no.yaml", "--print-config"), "pretrain_rl: config='no.yaml': no such file"),
+        (("train", EXAMPLE, "run.steps=3"), "pretrain_rl: run.steps=3: unknown key; did you mean"),
+        (
+            ("train", EXAMPLE, "--nnodes=2", "--rdzv-endpoint=absent:1", "model.path=absent"),
+            "pretrain_rl: model.path='absent': must be a folder with config.json",
+        ),
+        (
+            ("train", EXAMPLE, "speculation.strategies=['4_2_99']"),
+            "pretrain_rl: speculation.strategies: num_draft_tokens=99 exceeds the tree of",
+        ),
     ],
 )
-def test_bad_input_is_answered_in_one_line(arguments: tuple[str, ...], said: str) -> None:
-    done = tlt(*arguments)
+def test_bad_input_is_answered_in_one_line_before_torch(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = tlt(*arguments, root=f"{tmp_path}{os.pathsep}{REPO}")
     assert done.returncode == 2
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1

@@ -37,10 +37,12 @@ def read_draft_settings(path: str | Path, *, needs_whole_head: bool = True) -> d
         raise ValueError(
             f"{file}: architectures={found!r}: must be one of {', '.join(ARCHITECTURES.values())}"
         )
-    missing = [theirs for theirs in SIZES.values() if theirs not in hf and theirs != "head_dim"]
+    needed = [theirs for theirs in SIZES.values() if theirs != "head_dim"]
+    missing = [name for name in needed if hf.get(name) is None]
     if missing:
         raise ValueError(f"{file}: lacks {', '.join(missing)}")
-    hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+    if hf.get("head_dim") is None:
+        hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
     num_drafted = hf.get("draft_vocab_size") if needs_whole_head else None
     for name, value, allowed in (
         ("draft_vocab_size", num_drafted, (None, hf["vocab_size"])),

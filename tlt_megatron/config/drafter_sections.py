@@ -15,7 +15,6 @@ from tlt_megatron.config.ranges import (
     Section,
     Share,
     one_of,
-    require,
 )
 
 
@@ -46,14 +45,8 @@ class SpeculationSection(Section):
     def check(self) -> None:
         size = self.draft_vocab_size
         self.require(size is None or size == 0 or size >= 256, "draft_vocab_size", "0 or >= 256")
-        self.require(bool(self.strategies), "strategies", "not empty")
-        for strategy in self.strategies:
-            require(
-                isinstance(strategy, str),
-                "speculation.strategies",
-                strategy,
-                "text such as '4_2_8' (in quotes: YAML reads 4_2_8 as a number)",
-            )
+        is_set = bool(self.strategies) and len(set(self.strategies)) == len(self.strategies)
+        self.require(is_set, "strategies", "not empty, with each strategy once")
         check_extension("speculation.selector", self.selector)
 
     @property

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -93,10 +94,17 @@ def check_extension(key: str, spec: str) -> None:
 
 
 def check_extension_file(key: str, spec: str) -> None:
-    """Raise ValueError if `spec` names a file that does not exist. Imports nothing."""
+    """Raise ValueError if `spec` names a file that does not exist or is no Python. Imports nothing."""
     place = spec.rpartition(":")[0]
-    if _is_file(place) and not Path(place).is_file():
+    if not _is_file(place):
+        return
+    if not Path(place).is_file():
         raise ValueError(f"{key}={spec!r}: no such file: {Path(place).absolute()}")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the import shows them
+            compile(Path(place).read_bytes(), place, "exec")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{key}={spec!r}: {place} fails to load: {error!r}") from error
 
 
 @functools.cache

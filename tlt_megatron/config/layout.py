@@ -22,6 +22,10 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"parallel.tensor={tp} x parallel.pipeline={pp} = {tp * pp} does not divide the {world_size} ranks"
         )
+    if world_size % config.ranks_per_engine:
+        raise ValueError(
+            f"sglang.engine_args.tp_size={config.ranks_per_engine} does not divide the {world_size} ranks"
+        )
     model = load_model_config(config.model.path)
     for path in config.trained_paths:
         _check_cuts(path, tp, pp)

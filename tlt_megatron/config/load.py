@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -23,11 +24,19 @@ class _DuplicateKeyError(ValueError):
     """A key that occurs twice in one mapping."""
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number and refuses a key that occurs twice in a mapping.
+_INT = "tag:yaml.org,2002:int"
 
-    Plain YAML 1.1 reads 1e-6 as a string, and keeps the last of two equal keys.
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-6 as a number, and refuses a key that occurs twice in a mapping.
+
+    Plain YAML 1.1 reads 1e-6 as a string, the strategy 4_2_8 as 428 and 010 as 8, and keeps the last of two equal keys.
     """
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in found if tag != _INT]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return the mapping's node. _DuplicateKeyError names the key and both lines."""
@@ -50,6 +59,11 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper with the same number format, so that it quotes a string that looks like a number."""
 
 
+_Loader.add_implicit_resolver(
+    _INT,
+    re.compile(r"^[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)$"),
+    list("-+0123456789"),
+)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -87,7 +101,11 @@ def _read(path: Path) -> dict[str, Any]:
     name = f"config={str(path)!r}"
     if not path.is_file():
         raise ValueError(f"{name}: no such file")
-    sections = _parse(path.read_text(encoding="utf-8"), name) or {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: cannot be read: {error}") from error
+    sections = _parse(text, name) or {}
     if not isinstance(sections, dict):
         raise ValueError(f"{name}: must hold a mapping of sections, not {_kind(sections)}")
     return sections
@@ -98,7 +116,7 @@ def _parse(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except _DuplicateKeyError as error:
         raise ValueError(f"{name}: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date such as 2026-13-45
         raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
 
 
@@ -150,20 +168,32 @@ def _meant(name: str, value: object, known: set[str]) -> str:
 
 
 def _convert(value: object, hint: Any, name: str) -> object:
-    """Convert `value` to the annotated type. Only int -> float is widened. A number must be finite."""
+    """Convert `value` and its items to the annotated types: int to float, and ~/ to the home folder."""
     _check_finite(value, name)
-    origin = typing.get_origin(hint) or hint
-    if origin is types.UnionType:
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        kinds = [o for o in options if o is not type(None)]
-        fitting = (o for o in kinds if isinstance(value, typing.get_origin(o) or o))
-        return _convert(value, next(fitting, kinds[0]), name)
-    if origin is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
-        raise ValueError(f"{name}={value!r}: must be {origin.__name__}, not {_kind(value)}")
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    origins = {typing.get_origin(kind) or kind: kind for kind in kinds}
+    for origin, kind in origins.items():
+        if origin is float and type(value) is int:
+            return float(value)
+        if isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
+            return _convert_items(value, kind, name)
+    names = ["null" if origin is types.NoneType else origin.__name__ for origin in origins]
+    is_text = str in origins and not isinstance(value, list | dict | None)
+    advice = ": put it in quotes" if is_text else ""
+    raise ValueError(f"{name}={value!r}: must be {' or '.join(names)}, not {_kind(value)}{advice}")
+
+
+def _convert_items(value: object, hint: Any, name: str) -> object:
+    items = typing.get_args(hint)
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)  # a shell does not do it behind the = of a setting
+    if isinstance(value, list):
+        return [_convert(item, items[0], f"{name}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict) and items[1] is not Any:
+        return {
+            _convert(key, items[0], f"key of {name}"): _convert(item, items[1], f"{name}.{key}")
+            for key, item in value.items()
+        }
     return value
 
 

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROJECTS = ("verl", "slime", "TRL")
-# Names of earlier versions, and a name that has another meaning there.
-_EARLIER = {
+# Names that no row has: of earlier versions, of another meaning there, of an option of the launcher here.
+_FURTHER = {
     "drafter.path": ["speculation.drafter"],
     "model.drafter": ["speculation.drafter"],
     "optimizer.epsilon": ["optimizer.eps"],
+    "trainer.total_epochs": ["run.num_steps (there epochs)"],
+    "num_epoch": ["run.num_steps (there epochs)"],
+    "trainer.n_gpus_per_node": ["--nproc-per-node of tlt train"],
+    "actor_num_gpus_per_node": ["--nproc-per-node of tlt train"],
+    "trainer.nnodes": ["--nnodes of tlt train"],
+    "actor_num_nodes": ["--nnodes of tlt train"],
 }
 # Last parts of dotted keys that say too little without the parts before them.
 _VAGUE = ("name", "path", "len", "enable", "metric", "timeout", "sglang")
@@ -70,4 +76,4 @@ def by_their_name() -> dict[str, list[str]]:
             whole.setdefault(".".join(parts), []).append(answer)
             for start in range(1, len(parts)):
                 ends.setdefault(".".join(parts[start:]), []).append(answer)
-    return {key: ends[key] for key in ends if key not in _VAGUE} | whole | _EARLIER
+    return {key: ends[key] for key in ends if key not in _VAGUE} | whole | _FURTHER

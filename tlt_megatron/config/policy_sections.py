@@ -17,7 +17,6 @@ from tlt_megatron.config.ranges import (
     Share,
     Unit,
     one_of,
-    require,
 )
 
 # Log-probs of training and rollouts may differ by so much if algorithm.max_logprob_diff is null.
@@ -66,10 +65,8 @@ class RewardSection(Section):
     overlong_penalty: NonNegative = 1.0  # what the longest response loses
 
     def check(self) -> None:
-        for spec, weight in self.weights.items():
+        for spec in self.weights:
             check_extension("reward.function", spec)
-            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            require(is_number, f"reward.functions.{spec}", weight, "a number")
         names = [spec.rpartition(":")[2] for spec in self.weights]
         is_unique = len(set(names)) == len(names)
         self.require(is_unique, "functions", f"functions with different names, not {names}")
@@ -107,11 +104,12 @@ class AlgorithmSection(Section):
     entropy_coef: float = 0.0  # > 0 rewards entropy
     kl_coef: NonNegative = 0.0  # 0: no reference policy
     kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"  # where the KL is subtracted
-    kl_estimator: Annotated[str, one_of("k1", "k2", "k3")] = "k3"  # k1 needs kl_placement: reward
+    # auto: k1 in the reward, k3 in the loss. k1 needs kl_placement: reward
+    kl_estimator: Annotated[str, one_of("k1", "k2", "k3", "auto")] = "auto"
     tis_cap: float = 0.0  # truncated importance sampling: cap of train/rollout; 0: off, else >= 1
     # of one token, of the whole response, or the geometric mean over its tokens
     rollout_is: Annotated[str, one_of("token", "sequence", "geometric")] = "token"
-    # masked importance sampling: no gradient where the ratio is outside the thresholds
+    # no gradient where the ratio is outside the thresholds
     rollout_rs: Annotated[str, one_of("none", "token", "sequence", "geometric")] = "none"
     rollout_rs_threshold: float = 2.0  # upper, > 1
     rollout_rs_threshold_lower: NonNegative = 0.0  # < 1; 0: 1 / upper
@@ -188,6 +186,13 @@ class AlgorithmSection(Section):
         return self.kl_coef > 0 and self.kl_placement == "reward"
 
     @property
+    def used_kl_estimator(self) -> str:
+        """Return the estimator of KL: where it is auto, the one that fits the placement."""
+        if self.kl_estimator != "auto":
+            return self.kl_estimator
+        return "k1" if self.kl_placement == "reward" else "k3"
+
+    @property
     def can_skip(self) -> bool:
         """Return whether responses of zero advantage are skipped in the update.
 
@@ -211,7 +216,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegative = 0.01  # not on norms and biases
     beta1: Share = 0.9  # decay of Adam's first moment
     beta2: Share = 0.95  # of its second moment
-    eps: float = 1e-8  # of Adam
+    eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the global gradient norm; 0: off
 
     def check(self) -> None:

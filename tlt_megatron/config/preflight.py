@@ -77,6 +77,12 @@ def risky_settings(config: RunConfig) -> list[str]:
             f" from. Unless rollout.engine={rollout.engine!r} returns the kept tokens (Rollout.kept), log-probs of the update"
             " are of the whole vocabulary, and the policy gradient is biased"
         )
+    algorithm = config.algorithm
+    if algorithm.has_kl_reward and algorithm.used_kl_estimator != "k1":
+        found.append(
+            f"algorithm.kl_estimator={algorithm.kl_estimator!r} with algorithm.kl_placement='reward' hardly pulls towards the"
+            " reference: its gradient as a reward vanishes near it. Set algorithm.kl_estimator=k1"
+        )
     if rollout.partial_rollout_tokens:
         found.append(
             f"rollout.partial_rollout_tokens={rollout.partial_rollout_tokens}: partial rollouts are not lossless. Responses have"

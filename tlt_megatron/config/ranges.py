@@ -22,6 +22,7 @@ def one_of(*values: str) -> Range:
 
 NonNegativeInt = Annotated[int, Range(lambda value: value >= 0, ">= 0")]
 PositiveInt = Annotated[int, Range(lambda value: value >= 1, ">= 1")]
+Seed = Annotated[int, Range(lambda value: 0 <= value < 2**32, "in [0, 2**32)")]
 NonNegative = Annotated[float, Range(lambda value: value >= 0, ">= 0")]
 Positive = Annotated[float, Range(lambda value: value > 0, "> 0")]
 Fraction = Annotated[float, Range(lambda value: 0 < value <= 1, "in (0, 1]")]

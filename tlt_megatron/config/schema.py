@@ -28,7 +28,9 @@ from tlt_megatron.config.ranges import (
     Positive,
     PositiveInt,
     Section,
+    Seed,
     one_of,
+    require,
 )
 from tlt_megatron.config.streamed_update import check_stream_update
 
@@ -59,8 +61,7 @@ class DataSection(Section):
 
     def check(self) -> None:
         if isinstance(self.eval, list):
-            is_text = all(isinstance(file, str) and file for file in self.eval)
-            self.require(is_text, "eval", "a file or a list of files")
+            self.require(all(self.eval), "eval", "a file or a list of files")
             self.require(
                 len(self.eval_files) == len(self.eval),
                 "eval",
@@ -180,7 +181,7 @@ class RunSection(Section):
     # if dir holds a run that is not resumed; set_aside renames it
     on_used_dir: Annotated[str, one_of("refuse", "set_aside")] = "refuse"
     num_steps: NonNegativeInt = 10  # RL steps
-    seed: int = 0  # of sampling noise
+    seed: Seed = 0  # of sampling noise
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"  # auto: cuda if there is one
     group_timeout_s: Positive = 1800.0  # a collective that waits longer fails and names the ranks
     heartbeat_timeout_s: float = 60.0  # a rank silent for this long ends the run; 0: off, else >= 1
@@ -240,10 +241,13 @@ class RunConfig:
         """Return the number of ranks whose GPUs one rollout engine uses: SGLang's `tp_size`."""
         if self.rollout.engine != "sglang":
             return 1
-        return int(self.sglang.engine_args.get("tp_size", 1))
+        return self.sglang.engine_args.get("tp_size", 1)
 
     def __post_init__(self) -> None:
         rollout, speculation, spot = self.rollout, self.speculation, self.spot
+        size = self.ranks_per_engine
+        is_size = type(size) is int and size >= 1
+        require(is_size, "sglang.engine_args.tp_size", size, "an integer >= 1")
         self.algorithm.require(
             self.algorithm.num_minibatches <= rollout.num_prompts,
             "num_minibatches",

@@ -91,6 +91,8 @@ def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) ->
             f"{where} is a list of messages, must be a string where data.apply_chat_template=false"
         )
     try:
-        return tokenizer.render(row.prompt)
+        text = tokenizer.render(row.prompt)
+        text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
     except ValueError as error:
         raise ValueError(f"{where} cannot be encoded: {error}") from error
+    return text

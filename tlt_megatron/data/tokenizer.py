@@ -65,12 +65,10 @@ class Tokenizer:
                 f"the tokenizer in {self._path} has no chat template, which a list of messages needs: "
                 "give string prompts, or put chat_template.jinja into the folder"
             )
-        from jinja2 import TemplateError  # transformers needs jinja2 for templates only
-
         messages: list[Any] = [dict(message) for message in prompt]
         try:
             text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of the folder
             raise ValueError(f"the chat template of {self._path} refuses it: {error}") from error
         assert isinstance(text, str)  # of one conversation
         return text
@@ -155,9 +153,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         hf = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises Exception itself for a file of a newer version
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"model.path={str(path)!r}: its tokenizer cannot be loaded: {error}"
+            f"model.path={str(path)!r}: its tokenizer cannot be loaded: {reason}"
         ) from error
     _check_vocabulary(hf, folder)
     stop_token_ids = read_eos_token_ids(folder)

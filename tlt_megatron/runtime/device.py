@@ -178,7 +178,7 @@ class QueueLimit:
 def select_device(name: str) -> Device:
     """Return the device for `auto`, `cpu` or `cuda`. On GPUs the local rank selects the card.
 
-    ValueError if cuda is requested and absent.
+    ValueError if cuda is requested and absent, or if there are fewer cards than ranks.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"run.device={name!r}: must be one of auto, cpu, cuda")
@@ -187,6 +187,11 @@ def select_device(name: str) -> Device:
         raise ValueError("run.device='cuda': torch sees no CUDA device here; allowed: auto, cpu")
     if name == "cpu" or not available:
         return Device(torch_device=torch.device("cpu"), backend="gloo")
+    ranks, cards = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks > cards:
+        raise ValueError(
+            f"--nproc-per-node={ranks}: must be at most {cards}, the GPUs that torch sees here"
+        )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Device(torch_device=device, backend="cpu:gloo,cuda:nccl")

@@ -67,6 +67,16 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
             r"parallel\.tensor=2 x parallel\.pipeline=2 = 4 does not divide the 6 ranks",
         ),
         ("parallel.tensor=4", 2, r"= 4 does not divide the 2 ranks"),
+        (
+            "rollout.engine=sglang sglang.engine_args.tp_size=4",
+            6,
+            r"sglang\.engine_args\.tp_size=4 does not divide the 6 ranks",
+        ),
+        (
+            "rollout.engine=sglang sglang.engine_args.tp_size='4'",
+            4,
+            r"sglang\.engine_args\.tp_size='4': must be an integer >= 1",
+        ),
         ("parallel.tensor=3", 3, r"parallel\.tensor=3 does not divide num_attention_heads=8"),
         ("parallel.tensor=8", 8, r"parallel\.tensor=8 does not divide num_key_value_heads=4"),
         ("parallel.pipeline=3", 3, r"parallel\.pipeline=3 does not divide num_hidden_layers=4"),

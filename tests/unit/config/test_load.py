@@ -66,12 +66,16 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
             "data.shuffle=false",
             "sglang.engine_args.window_size=[128, 0]",
             "sglang.engine_args.a.b=1e-5",
+            "speculation.strategies=[4_2_8, ngram_4]",
+            "spot.data_bytes=1_000_000",
         ],
     )
     assert config.model.path == "some/folder with spaces"
     assert config.logging.wandb_project == "a=b"
     assert config.checkpoint.resume == ""
     assert config.data.shuffle is False
+    assert config.speculation.strategies == ["4_2_8", "ngram_4"]
+    assert config.spot.data_bytes == 1_000_000
     assert config.sglang.engine_args == {"window_size": [128, 0], "a": {"b": 1e-5}}
 
 
@@ -107,6 +111,14 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
         ("run.num_steps", r"override 'run\.num_steps': must be section\.key=value"),
         ("=3", r"override '=3': must be section\.key=value"),
         ("model.path=[a", r"override 'model\.path=\[a': is not YAML"),
+        ("run.dir=2026-13-45", r"override 'run\.dir=2026-13-45': is not YAML: month must be"),
+        ("data.eval=3", r"data\.eval=3: must be str or list, not int: put it in quotes"),
+        ("logging.trackers=[1]", r"logging\.trackers\[0\]=1: must be str, not int: put it in"),
+        ("run.num_steps=010", r"run\.num_steps='010': must be int, not str"),
+        ("speculation.beg_thresholds=[1, a]", r"beg_thresholds\[1\]='a': must be int, not str"),
+        ("reward.functions={1: 0.5}", r"key of reward\.functions=1: must be str, not int"),
+        ("reward.functions={math: null}", r"reward\.functions\.math=None: must be float"),
+        ("optimizer.eps=0", r"optimizer\.eps=0\.0: must be > 0"),
     ],
 )
 def test_refused_override_names_key_value_and_what_is_allowed(override: str, message: str) -> None:
@@ -130,6 +142,21 @@ def test_refused_file_names_key_value_and_what_is_allowed(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(write(tmp_path, text))
+
+
+def test_a_file_in_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes("run: {dir: Läufe}".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"config='.*run\.yaml': cannot be read: 'utf-8' codec"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_paths_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["model.path=~/m", "data.eval=[~/a.jsonl]", "reward.functions={~/r.py:f: 1}"]
+    config = load_config(None, overrides)
+    assert config.model.path == "/home/me/m"
+    assert config.data.eval == ["/home/me/a.jsonl"]
+    assert config.reward.weights == {"/home/me/r.py:f": 1.0}
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_key_leads_to_our_setting_whole_or_by_its_end(key: str, ours: str | No
             "mcore.recompute",
         ),
         ("sglang-speculative-draft-model-path=d", "speculation.drafter"),
+        ("trainer.n_gpus_per_node=8", "--nproc-per-node of tlt train"),
         ("max_tool_calling_iterations=3", r"rollout\.max_turns \(there one less\)"),
     ],
 )

@@ -110,6 +110,14 @@ def test_partial_rollouts_are_named_as_not_lossless() -> None:
     assert line.startswith("rollout.partial_rollout_tokens=64: partial rollouts are not lossless")
 
 
+def test_an_estimate_of_kl_that_does_not_work_as_a_reward_is_named() -> None:
+    reward = ["algorithm.kl_placement=reward", "algorithm.kl_coef=0.1"]
+    (line,) = risky_settings(load_config(None, [*reward, "algorithm.kl_estimator=k3"]))
+    assert line.startswith("algorithm.kl_estimator='k3' with algorithm.kl_placement='reward'")
+    for allowed in ([*reward, "algorithm.kl_estimator=k1"], reward, ["algorithm.kl_coef=0.1"]):
+        assert not risky_settings(load_config(None, allowed))
+
+
 def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:
     (line,) = risky_settings(load_config(None, ["run.group_timeout_s=60"]))
     assert line.startswith("run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60")

@@ -176,10 +176,11 @@ CASES = [
     Case("absent eval", r"data\.eval='/absent\.parquet': must be an existing", overrides=("data.eval=/absent.parquet",)),
     Case("absent eval in a list", r"data\.eval='/absent\.jsonl': must be an existing", overrides=("data.eval=[{0}/train.jsonl, /absent.jsonl]",)),
     Case("an eval twice", r"data\.eval=.*: must be files with different names, or in folders", overrides=("data.eval=[{0}/train.jsonl, {0}/train.jsonl]",)),
-    Case("eval of another type", r"data\.eval=\['a\.jsonl', 3\]: must be a file or a list of files", overrides=("data.eval=[a.jsonl, 3]",)),
+    Case("eval of another type", r"data\.eval\[1\]=3: must be str, not int: put it in quotes", overrides=("data.eval=[a.jsonl, 3]",)),
     Case("prompts of another kind", r"config\.json': must be an existing \.jsonl or \.parquet file", overrides=("data.train={0}/model/config.json",)),
     Case("empty prompts", r"data\.train=.*: is empty, must hold at least one row", text("train.jsonl", "")),
     Case("truncated parquet", r"data\.eval=.*: is truncated, or not a parquet file", text("eval.parquet", b"PAR1 and no more"), ("data.eval={0}/eval.parquet",)),
+    Case("a reward that is no Python", r"reward\.function='[^']*/train\.jsonl:f': \S*train\.jsonl fails to load: SyntaxError", text("train.jsonl", "def f(:"), ("reward.function={0}/train.jsonl:f",)),
     # settings
     Case("duplicate key", r"key 'lr' stands in line 6 and again in line 7: must stand once", lambda f: (f / "run.yaml").open("a").write("optimizer:\n  lr: 1.0\n  lr: 2.0\n")),
     Case("duplicate section", r"key 'data' stands in line 2 and again in line 5", lambda f: (f / "run.yaml").open("a").write("data: {seed: 3}\n")),

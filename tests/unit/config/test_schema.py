@@ -93,6 +93,10 @@ from tlt_megatron.config.load import load_config
             r"mcore\.transformer\.hidden_dropout=0\.1: not allowed; .* two policies",
         ),
         (
+            "speculation.strategies=[ngram_2,ngram_2]",
+            r"speculation\.strategies=\['ngram_2', 'ngram_2'\]: must be not empty, with each strategy",
+        ),
+        (
             "speculation.draft_vocab_size=255",
             r"speculation\.draft_vocab_size=255: must be 0 or >= 256",
         ),
@@ -111,6 +115,7 @@ from tlt_megatron.config.load import load_config
         ("eval.num_samples=0", r"eval\.num_samples=0: must be >= 1"),
         ("eval.temperature=10.5", r"eval\.temperature=10\.5: must be in \[0, 10\]"),
         ("logging.progress=bar", r"logging\.progress='bar': must be one of auto, live, "),
+        ("run.seed=-1", r"run\.seed=-1: must be in \[0, 2\*\*32\)"),
         ("run.num_steps=-1", r"run\.num_steps=-1: must be >= 0"),
         ("run.device=tpu", r"run\.device='tpu': must be one of auto, cpu, cuda"),
         ("run.group_timeout_s=0", r"run\.group_timeout_s=0\.0: must be > 0"),

@@ -265,6 +265,7 @@ GOOD = '{"prompt": "a", "label": 1}\n'
             GOOD + '{"prompt": "a", "label": 1, "id": NaN}\n',
             "row 2: id=nan must be a string or a whole number",
         ),
+        (GOOD + r'{"prompt": "\ud83d", "label": 1}', "row 2: prompt .* surrogates not allowed"),
         ('{"prompt": "%s", "label": 1}\n' % ("x" * 2000), "all 1 prompts are longer than data.max"),
     ],
 )

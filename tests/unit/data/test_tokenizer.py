@@ -121,6 +121,24 @@ def test_messages_that_the_template_refuses(tokenizer_folder: Path) -> None:
         load_tokenizer(tokenizer_folder).encode([{"role": "judge", "content": "x"}])
 
 
+def test_a_template_that_fails_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(ValueError, match="refuses it: can only concatenate str"):
+        load_tokenizer(folder).encode(MESSAGES)
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["model"]["type"] = "Later"
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        ValueError, match=r"model\.path=.* tokenizer cannot be loaded: data did not"
+    ):
+        load_tokenizer(folder)
+
+
 def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.path='.*nowhere': must be a folder"):
         load_tokenizer(tmp_path / "nowhere")

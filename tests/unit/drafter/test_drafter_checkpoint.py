@@ -194,12 +194,14 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     del config["intermediate_size"]
+    config["num_key_value_heads"] = None
     file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="lacks intermediate_size"):
+    with pytest.raises(ValueError, match="lacks intermediate_size, num_key_value_heads"):
         load_draft_config(tmp_path)
 
 
-def test_a_drafter_made_elsewhere_is_checked_by_its_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_null", [False, True])
+def test_a_drafter_made_elsewhere_is_checked_by_its_sizes(tmp_path: Path, is_null: bool) -> None:
     """No fingerprint, the old way to write rope, head_dim left to be worked out."""
     model = make_draft_model("eagle")
     save_drafter(tmp_path, model)
@@ -207,6 +209,7 @@ def test_a_drafter_made_elsewhere_is_checked_by_its_sizes(tmp_path: Path) -> Non
     config = json.loads(file.read_text())
     del config["tlt_megatron"], config["rope_parameters"], config["head_dim"]
     config |= {"rope_theta": 100.0, "num_attention_heads": 4}
+    config |= {"head_dim": None} if is_null else {}
     file.write_text(json.dumps(config))
     seen = load_draft_config(tmp_path)
     assert seen.target is None

@@ -24,6 +24,21 @@ def test_cuda_without_a_card_is_refused_and_auto_is_the_cpu() -> None:
     assert select_device("auto") == select_device("cpu")
 
 
+@pytest.mark.parametrize("rank", ["0", "2"])
+def test_more_ranks_than_cards_are_refused_on_every_rank(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends before its log begins is explained by the first rank of a node."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match="--nproc-per-node=3: must be at most 2, the GPUs that torch"
+    ):
+        select_device("auto")
+
+
 def test_cpu_talks_gloo_and_has_memory_but_no_generator_of_its_own() -> None:
     device = select_device("cpu")
     assert (device.torch_device, device.backend, device.is_cuda) == (

@@ -249,6 +249,18 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
                 "mcore": {"recompute": "full", "transformer": {"recompute_num_layers": 1}},
             },
         ),
+        (  # kl_loss_type is of the loss; kl_penalty is kl by default, the coefficient 0.001
+            "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+            {"algorithm": {"kl_placement": "reward", "kl_coef": 0.001, "used_kl_estimator": "k1"}},
+        ),
+        (
+            "algorithm.kl_penalty=mse algorithm.kl_ctrl.kl_coef=0.1 algorithm.use_kl_in_reward=True",
+            {"algorithm": {"kl_placement": "reward", "kl_coef": 0.1, "used_kl_estimator": "k2"}},
+        ),
+        (
+            "algorithm.kl_penalty=mse actor_rollout_ref.actor.use_kl_loss=True",
+            {"algorithm": {"kl_placement": "loss", "kl_coef": 0.001, "used_kl_estimator": "k3"}},
+        ),
         (
             "data.shuffle=False",  # what it leaves out are verl's defaults
             {
