@@ -57,7 +57,7 @@ setup(
     },
     extras_require={
         "dev": [
-            "pytest>=8",
+            "pytest>=9",
             "pytest-xdist",
             "hypothesis",
             "ruff==0.17.6",

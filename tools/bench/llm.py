@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from tlt_megatron.config.load import load_config
@@ -228,6 +229,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         folders = ("--config", options.config, "--model", options.policy, "--out", options.drafter)
         measured = ("--measure-minutes", "1", "--num-eval-prompts", "8", "--strategy", "4_1_4")
         warmup_drafter.main([*folders, *minutes, *measured, "--threads", str(options.ranks)])
+        torch.set_num_threads(1)  # as everything that follows is measured
     result = _warm_up_table(Path(options.drafter) / "warm_up.json", console)
     for name in options.parts:
         result |= PARTS[name](options, console)
