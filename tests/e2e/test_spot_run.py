@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_the_run_leaves_its_drafter_and_says_what_became_of_the_idle_time(
     reader = HfReader(straight / "hf")
     embedding, head = reader["model.embed_tokens.weight"], reader["lm_head.weight"]
     load_drafter(straight / "hf_drafter", embedding_VD=embedding, lm_head_VD=head)
+
+
+def test_resuming_a_finished_run_keeps_the_speedup_it_measured(
+    config: Path, straight: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(straight, again)
+    extra = ["checkpoint.keep=0", "speculation.measure_gain=true", "checkpoint.resume=auto"]
+    run(2, config, again, "run.num_steps=4", *SPOT, *extra)
+    before, after = (json.loads((each / "summary.json").read_text()) for each in (straight, again))
+    measured = ("rollout_speedup", "step_speedup", "responses_differing")
+    assert {name: after.get(name) for name in measured} == {name: before[name] for name in measured}
+    assert after["num_steps"] == before["num_steps"]
 
 
 def test_a_warm_up_trains_the_drafter_and_changes_no_token(

@@ -79,7 +79,7 @@ class StopRequest:
     def end(self, code: int, line: str) -> bool:
         """Tell all ranks that this one ends with `code`, for the reason in `line`. They end within seconds.
 
-        Returns whether this rank is the first to end, so that its reason is the one to show.
+        Returns whether to show the reason: this rank is the first to end, or it failed before ranks could tell each other.
         """
         self._has_ended = True
         return self._tell(EventKind.END, line, code)
@@ -131,7 +131,8 @@ class StopRequest:
         if self._ended_by is not None:
             return self._ended_by == self._rank
         if self._events is None:
-            return self.speaks_alone
+            is_own_failure = code == 1 and not self._has_lost_store
+            return self.speaks_alone or is_own_failure
         try:
             # torchrun sends SIGTERM when one rank has failed: that is not a request to stop.
             if kind == EventKind.STOP and EventKind.END in self._events.firsts():

@@ -39,7 +39,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = open(path / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115  # stays open
         except OSError as error:
-            raise ValueError(f"run.dir={str(path)!r}: cannot be written: {error}") from error
+            raise self._not_writable(error) from error
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -52,7 +52,11 @@ class RunFolder:
             if error.errno not in _NO_LOCKS:
                 raise
             log.warning("run.dir=%r: its file system has no locks: %s", str(path), error)
-        self._write_holder()
+        try:
+            self._write_holder()
+        except OSError as error:
+            self.close()
+            raise self._not_writable(error) from error
 
     def __enter__(self) -> RunFolder:
         return self
@@ -84,11 +88,12 @@ class RunFolder:
 
     def _write_holder(self) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
         self._file.truncate(0)
-        json.dump(
-            {"pid": os.getpid(), "host": socket.gethostname(), "started": started}, self._file
-        )
-        self._file.flush()
+        os.write(self._file.fileno(), json.dumps(holder).encode())
+
+    def _not_writable(self, error: OSError) -> ValueError:
+        return ValueError(f"run.dir={str(self.path)!r}: cannot be written: {error}")
 
 
 def owner_has_ended(path: Path) -> bool:

@@ -107,6 +107,11 @@ def test_one_rank_shows_why_the_run_ends_or_stops() -> None:
     assert EventKind.STOP not in EventLog(store).firsts()
 
 
+def test_a_rank_that_fails_alone_before_ranks_can_tell_each_other_shows_it() -> None:
+    assert StopRequest(5, is_first_of_node=False).end(1, "rank 5: this card has fallen off the bus")
+    assert not StopRequest(5, is_first_of_node=False).end(2, "bad input, which every rank finds")
+
+
 def test_a_failure_is_described_in_one_line() -> None:
     def described(message: str) -> str:
         return describe_failure(RuntimeError(message), "UPDATE after step 3", 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 from multiprocessing.connection import Connection
@@ -96,3 +97,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"^run.dir='.*': cannot be written: "):
+            RunFolder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    RunFolder(tmp_path).close()
