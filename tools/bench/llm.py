@@ -133,7 +133,7 @@ def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse
         temperature=config.rollout.temperature,
         num_tokens=options.num_tokens,
         num_requests=options.num_requests,
-        num_samples=2,
+        num_samples=1,
         strategies=config.speculation.strategies,
         rounds=options.rounds,
     )
@@ -215,7 +215,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("--rounds", type=int, default=2, help="of decode and step")
     add("--steps", type=int, default=4, help="of a round; the first is not timed")
     add("--learn-steps", type=int, default=20)
-    add("--num-requests", type=int, default=8, help="of decode")
+    add("--num-requests", type=int, default=10, help="of decode; two of ten are long")
     add("--engine-tokens", type=int, default=64, help="of a response of engine")
     add("--num-tokens", type=int, default=40, help="of a response of batch-invariant decoding")
     add("overrides", nargs="*", metavar="section.key=value")
