@@ -13,6 +13,7 @@ from tlt_megatron.config.ranges import (
     Positive,
     PositiveInt,
     Section,
+    Seed,
     Share,
     one_of,
 )
@@ -83,7 +84,7 @@ class DrafterSection(Section):
     beta2: Share = 0.95  # of its second moment
     eps: Positive = 1e-8  # of Adam
     clip_grad: NonNegative = 1.0  # of the gradient norm; 0: off
-    seed: int = 0  # of random weights
+    seed: Seed = 0  # of random weights
 
     def check(self) -> None:
         is_eagle3 = self.algorithm == "eagle3"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
-
-# Of KV that a continued response or a later turn may need beside a whole one: its pages of 64 tokens begin anew.
-_CUT_TOKENS = 2 * 64
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
@@ -40,13 +38,26 @@ def check_layout(config: RunConfig, world_size: int) -> None:
             f"{config.rollout.max_new_tokens}{behind} = {longest} exceeds max_position_embeddings="
             f"{model.max_position_embeddings} of {config.model.path}"
         )
-    how = " that partial rollouts cut" if config.rollout.partial_rollout_tokens else ""
-    how = " that turns cut" if config.rollout.environment else how
-    needed = longest + (_CUT_TOKENS if how else 0)
+    needed = _least_kv_tokens(config, longest)
     if 0 < config.rollout.kv_cache_tokens < needed:
         raise ValueError(
-            f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one full sequence of {needed} tokens{how}"
+            f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens}: must be 0 or >= {needed}"
+            f" (one full sequence of {longest} tokens)"
         )
+
+
+def _least_kv_tokens(config: RunConfig, longest: int) -> int:
+    """Return the KV memory of one sequence of `longest` tokens, of which any prefix may be the prompt if turns or partial
+    rollouts continue it."""
+    rollout, most_prompt = config.rollout, config.data.max_prompt_tokens
+    if rollout.engine == "sglang":
+        return longest
+    copies_partial = rollout.batch_invariant
+    if rollout.environment or rollout.partial_rollout_tokens:
+        return PAGE_TOKENS * most_pages_of(longest, copies_partial=copies_partial)
+    lengths = range(max(1, most_prompt + 1 - PAGE_TOKENS), most_prompt + 1)
+    new = rollout.max_new_tokens
+    return PAGE_TOKENS * max(pages_of(n, new, copies_partial=copies_partial) for n in lengths)
 
 
 def _check_cuts(path: str, tp: int, pp: int) -> None:

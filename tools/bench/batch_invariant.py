@@ -13,7 +13,7 @@ from tools.bench.measure import cpu_seconds, first_differences, interleave, prin
 from tools.bench.setting import Setting, make_setting, parse_strategies
 
 _BATCH_SIZES = (1, 8, 64)
-_NUM_ROUNDS = 2
+_NUM_ROUNDS = 6
 
 
 def bench_batch_invariant(

@@ -46,6 +46,11 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int
         ("parallel.tensor=2", 2),
         ("parallel.tensor=4 parallel.pipeline=2", 16),
         ("rollout.kv_cache_tokens=512", 1),
+        (
+            "rollout.kv_cache_tokens=500 rollout.max_new_tokens=390 data.max_prompt_tokens=98"
+            " rollout.engine=sglang",
+            1,
+        ),
         ("rollout.max_observation_tokens=10", 1),
         ("rollout.engine=sglang rollout.max_new_tokens=380", 1),
     ],
@@ -95,18 +100,28 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
         (
             "rollout.kv_cache_tokens=511",
             1,
-            r"rollout\.kv_cache_tokens=511 cannot hold one full sequence of 512 tokens",
+            r"rollout\.kv_cache_tokens=511: must be 0 or >= 512",
         ),
         (
-            "rollout.kv_cache_tokens=639 rollout.partial_rollout_tokens=64 algorithm.tis_cap=2",
+            "rollout.kv_cache_tokens=512 rollout.max_new_tokens=390 data.max_prompt_tokens=100",
+            1,  # a prompt of 65 tokens takes 2 pages, a response of 390 takes 7
+            r"rollout\.kv_cache_tokens=512: must be 0 or >= 576 \(one full sequence of 490 tokens\)",
+        ),
+        (
+            "rollout.kv_cache_tokens=575 rollout.batch_invariant=true",
             1,
-            r"rollout\.kv_cache_tokens=639 cannot hold one full sequence of 640 tokens that partial",
+            r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",
         ),
         (
-            "rollout.kv_cache_tokens=639 rollout.max_new_tokens=284"
+            "rollout.kv_cache_tokens=575 rollout.partial_rollout_tokens=64 algorithm.tis_cap=2",
+            1,
+            r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",
+        ),
+        (
+            "rollout.kv_cache_tokens=575 rollout.max_new_tokens=284"
             " rollout.environment=any.py:answer rollout.max_observation_tokens=100",
             1,
-            r"rollout\.kv_cache_tokens=639 cannot hold one full sequence of 640 tokens that turns cut",
+            r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",
         ),
         ("model.path=absent", 1, r"model\.path='absent': must be a folder with config\.json"),
         ("model.path=", 1, r"model\.path='': must be a folder with config\.json"),

@@ -116,6 +116,7 @@ from tlt_megatron.config.load import load_config
         ("eval.temperature=10.5", r"eval\.temperature=10\.5: must be in \[0, 10\]"),
         ("logging.progress=bar", r"logging\.progress='bar': must be one of auto, live, "),
         ("run.seed=-1", r"run\.seed=-1: must be in \[0, 2\*\*32\)"),
+        ("drafter.seed=4294967296", r"drafter\.seed=4294967296: must be in \[0, 2\*\*32\)"),
         ("run.num_steps=-1", r"run\.num_steps=-1: must be >= 0"),
         ("run.device=tpu", r"run\.device='tpu': must be one of auto, cpu, cuda"),
         ("run.group_timeout_s=0", r"run\.group_timeout_s=0\.0: must be > 0"),

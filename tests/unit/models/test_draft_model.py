@@ -246,7 +246,7 @@ def test_default_aux_layers_are_sglangs_where_it_has_three(num_layers: int, expe
 
 def test_wrong_aux_layers_are_refused() -> None:
     target, embedding = tiny_config(), torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
-    with pytest.raises(ValueError, match="at least 4 layers"):
+    with pytest.raises(ValueError, match="must be eagle or hass for a policy of 3 layers"):
         default_aux_layer_ids(3)
     for architecture, ids in (("eagle", (0, 1, 2)), ("eagle3", (0, 1)), ("eagle3", (1, 1, 2))):
         with pytest.raises(ValueError, match="rising layer numbers"):

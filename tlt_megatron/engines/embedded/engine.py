@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import (
     EngineStats,
@@ -22,7 +23,7 @@ from tlt_megatron.engines.base import (
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.engines.embedded.generation import Generation, Intake, make_rollout
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
-from tlt_megatron.engines.embedded.memory_plan import PAGE_TOKENS, MemoryPlan, plan_memory
+from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, plan_memory
 from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -334,20 +335,16 @@ class EmbeddedEngine:
     ) -> KvCache:
         """Check that each request fits into the KV on its own. Then allocate the KV if needed, and clear it."""
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
-        longest = longest_later
-        # a page more for its partial pages at the end of a later prompt and of its response
-        needed_later = -(-longest_later // PAGE_TOKENS) + 1 + self._arithmetic.aligns_pages
+        longest, copies_partial = longest_later, self._arithmetic.aligns_pages
         for prompt in prompts:
             num_tokens, limit = len(prompt.token_ids), prompt.limit(params)
             longest = max(longest, num_tokens + limit)
             if num_tokens == 0:
                 raise ValueError(f"prompt {prompt.prompt_id!r} is empty")
-            num_own = limit
-            if self._arithmetic.aligns_pages:
-                num_own += num_tokens % PAGE_TOKENS  # the copy of the prompt's last partial page
-            needed = -(-num_tokens // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
+            needed = pages_of(num_tokens, limit, copies_partial=copies_partial)
             if longest_later:
-                needed = max(needed, needed_later)
+                later = most_pages_of(longest_later, copies_partial=copies_partial)
+                needed = max(needed, later)
             if needed > num_pages:
                 raise ValueError(
                     f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={limit}"

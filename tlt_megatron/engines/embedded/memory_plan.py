@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tlt_megatron.config.kv_pages import PAGE_TOKENS
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.models.config import ModelConfig
@@ -14,8 +15,6 @@ from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-
-PAGE_TOKENS = 64  # positions of one KV page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
