@@ -33,6 +33,12 @@ BANNED = re.compile(
     re.I,
 )
 CODE = re.compile(r"`[^`\n]*`")  # names in docstrings are not language
+# From Python 3.12 an f-string is several tokens.
+TEXTS = {
+    tokenize.COMMENT,
+    tokenize.STRING,
+    getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),
+}
 TORCH_ATTRIBUTES = {"data", "grad"}  # of a parameter; torch has no other way to set them
 # Folders that set attributes of foreign objects, with the reason.
 FOREIGN_OBJECTS = {
@@ -183,7 +189,7 @@ def check_language(path: str, tree: ast.Module, text: str | None = None) -> list
     return [
         f"line {token.start[0] + token.string.count(chr(10), 0, match.start())}: {match.group()!r}"
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type in (tokenize.COMMENT, tokenize.STRING)
+        if token.type in TEXTS
         for match in BANNED.finditer(CODE.sub(lambda code: " " * len(code.group()), token.string))
     ]
 

@@ -21,10 +21,10 @@ from tlt_megatron.models.attention.invariant import (
     invariant_lanes,
     invariant_paged,
 )
-from tlt_megatron.models.attention.kernels import has_triton
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.runtime.device import has_triton
 
 _BASE_ROWS = 16  # rows of the reference tile: all other tiles must agree with it
 # Candidate tile sizes. Few rows are common, and each has a tile of its own if the machine allows it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
 from collections.abc import Callable
@@ -93,6 +95,12 @@ def gpu_names() -> list[str]:
     """Return a line for each GPU that torch sees: its name and memory."""
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties]
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether kernels for a GPU can be compiled. CUDA builds of torch come with Triton."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def host_available_bytes() -> int:

@@ -9,13 +9,13 @@ function of (seed, position, token id), defined in `noise.py`. Sharing it makes 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from tlt_megatron.runtime.device import has_triton
 from tlt_megatron.speculation import noise
 from tlt_megatron.speculation.noise import GOLDEN, MULTIPLIERS, SHIFTS
 
@@ -130,7 +130,7 @@ def row_keys(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
 
 
 def _has_kernels(like: Tensor) -> bool:
-    return like.is_cuda and importlib.util.find_spec("triton") is not None
+    return like.is_cuda and has_triton()
 
 
 def is_searched(num_rows: int, vocab_size: int, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
-from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.device import Device, has_triton
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
@@ -54,10 +55,14 @@ def deep_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device() -> Iterator[PretendDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
+    """Without Triton, which a CUDA build of torch has and which compiles for no pretended GPU."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    has_triton.cache_clear()
     device = pretend_device()
     with device.gpu:
         yield device
+    has_triton.cache_clear()
 
 
 def make_drafter(engine: EmbeddedEngine, path: Path, architecture: str = "eagle") -> DraftModel:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.models.attention.invariant import attend_block, block_bias, merge_blocks
-from tlt_megatron.models.attention.kernels import attend_with_lse, has_triton
+from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.invariant import (
     InvariantMatrix,
@@ -24,6 +24,7 @@ from tlt_megatron.models.invariant import (
 )
 from tlt_megatron.models.layers import RmsNorm, apply_rope_
 from tlt_megatron.models.matrix import Matrix
+from tlt_megatron.runtime.device import has_triton
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -61,27 +61,27 @@ def make_batch(aggregation: str) -> MicroBatch:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "loss_sum", "count"), [("token_mean", 0.52, 3), ("sequence_mean", 0.35, 2)]
+    ("aggregation", "loss_sum", "count"), [("token_mean", 0.505, 3), ("sequence_mean", 0.3425, 2)]
 )
 def test_value_loss_takes_the_larger_error_and_no_prompt(
     aggregation: str, loss_sum: float, count: int
 ) -> None:
     batch = make_batch(aggregation)
     # a value stands where its token is predicted; the others would change the loss
-    values = torch.tensor([9.0, 0.5, 0.8, 9.0, 0.6, 9.0], requires_grad=True)[: batch.num_tokens]
+    values = torch.tensor([9.0, 0.5, 0.9, 9.0, 0.6, 9.0], requires_grad=True)[: batch.num_tokens]
     assert batch.returns is not None
     assert batch.returns.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     result = value_loss(TokenValues(values=values), batch, cliprange_value=0.2)
-    # squared errors: 0.5, with the value clipped to 0.2 0.8; 0.2; 0.6 -> 1/2 of 0.64, 0.04, 0.36
+    # squared errors: 0.5, with the value clipped to 0.2 0.8; 0.1; 0.6 -> 1/2 of 0.64, 0.01, 0.36
     assert float(result.loss_sum) == pytest.approx(loss_sum)
     assert result.count == count
     assert float(result.metrics["vf_clipfrac"]) == 1
-    assert float(result.metrics["vpred"]) == pytest.approx(1.9)
+    assert float(result.metrics["vpred"]) == pytest.approx(2.0)
     assert float(result.metrics["num_tokens"]) == 3
     (gradient,) = torch.autograd.grad(result.loss_sum, values)
     # of a clipped token none
     weight = 1.0 if count == 3 else 0.5
-    assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.2 * weight, 0.0, 0.6, 0.0])
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.1 * weight, 0.0, 0.6, 0.0])
 
 
 def test_statistics_of_values_and_returns() -> None:

@@ -7,11 +7,10 @@ exactly. This file alone calls torch's private kernels, which exist on the CPU, 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
+
+from tlt_megatron.runtime.device import has_triton
 
 _QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
 PART_KEYS = 512  # keys of one program on CUDA: few long sequences still occupy the whole GPU
@@ -50,12 +49,6 @@ def is_fused(query: Tensor) -> bool:
     A meta tensor counts as on CUDA: a dry run takes the memory that CUDA will take.
     """
     return query.is_meta or (query.is_cuda and has_triton())
-
-
-@functools.cache
-def has_triton() -> bool:
-    """CUDA builds of torch come with it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
