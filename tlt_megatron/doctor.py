@@ -8,7 +8,7 @@ import importlib.util
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PINS = {"megatron-core": "0.16.1", "sglang": "0.5.23"}
 
@@ -29,10 +29,10 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at the interpreter, the packages and the devices. Imports torch."""
+    """Look at the interpreter, the packages and the devices. Imports torch and Megatron."""
     findings = [_python(), _package("torch", "pip install 'torch>=2.11,<2.15'")]
     has_torch = importlib.util.find_spec("torch") is not None
-    findings.append(_package("megatron-core", "pip install megatron-core==0.16.1"))
+    findings.append(_megatron(has_torch))
     if has_torch:
         findings += [_memory(), _gpus(), _collectives()]
     how = f"only for rollout.engine=sglang: pip install sglang=={PINS['sglang']} (make setup-sglang on a CPU)"
@@ -79,6 +79,15 @@ def _package(package: str, how: str, *, name: str = "", is_needed: bool = True) 
     advice = "" if version and pin in ("", version) else how
     found = version or "not installed"
     return Finding(name=name or package, found=found, advice=advice, is_needed=is_needed)
+
+
+def _megatron(has_torch: bool) -> Finding:
+    finding = _package("megatron-core", "pip install megatron-core==0.16.1")
+    if finding.advice or not has_torch:
+        return finding
+    from tlt_megatron.mcore.model import import_problem
+
+    return replace(finding, advice=import_problem())
 
 
 def _memory() -> Finding:

@@ -55,6 +55,18 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
     assert "can run nothing yet: torch, megatron-core" in printed
 
 
+def test_a_megatron_that_cannot_be_imported_is_said(tmp_path: Path) -> None:
+    """As with SGLang's CUDA packages on a host without a driver: Megatron imports one of them."""
+    source = "raise OSError('flash_mla.so') from OSError('libcuda.so.1: cannot open')"
+    (tmp_path / "flash_mla.py").write_text(source)
+    done = run_doctor(tmp_path)
+    assert done.returncode == 1
+    assert "cannot be imported: OSError: libcuda.so.1: cannot open" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(
+        "This machine can run nothing yet: megatron-core"
+    )
+
+
 @pytest.mark.parametrize(
     ("version", "source", "said"),
     [
@@ -76,6 +88,7 @@ def test_broken_transformer_engine_is_said(
     with pytest.raises(ValueError, match="transformer-engine " + said.partition(":")[0]):
         has_transformer_engine(torch.bfloat16)
     assert not has_transformer_engine(torch.float32)
+    sys.modules.pop("transformer_engine", None)  # later tests of this process import Megatron
 
 
 def test_the_registrys_apex_is_not_nvidias(tmp_path: Path) -> None:

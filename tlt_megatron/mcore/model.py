@@ -7,6 +7,8 @@ attention and norm. Both have the same parameters, under names that `weight_map`
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,21 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
+
+
+def import_problem() -> str:
+    """Return why Megatron's layers cannot be imported; "" if they can.
+
+    They import what they find, such as SGLang's kernels, which fail without a GPU's driver.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    except Exception as error:  # of any package that is imported
+        reason = error.__cause__ or error
+        return f"cannot be imported: {type(reason).__name__}: {reason}"
+    return ""
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
