@@ -86,6 +86,13 @@ COMMANDS = {
         "tools.export_drafter",
     ),
 }
+# options of torchrun that take no value
+_FLAGS = {
+    "--standalone",
+    "-m",
+    *(f"--{name}" for name in ("module", "no-python", "no_python", "run-path", "run_path")),
+    *(f"--virtual{dash}local{dash}rank" for dash in "-_"),
+}
 _TRAIN_HELP = """
 usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FOLDER] [--print-config] [options of torchrun]
 
@@ -134,7 +141,8 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         word = rest.pop(0).removeprefix("--config=")
         is_option = word.startswith("-")
         is_setting = not is_option and "=" in word and "." in word.partition("=")[0]
-        has_open_option = launcher[-1:] and launcher[-1].startswith("-") and "=" not in launcher[-1]
+        last = launcher[-1] if launcher else ""
+        has_open_option = last.startswith("-") and "=" not in last and last not in _FLAGS
         if word.endswith((".yaml", ".yml")) and not is_setting:
             program += ["--config", word]
         elif word == "--config":  # of launch/pretrain_rl.py: the file follows

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at the interpreter, the packages and the devices. Imports torch and Megatron."""
-    findings = [_python(), _package("torch", "pip install 'torch>=2.11,<2.15'")]
+    findings = [_python(), _torch()]
     has_torch = importlib.util.find_spec("torch") is not None
     findings.append(_megatron(has_torch))
     if has_torch:
@@ -79,6 +80,13 @@ def _package(package: str, how: str, *, name: str = "", is_needed: bool = True) 
     advice = "" if version and pin in ("", version) else how
     found = version or "not installed"
     return Finding(name=name or package, found=found, advice=advice, is_needed=is_needed)
+
+
+def _torch() -> Finding:
+    finding = _package("torch", "")
+    numbers = re.match(r"(\d+)\.(\d+)", finding.found)
+    is_known = numbers is not None and (2, 11) <= tuple(map(int, numbers.groups())) < (2, 15)
+    return replace(finding, advice="" if is_known else "pip install 'torch>=2.11,<2.15'")
 
 
 def _megatron(has_torch: bool) -> Finding:

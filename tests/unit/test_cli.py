@@ -84,6 +84,10 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
         (("trian",), "tlt: 'trian' is no command; did you mean train?"),
         (("train", "run.num_steps=3"), "tlt train: CONFIG is missing: name a .yaml file"),
         (("train", EXAMPLE, "steps"), "tlt train: 'steps' is no section.key=value and no option"),
+        (
+            ("train", EXAMPLE, "--standalone", "num_steps=5"),
+            "tlt train: 'num_steps=5' is no section.key=value and no option",
+        ),
         (("train", "no.yaml", "--print-config"), "pretrain_rl: config='no.yaml': no such file"),
         (("train", EXAMPLE, "run.steps=3"), "pretrain_rl: run.steps=3: unknown key; did you mean"),
         (

@@ -67,6 +67,21 @@ def test_a_megatron_that_cannot_be_imported_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_a_torch_of_another_version_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    true_version = doctor._version
+    for version in ("2.10.1", "2.15.0+cpu"):
+        own = {"torch": version}
+        monkeypatch.setattr(
+            doctor, "_version", lambda name, own=own: own.get(name) or true_version(name)
+        )
+        assert doctor.main() == 1
+        printed = capsys.readouterr().out
+        assert f"MISSING torch               {version}" in printed
+        assert "pip install 'torch>=2.11,<2.15'" in printed
+
+
 @pytest.mark.parametrize(
     ("version", "source", "said"),
     [

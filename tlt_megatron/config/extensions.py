@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +120,11 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     point = REGISTRY[key]
     place, _, name = point.built_in.get(spec, spec).rpartition(":")
     try:
-        module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+        module = (
+            _import_file(Path(place).resolve())
+            if _is_file(place)
+            else importlib.import_module(place)
+        )
     except Exception as error:
         raise ValueError(f"{key}={spec!r}: {place} fails to load: {error!r}") from error
     if not hasattr(module, name):
@@ -143,8 +148,10 @@ def _is_file(place: str) -> bool:
     return place.endswith(".py") or "/" in place
 
 
+@functools.cache
 def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"extension_{path.stem}", path)
+    name = f"extension_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
+from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 
@@ -24,25 +25,29 @@ def check_layout(config: RunConfig, world_size: int) -> None:
         raise ValueError(
             f"sglang.engine_args.tp_size={config.ranks_per_engine} does not divide the {world_size} ranks"
         )
-    model = load_model_config(config.model.path)
     for path in config.trained_paths:
-        _check_cuts(path, tp, pp)
-    slack = sglang_slack(config)
-    observations = config.rollout.observation_tokens
-    longest = config.longest_context + config.rollout.max_new_tokens + slack
-    behind = f" + rollout.max_observation_tokens={observations}" if observations else ""
-    behind += f" + {slack} of sglang's slack" if slack else ""
-    if longest > model.max_position_embeddings:
-        raise ValueError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens}{behind} = {longest} exceeds max_position_embeddings="
-            f"{model.max_position_embeddings} of {config.model.path}"
-        )
+        _check_cuts(config, path)
+        slack = sglang_slack(config) if path == config.model.path else 0
+        _check_positions(config, path, slack)
+    longest = config.longest_context + config.rollout.max_new_tokens + sglang_slack(config)
     needed = _least_kv_tokens(config, longest)
     if 0 < config.rollout.kv_cache_tokens < needed:
         raise ValueError(
             f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens}: must be 0 or >= {needed}"
             f" (one full sequence of {longest} tokens)"
+        )
+
+
+def _check_positions(config: RunConfig, path: str, slack: int) -> None:
+    observations = config.rollout.observation_tokens
+    longest = config.longest_context + config.rollout.max_new_tokens + slack
+    most = load_model_config(path).max_position_embeddings
+    behind = f" + rollout.max_observation_tokens={observations}" if observations else ""
+    behind += f" + {slack} of sglang's slack" if slack else ""
+    if longest > most:
+        raise ValueError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens}{behind} = {longest} exceeds max_position_embeddings={most} of {path}"
         )
 
 
@@ -60,8 +65,8 @@ def _least_kv_tokens(config: RunConfig, longest: int) -> int:
     return PAGE_TOKENS * max(pages_of(n, new, copies_partial=copies_partial) for n in lengths)
 
 
-def _check_cuts(path: str, tp: int, pp: int) -> None:
-    model = load_model_config(path)
+def _check_cuts(config: RunConfig, path: str) -> None:
+    model, tp = load_model_config(path), config.parallel.tensor
     for name, size in (
         ("num_attention_heads", model.num_heads),
         ("num_key_value_heads", model.num_kv_heads),
@@ -70,10 +75,9 @@ def _check_cuts(path: str, tp: int, pp: int) -> None:
     ):
         if size % tp:
             raise ValueError(f"parallel.tensor={tp} does not divide {name}={size} of {path}")
-    if model.num_layers % pp:
-        raise ValueError(
-            f"parallel.pipeline={pp} does not divide num_hidden_layers={model.num_layers} of {path}"
-        )
+    layers_of_stages(
+        model.num_layers, config.parallel.pipeline, config.mcore.transformer, path=path
+    )
 
 
 def sglang_slack(config: RunConfig) -> int:

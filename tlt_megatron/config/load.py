@@ -129,10 +129,15 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     for section in sections:
         if node.get(section) is None:  # absent, or a section whose keys are all commented out
             node[section] = {}
-        node = node[section]
-        if not isinstance(node, dict):
+        if not isinstance(node[section], dict):
             raise ValueError(f"override {override!r}: {section} is a value, not a section")
-    node[last] = _parse(text, f"override {override!r}") if text else ""
+        node[section] = dict(
+            node[section]
+        )  # with a YAML anchor, other sections are the same object
+        node = node[section]
+    value = _parse(text, f"override {override!r}") if text else ""
+    is_plain_text = isinstance(value, str) and text[:1] not in ("'", '"')
+    node[last] = text if is_plain_text else value  # YAML would end a text at " #"
 
 
 def _build(section_type: type, raw: object, prefix: str) -> Any:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
+_STAGE_FIELDS = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _ALLOWED = {
     "which kernels compute a layer": """
         apply_rope_fusion bias_activation_fusion bias_dropout_fusion fused_single_qkv_rope
@@ -34,9 +36,7 @@ _ALLOWED = {
         tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
         use_ring_exchange_p2p wgrad_deferral_limit
     """,
-    "which pipeline stage holds which layers": """
-        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-    """,
+    "which pipeline stage holds which layers": " ".join(_STAGE_FIELDS),
     "debugging": """
         barrier_with_L1_time config_logger_dir
     """,
@@ -75,3 +75,37 @@ def check_transformer_fields(fields: Mapping[str, object]) -> None:
             f"mcore.transformer.{name}={value!r}: not allowed{meant}; the model is that of model.path, and only "
             "kernels, fusions, memory, communication and pipeline stages may be set (tlt_megatron/config/mcore_fields.py lists them)"
         )
+
+
+def layers_of_stages(
+    num_layers: int, pipeline: int, fields: Mapping[str, Any], *, path: str = ""
+) -> list[int]:
+    """Return the layers of each pipeline stage, as Megatron distributes those of the model `path`.
+
+    Example: 9 layers on 3 stages with `num_layers_in_first_pipeline_stage=1` give `[1, 4, 4]`. ValueError if the stages
+    between cannot have the same number.
+    """
+    given = {name: n for name in _STAGE_FIELDS if (n := fields.get(name)) is not None}
+    for name, count in given.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(f"mcore.transformer.{name}={count!r}: must be an integer >= 1")
+        if pipeline == 1:
+            raise ValueError(
+                f"mcore.transformer.{name}={count}: must be null with parallel.pipeline=1"
+            )
+    if not given:
+        if num_layers % pipeline:
+            raise ValueError(
+                f"parallel.pipeline={pipeline} does not divide num_hidden_layers={num_layers} of {path}"
+            )
+        return [num_layers // pipeline] * pipeline
+    rest, stages = num_layers - sum(given.values()), pipeline - len(given)
+    is_even = rest == 0 if not stages else rest >= stages and rest % stages == 0
+    if not is_even:
+        settings = "".join(f" and mcore.transformer.{name}={n}" for name, n in given.items())
+        raise ValueError(
+            f"parallel.pipeline={pipeline}{settings} leave {rest} of num_hidden_layers={num_layers} of {path} for "
+            f"{stages} stages: must be the same number, at least 1, for each"
+        )
+    first, last = ([given[name]] if name in given else [] for name in _STAGE_FIELDS)
+    return [*first, *[rest // max(stages, 1)] * stages, *last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, Phase
@@ -49,7 +50,7 @@ def policy_claims(
     `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest` is the length of its longest
     sequence in tokens. `is_streamed`: idle ranks compute gradients.
     """
-    own = _parameters_of_a_rank(sizes, parallel)
+    own = _parameters_of_a_rank(sizes, parallel, mcore)
     item = _ITEM_BYTES[model.dtype]
     num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
     layout = f"parallel.tensor={parallel.tensor} or parallel.pipeline={parallel.pipeline}"
@@ -60,7 +61,7 @@ def policy_claims(
     if critic is not None:  # it trains and is loaded when the policy is not
         passes = _bytes_of_a_pass(critic, micro_tokens, item, parallel, mcore, is_cuda)
         activations = max(activations, passes[0])
-        largest_own = max(own, _parameters_of_a_rank(critic, parallel))
+        largest_own = max(own, _parameters_of_a_rank(critic, parallel, mcore))
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     passes_in = frozenset({Phase.UPDATE, Phase.SPOT} if is_streamed else {Phase.UPDATE})
     kept_in = passes_in if is_cuda else ALL_PHASES
@@ -119,7 +120,7 @@ def _critic_claims(
     """
     if critic is None:
         return []
-    own = _parameters_of_a_rank(critic, parallel)
+    own = _parameters_of_a_rank(critic, parallel, mcore)
     trained, held_in, away = own, ALL_PHASES, 0
     if mcore.offload_in_rollouts:
         trained, held_in = max(0, own - policy_own), frozenset({Phase.UPDATE})
@@ -150,14 +151,20 @@ def checkpoint_bytes(
     """Return the bytes of a policy checkpoint, and how many of them the fullest rank writes."""
     item = _ITEM_BYTES[model.dtype]
     num_shards = num_data_parallel if mcore.use_distributed_optimizer else 1
-    own = _parameters_of_a_rank(sizes, parallel)
+    own = _parameters_of_a_rank(sizes, parallel, mcore)
     return sizes.total * (item + _STATE_BYTES), own * item + own * _STATE_BYTES // num_shards
 
 
-def _parameters_of_a_rank(sizes: ModelSizes, parallel: ParallelSection) -> int:
-    num_tables = 1 if parallel.pipeline > 1 else sizes.num_tables
-    layers = sizes.num_layers // parallel.pipeline * sizes.layer
-    return (layers + num_tables * sizes.table) // parallel.tensor
+def _stages(sizes: ModelSizes, parallel: ParallelSection, mcore: McoreSection) -> list[int]:
+    return layers_of_stages(sizes.num_layers, parallel.pipeline, mcore.transformer)
+
+
+def _parameters_of_a_rank(sizes: ModelSizes, parallel: ParallelSection, mcore: McoreSection) -> int:
+    """Return those of the fullest stage. The first and the last stage have a table."""
+    stages = [n * sizes.layer for n in _stages(sizes, parallel, mcore)]
+    stages[0] += sizes.table * (sizes.num_tables if parallel.pipeline == 1 else 1)
+    stages[-1] += sizes.table * (parallel.pipeline > 1)
+    return max(stages) // parallel.tensor
 
 
 def _bytes_of_a_pass(
@@ -168,10 +175,10 @@ def _bytes_of_a_pass(
     mcore: McoreSection,
     is_cuda: bool,
 ) -> tuple[int, int]:
-    """Return the bytes of activations and of logits on the fuller of the first and the last stage.
+    """Return the bytes of activations and of logits on the fullest stage.
 
-    The first of p stages holds the activations of p micro-batches, the last those of one and the logits. With full
-    recomputation each layer keeps its input. When one layer is computed again, the logits are gone, and its activations are
+    The first of p stages holds the activations of p micro-batches, the next those of p - 1, the last those of one and the
+    logits. With full recomputation each layer keeps its input. When one layer is computed again, the logits are gone, and its activations are
     there twice, once as gradients.
     """
     if is_cuda:
@@ -187,6 +194,6 @@ def _bytes_of_a_pass(
     if mcore.recompute == "full":
         kept, again = int(element_bytes * sizes.hidden / sequence_cut), 2 * layer
     logits = 2 * item * num_tokens * sizes.vocab // parallel.tensor
-    first = sizes.num_layers * kept + again, 0
-    last = sizes.num_layers // parallel.pipeline * kept, logits
-    return max(last, first, key=sum)
+    stages = _stages(sizes, parallel, mcore)
+    passes = [(n * kept * (len(stages) - i) + again, 0) for i, n in enumerate(stages)]
+    return max((stages[-1] * kept, logits), *passes, key=sum)

@@ -23,8 +23,10 @@ class BatchRules:
     """How the batch of an RL step is made. With the defaults, it is the prompts of one round with their rewards."""
 
     num_prompts: int  # of the batch
-    max_rounds: int = 1  # generation rounds of a step, at most; 1: no dynamic sampling
-    metric: str = "reward"  # that must differ within a group: the reward, or a further number
+    max_rounds: int = 1  # generation rounds of a step, at most
+    metric: str = (
+        ""  # that must differ within a group: reward, or a further number; "": no dynamic sampling
+    )
     round_tokens: int = 0  # partial rollouts: most tokens of a response in a round; 0: off
     num_drawn: int = 0  # partial rollouts: prompts drawn at the start of a step; 0: num_prompts
     max_prompt_tokens: int = 0
@@ -118,7 +120,7 @@ class BatchRules:
 
     def metrics(self, groups: Sequence[ScoredGroup], num_rounds: int) -> dict[str, float]:
         """Return the metrics of dynamic sampling; {} without it."""
-        if self.max_rounds == 1:
+        if not self.metric:
             return {"train/num_gen_batches": float(num_rounds)} if self.round_tokens else {}
         num_kept = len(self.kept(groups))
         return {
@@ -133,7 +135,7 @@ class BatchRules:
 
         ValueError if results of the function lack the metric.
         """
-        if self.max_rounds == 1:
+        if not self.metric:
             return list(groups)
         if self.metric == "reward":
             return [group for group in groups if min(group.rewards) < max(group.rewards)]

@@ -50,9 +50,9 @@ def read_answer(result: object) -> Answer:
                 f"observation: {_cut(message)} must be a message with the texts role and content"
             )
     try:
-        num_bytes = len(json.dumps(observation))
+        num_bytes = len(json.dumps(observation, ensure_ascii=False).encode())
     except (TypeError, ValueError) as error:
-        raise ValueError(f"observation: must be JSON: {error}") from error
+        raise ValueError(f"observation: must be JSON in UTF-8: {error}") from error
     if num_bytes > _MAX_BYTES:
         raise ValueError(f"observation: {num_bytes} bytes of JSON: at most {_MAX_BYTES}")
     return Answer(observation=tuple(observation), is_done=is_done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+_CONTROL_GROUPS, _OWN_CONTROL_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _STATUS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -105,11 +107,27 @@ def has_triton() -> bool:
 
 def host_available_bytes() -> int:
     """Return what the host can give without swapping, page cache included, or less if a control group limits it."""
-    available = psutil.virtual_memory().available
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
+    available: float = psutil.virtual_memory().available
+    own = ""
+    if _OWN_CONTROL_GROUP.exists():
+        groups = [line.split("::") for line in _OWN_CONTROL_GROUP.read_text().splitlines()]
+        own = "".join(names[1] for names in groups if names[0] == "0").strip("/")  # version 2
+    folder = _CONTROL_GROUPS / own
+    for group in (folder, *folder.parents):
+        if (group / "memory.max").exists():
+            available = min(available, _left_in_control_group(group))
+    return int(available)
+
+
+def _left_in_control_group(group: Path) -> float:
+    """Return how many bytes its limit leaves. The kernel drops cached files before it refuses memory."""
+    limit = (group / "memory.max").read_text().strip()
+    if limit == "max":
+        return math.inf
+    lines = (group / "memory.stat").read_text().splitlines()
+    numbers = dict(line.split() for line in lines)
+    files = int(numbers["inactive_file"]) + int(numbers["active_file"])
+    return int(limit) - int((group / "memory.current").read_text()) + files
 
 
 class GraphMemory:

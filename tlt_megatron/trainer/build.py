@@ -299,7 +299,7 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
         batch=BatchRules(
             num_prompts=rollout.num_prompts,
             max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
-            metric=algorithm.dynamic_sampling_metric,
+            metric=algorithm.dynamic_sampling_metric if algorithm.dynamic_sampling else "",
             round_tokens=rollout.partial_rollout_tokens,
             num_drawn=rollout.over_sampling_prompts,
             max_prompt_tokens=config.data.max_prompt_tokens,

@@ -21,6 +21,8 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 
+FIRST, LAST = (f"num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
+
 
 def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int | None) -> None:
     model = tmp_path / "model"
@@ -52,6 +54,8 @@ def check(tmp_path: Path, overrides: str = "", world_size: int = 1, **sizes: int
             1,
         ),
         ("rollout.max_observation_tokens=10", 1),
+        (f"parallel.pipeline=3 mcore.transformer.{FIRST}=2", 3),
+        (f"parallel.pipeline=4 mcore.transformer.{FIRST}=1 mcore.transformer.{LAST}=1", 4),
         ("rollout.engine=sglang rollout.max_new_tokens=380", 1),
     ],
 )
@@ -85,6 +89,26 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
         ("parallel.tensor=3", 3, r"parallel\.tensor=3 does not divide num_attention_heads=8"),
         ("parallel.tensor=8", 8, r"parallel\.tensor=8 does not divide num_key_value_heads=4"),
         ("parallel.pipeline=3", 3, r"parallel\.pipeline=3 does not divide num_hidden_layers=4"),
+        (
+            f"parallel.pipeline=3 mcore.transformer.{FIRST}=1",
+            3,
+            rf"parallel\.pipeline=3 and mcore\.transformer\.{FIRST}=1 leave 3 of num_hidden_layers=4 .* for 2 stages",
+        ),
+        (
+            f"parallel.pipeline=2 mcore.transformer.{FIRST}=4",
+            2,
+            rf"{FIRST}=4 leave 0 of num_hidden_layers=4 .* for 1 stages",
+        ),
+        (
+            f"mcore.transformer.{LAST}=4",
+            1,
+            rf"mcore\.transformer\.{LAST}=4: must be null with parallel\.pipeline=1",
+        ),
+        (
+            f"parallel.pipeline=2 mcore.transformer.{FIRST}=0",
+            2,
+            rf"mcore\.transformer\.{FIRST}=0: must be an integer >= 1",
+        ),
         (
             "rollout.max_new_tokens=385",
             1,
@@ -143,6 +167,14 @@ def test_a_critic_that_the_layout_does_not_fit_is_refused(tmp_path: Path) -> Non
         ValueError, match=r"pipeline=2 does not divide num_hidden_layers=3 of .*critic"
     ):
         check(tmp_path, overrides, 2)
+
+
+def test_a_critic_with_fewer_positions_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "config.json").write_text(json.dumps(SIZES | {"max_position_embeddings": 511}))
+    with pytest.raises(ValueError, match=r"= 512 exceeds max_position_embeddings=511 of .*critic"):
+        check(tmp_path, f"critic.path={critic} algorithm.advantage=gae")
 
 
 @pytest.mark.parametrize("name, value", [("vocab_size", 511), ("intermediate_size", 161)])

@@ -56,6 +56,17 @@ def test_floats_are_read_as_everyone_expects(tmp_path: Path, text: str, lr: floa
     assert isinstance(by_override, float)
 
 
+def test_an_override_changes_no_other_section_of_the_same_anchor(tmp_path: Path) -> None:
+    path = write(tmp_path, "optimizer: &shared {lr: 1e-5, clip_grad: 0.5}\ncritic: *shared")
+    config = load_config(path, ["optimizer.lr=1e-6", "optimizer.min_lr=1e-7"])
+    assert (config.optimizer.lr, config.critic.lr) == (1e-6, 1e-5)
+
+
+@pytest.mark.parametrize("text", ["/data/my run #3", "'/data/my run #3'"])
+def test_an_override_keeps_every_character_of_a_text(text: str) -> None:
+    assert load_config(None, [f"run.dir={text}"]).run.dir == "/data/my run #3"
+
+
 def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
     config = load_config(
         None,

@@ -45,7 +45,7 @@ FLAT = [group(0, 1, 1), group(1, 0, 0), group(2, 0, 0), group(3, 1, 1)]
 
 
 def test_extra_rounds_are_as_large_as_the_share_of_kept_groups_asks() -> None:
-    rules = BatchRules(num_prompts=4, max_rounds=3)
+    rules = BatchRules(num_prompts=4, max_rounds=3, metric="reward")
     assert rules.num_missing(FLAT, 1) == 4  # none kept: a whole round
     assert rules.num_missing([*FLAT[:2], group(2, 0, 1), group(3, 1, 0)], 1) == 4  # 2 / (2 of 4)
     assert rules.num_missing([FLAT[0], *(group(i, 0, 1) for i in (1, 2, 3))], 1) == 2  # 1 / (3/4)
@@ -54,7 +54,7 @@ def test_extra_rounds_are_as_large_as_the_share_of_kept_groups_asks() -> None:
 
 
 def test_the_batch_is_the_first_kept_groups_in_the_order_of_the_draws() -> None:
-    rules = BatchRules(num_prompts=3, max_rounds=4)
+    rules = BatchRules(num_prompts=3, max_rounds=4, metric="reward")
     groups = [FLAT[0], group(1, 0, 1), FLAT[2], *(group(i, 0.5, 0) for i in (3, 4, 5))]
     assert draws(rules.select(groups)) == [1, 3, 4]
     assert rules.metrics(groups, 2) == {
@@ -66,10 +66,21 @@ def test_the_batch_is_the_first_kept_groups_in_the_order_of_the_draws() -> None:
 
 
 def test_at_the_bound_the_first_dropped_groups_fill_the_batch() -> None:
-    rules = BatchRules(num_prompts=3, max_rounds=2)
+    rules = BatchRules(num_prompts=3, max_rounds=2, metric="reward")
     groups = [*FLAT, group(4, 0, 1), group(5, 2, 2)]
     assert draws(rules.select(groups)) == [0, 1, 4]
     assert rules.metrics(groups, 2)["rollout/filler_groups"] == 2
+
+
+def test_with_one_round_the_batch_is_still_the_kept_groups() -> None:
+    """Partial rollouts have more complete groups than a batch needs."""
+    rules = BatchRules(num_prompts=2, max_rounds=1, metric="reward", round_tokens=8)
+    groups = [*FLAT[:2], group(2, 0, 1), group(3, 1, 0)]
+    assert rules.num_missing(groups, 1) == 0
+    batch = rules.select(groups)
+    assert draws(batch) == [2, 3]
+    assert rules.carry(groups, batch) == []
+    assert rules.metrics(groups, 1)["rollout/kept_group_share"] == 0.5
 
 
 def test_without_dynamic_sampling_nothing_is_dropped() -> None:
@@ -118,7 +129,7 @@ def test_a_resume_with_other_settings_takes_no_group_that_they_do_not_allow() ->
 
 
 def test_dynamic_sampling_carries_no_complete_group_that_it_drops() -> None:
-    rules = BatchRules(num_prompts=1, max_rounds=2, round_tokens=8)
+    rules = BatchRules(num_prompts=1, max_rounds=2, metric="reward", round_tokens=8)
     groups = [FLAT[0], group(1, 0, 1), open_group(2), FLAT[3], group(4, 1, 0)]
     complete = [each for each in groups if each.is_complete]
     batch = rules.select(complete)

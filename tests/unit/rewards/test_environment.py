@@ -29,6 +29,8 @@ def answer(messages, data_source, ground_truth, extra_info):
         return "x" * 2_000_000, False
     if turn == "number":
         return 7
+    if turn == "half a pair":
+        return chr(0xD83D), False
     state = messages[-2].get("state", 0) + 1
     content = f"{data_source} {ground_truth} {extra_info['key']} {turn} {state}"
     return [{"role": "tool", "content": content, "state": state}], turn == "end"
@@ -75,7 +77,7 @@ def make_pool(
 def test_answers_and_failures(
     folder: Path, function: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    turns = ["go on", "raise", "number", "long", "die", "end"]
+    turns = ["go on", "raise", "number", "half a pair", "long", "die", "end"]
     with (
         caplog.at_level(logging.WARNING, logger="tlt_megatron.rewards.workers"),
         make_pool(folder, function) as pool,
@@ -94,10 +96,11 @@ def test_answers_and_failures(
             "state": 6,
         }
         assert answer.is_done is is_done
-    for turn in ("raise", "number", "long", "die"):
+    for turn in ("raise", "number", "half a pair", "long", "die"):
         assert (outcomes[turn].failure, outcomes[turn].answer) == ("error", None)
     assert "no such tool" in outcomes["raise"].detail
     assert "7: must be a pair (observation, is_done)" in outcomes["number"].detail
+    assert "observation: must be JSON in UTF-8: " in outcomes["half a pair"].detail
     assert "observation: 2000033 bytes of JSON: at most 524288" in outcomes["long"].detail
     assert "exit status 3" in outcomes["die"].detail
     [warning] = caplog.messages  # once for a prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,28 @@ def test_cuda_without_a_card_is_refused_and_auto_is_the_cpu() -> None:
     with pytest.raises(ValueError, match=r"run\.device='cuda': torch sees no CUDA device"):
         select_device("cuda")
     assert select_device("auto") == select_device("cpu")
+
+
+def test_files_that_the_host_keeps_in_memory_do_not_count_against_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each control group around the process limits it: here the job's, not the user's or the root."""
+    job = tmp_path / "user" / "job"
+    job.mkdir(parents=True)
+    for folder, limit in ((tmp_path / "user", "max"), (job, str(6 << 30))):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{5 << 30}\n")
+        files = f"anon {1 << 30}\ninactive_file {3 << 30}\nactive_file {1 << 30}\n"
+        (folder / "memory.stat").write_text(files)
+    own = tmp_path / "own"
+    own.write_text("1:name=systemd:/other\n0::/user/job\n")
+    monkeypatch.setattr(device_module, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(device_module, "_OWN_CONTROL_GROUP", own)
+    memory = SimpleNamespace(available=100 << 30)
+    monkeypatch.setattr(device_module.psutil, "virtual_memory", lambda: memory)
+    assert device_module.host_available_bytes() == 5 << 30
+    memory.available = 1 << 30
+    assert device_module.host_available_bytes() == 1 << 30
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])

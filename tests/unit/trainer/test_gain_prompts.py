@@ -35,7 +35,9 @@ def test_each_round_of_a_step_is_timed_as_a_batch_of_its_own(
     monkeypatch.setattr(loop, "measure_gain", measure)
     trainer = RLTrainer(
         SimpleNamespace(
-            batch=BatchRules(num_prompts=3, max_rounds=2), sampling=None, stream_update=False
+            batch=BatchRules(num_prompts=3, max_rounds=2, metric="reward"),
+            sampling=None,
+            stream_update=False,
         ),
         sampler=SimpleNamespace(state_dict=dict, next_batch=next_batch),
         worker=SimpleNamespace(

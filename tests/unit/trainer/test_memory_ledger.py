@@ -58,6 +58,19 @@ def test_an_unsharded_rank_holds_everything(tmp_path: Path) -> None:
     assert claim(ledger, "engine KV (102400 tokens)") == slots * (2 * 4 * 128 * 28 + 1) * 2
 
 
+def test_the_fullest_of_uneven_stages_counts(tmp_path: Path) -> None:
+    """Of 28 layers the first stage holds 18, and activations of two micro-batches, or the last one the logits."""
+    first = "parallel.pipeline=2 mcore.transformer.num_layers_in_first_pipeline_stage"
+    even, more, fewer = (ledger_of(tmp_path, f"{first}={n}", 2) for n in (14, 18, 10))
+    sizes = sizes_of(tmp_path)
+    assert claim(even, "policy") == 2 * (14 * sizes.layer + sizes.table)
+    for ledger in (more, fewer):
+        assert claim(ledger, "policy") == 2 * (18 * sizes.layer + sizes.table)
+    per_layer = claim(even, "activations") / 28
+    assert claim(more, "activations") == pytest.approx(36 * per_layer)
+    assert claim(fewer, "activations") == pytest.approx(18 * per_layer)  # beside the logits
+
+
 @pytest.mark.parametrize(
     "overrides, world_size, num_bytes",
     [

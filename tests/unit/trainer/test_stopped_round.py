@@ -49,7 +49,9 @@ def test_all_ranks_stop_in_the_round_in_which_one_is_told_to() -> None:
         phases = Phases(clock, progress, select_device("cpu"), on_phase=lambda name: None)
         worker = RolloutWorker(engine, Rewards(), str, replicas=world, phases=phases)
         # all rewards are equal, so no group is kept and there is a next round
-        plan = BatchPlan(rules=BatchRules(num_prompts=3, max_rounds=9), draw=lambda _: draw(1))
+        plan = BatchPlan(
+            rules=BatchRules(num_prompts=3, max_rounds=9, metric="reward"), draw=lambda _: draw(1)
+        )
         params = SamplingParams(num_samples=1, max_new_tokens=1)
         with pytest.raises(GenerationStopped) as stopped:
             worker.collect(draw(3), params, 0, plan=plan)
@@ -85,7 +87,9 @@ def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> N
     sampler.next_batch(5)
     trainer = RLTrainer(
         SimpleNamespace(
-            batch=BatchRules(num_prompts=3, max_rounds=2), sampling=None, stream_update=False
+            batch=BatchRules(num_prompts=3, max_rounds=2, metric="reward"),
+            sampling=None,
+            stream_update=False,
         ),
         sampler=sampler,
         worker=SimpleNamespace(
