@@ -36,7 +36,7 @@ class SpeculationSection(Section):
     selector: str = "cost_model"
     # beg_mab: smallest batch of each bucket, from 1; empty: by rollout.max_batch_size
     beg_thresholds: list[int] = field(default_factory=list)
-    measure_gain: bool = False  # at the end, time the last steps' rollouts with and without
+    measure_gain: bool = False  # at the end, time the rollouts of further steps with and without
     # of drafts: noise (what the policy will draw) or probability (EAGLE-2)
     ranking: Annotated[str, one_of("noise", "probability")] = "noise"
     # embedded: most frequent token ids of the rollouts, the only ones that the learned drafter

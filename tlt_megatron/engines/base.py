@@ -42,7 +42,8 @@ class PassRecord:
     """One pass over the running batch: strategy, time and committed tokens.
 
     Example: 3 requests with strategy "4_2_8" accept 0, 2 and 4 drafted tokens. Then `accepted_by_depth` is (2, 2, 1, 1).
-    `num_committed` is 9, because every request also commits one bonus token.
+    `num_committed` is 9, because every request also commits one bonus token. Where a response ends within the accepted tokens,
+    `num_committed` has none behind the end (with SGLang it has), and `accepted_by_depth` has them.
     """
 
     start_s: float  # on the clock of time.perf_counter

@@ -70,7 +70,7 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     if not is_first:
         return
     path, summary = run_dir / "summary.json", trainer.report.history.summary()
-    if not trainer.last_prompts and path.exists():
+    if not trainer.last_rounds and path.exists():
         # No step since a resume: the speedup that was measured at the run's end stays true.
         summary = json.loads(path.read_text(encoding="utf-8")) | summary
     replace_text(path, json.dumps(summary, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Measures the speedup of speculation: generates the last steps' rollouts again, with and without.
+"""Measures the speedup of speculation: generates the rollouts of the next steps with and without.
 
 Sampling noise depends only on request and position, so both ways draw the same tokens, and the
 ratio compares the same work.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import Prompt, SamplingParams
+from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 
 _ROUNDS = 2
 
@@ -27,7 +27,6 @@ class SpeculationGain:
 
     rollout_s_on: float
     rollout_s_off: float
-    num_tokens: int
     num_differing: int  # responses that differ between both ways: by rounding, unless in float64
 
     @property
@@ -41,37 +40,48 @@ class SpeculationGain:
 
 def measure_gain(
     engine: RolloutEngine,
-    batches: Sequence[Sequence[Prompt]],
+    sizes: Sequence[int],
+    draw: Callable[[int], Sequence[Prompt]],
     params: SamplingParams,
     *,
     policy_version: int,
     replicas: Group,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationGain | None:
-    """Time the prompts of several generation rounds with and without speculation. A collective.
+    """Time generation rounds of `sizes` prompts with and without speculation. A collective.
 
+    `draw` returns the next prompts of the run, the same on every rank. A response of an earlier step would be known to
+    n-grams, so no prompt of the run comes again. A switch drops captured graphs, so the first generation after it is not timed.
     Returns None if the engine cannot decode without speculation, or if any rank was told to stop.
     """
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    tokens: dict[bool, list[list[int]]] = {}
+    tokens: dict[bool, list[list[int]]] = {True: [], False: []}
+
+    def generate(prompts: Sequence[Prompt]) -> tuple[float, list[RolloutGroup]]:
+        """Return the seconds until the last rank is done, inf if one is told to stop, and this rank's responses."""
+        barrier(replicas)
+        started = time.perf_counter()
+        groups, own_s = [], math.inf
+        with contextlib.suppress(GenerationStopped):
+            groups = engine.generate(
+                prompts[replicas.rank :: replicas.size],
+                params,
+                policy_version=policy_version,
+                should_stop=should_stop,
+            )
+            own_s = time.perf_counter() - started
+        return max(gather_objects(own_s, replicas)), groups
+
     for _ in range(_ROUNDS):
+        first, *batches = [draw(size) for size in (sizes[0], *sizes)]
         for is_on in (True, False):
             if not engine.pause_speculation(not is_on):
                 return None
-            spent, tokens[is_on] = 0.0, []
+            generate(first)
+            spent = 0.0
             for prompts in batches:
-                barrier(replicas)
-                started = time.perf_counter()
-                groups, own_s = [], math.inf
-                with contextlib.suppress(GenerationStopped):
-                    groups = engine.generate(
-                        prompts[replicas.rank :: replicas.size],
-                        params,
-                        policy_version=policy_version,
-                        should_stop=should_stop,
-                    )
-                    own_s = time.perf_counter() - started
-                spent += max(gather_objects(own_s, replicas))
+                batch_s, groups = generate(prompts)
+                spent += batch_s
                 if math.isinf(spent):
                     return None
                 tokens[is_on] += [r.token_ids.tolist() for g in groups for r in g.rollouts]
@@ -79,10 +89,8 @@ def measure_gain(
     engine.pause_speculation(False)
     engine.take_passes()
     differing = sum(on != off for on, off in zip(tokens[True], tokens[False], strict=True))
-    sums = gather_objects((sum(map(len, tokens[True])), differing), replicas)
     return SpeculationGain(
         rollout_s_on=statistics.median(seconds[True]),
         rollout_s_off=statistics.median(seconds[False]),
-        num_tokens=sum(num_tokens for num_tokens, _ in sums),
-        num_differing=sum(num_differing for _, num_differing in sums),
+        num_differing=sum(gather_objects(differing, replicas)),
     )

@@ -30,7 +30,7 @@ from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
 log = logging.getLogger(__name__)
 
-_GAIN_STEPS = 4  # latest steps whose prompts measure the speedup of speculation
+_GAIN_STEPS = 4  # steps that measure the speedup of speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class RLTrainer:
         self.step = 0  # RL steps done; also the version of the policy
         self.critic_from = 0  # the step at which the critic began, if there is one
         self.carried: tuple[ScoredGroup, ...] = ()  # left over by the last step (partial rollouts)
-        # of the latest steps, by step and generation round
-        self.last_prompts: deque[list[list[Prompt]]] = deque(maxlen=_GAIN_STEPS)
+        # of the latest steps: prompts of each generation round
+        self.last_rounds: deque[list[int]] = deque(maxlen=_GAIN_STEPS)
         self.is_stopped = False  # stopped on request; a resumed run does the rest
         self._is_saved = False  # a checkpoint of this run holds the present state
 
@@ -166,12 +166,11 @@ class RLTrainer:
     def _collect(self) -> Collected:
         """Draw prompts and return their scored rollouts. GenerationStopped changes no state."""
         rules, before = self.settings.batch, (self.sampler.state_dict(), rng_state())
-        drawn: list[list[Prompt]] = []
+        num_drawn: list[int] = []
 
         def draw(count: int) -> list[Prompt]:
-            prompts = self.sampler.next_batch(count) if count else []
-            drawn.append(prompts)
-            return prompts
+            num_drawn.append(count)
+            return self.sampler.next_batch(count) if count else []
 
         if self.drafter is not None:
             self.drafter.start_step(self.step + 1)
@@ -191,7 +190,7 @@ class RLTrainer:
             self.sampler.load_state_dict(before[0])
             set_rng_state(before[1])
             raise
-        self.last_prompts.append(drawn)
+        self.last_rounds.append(num_drawn)
         return collected
 
     def _stream(self, groups: Sequence[ScoredGroup], should_stop: Callable[[], bool]) -> None:
@@ -301,12 +300,14 @@ class RLTrainer:
                 log.warning("the strategy selector starts anew: its state does not fit: %r", error)
 
     def measure_gain(self) -> None:
-        """Time the latest steps' prompts with and without speculation, for the summary."""
-        if not self.last_prompts:  # resumed after the last step
+        """Time as many prompts as the latest steps had, with and without speculation, for the summary."""
+        sizes = [count for rounds in self.last_rounds for count in rounds if count]
+        if not sizes:  # resumed after the last step
             return
         gain = measure_gain(
             self.engine,
-            [prompts for rounds in self.last_prompts for prompts in rounds],
+            sizes,
+            self.sampler.next_batch,
             self.settings.sampling,
             policy_version=self.step,
             replicas=self.world,

@@ -147,8 +147,8 @@ def test_rows_speculate_while_others_wait_and_newcomers_join_them(make_engine, t
     assert all(record.strategy != "off" for record in passes)
     assert 0 < max(record.kv_tokens for record in passes) <= engine.stats().peak_kv_tokens
     num_tokens = sum(r.token_ids.numel() for g in plain for r in g.rollouts)
-    # What a pass commits behind a stop is not counted in the response, nor is the token that prefilling brings.
-    assert sum(record.num_committed for record in passes) >= num_tokens - 18
+    # prefilling brings the first token of each response
+    assert sum(record.num_committed for record in passes) == num_tokens - 18
     assert engine.take_passes() == []
 
 
@@ -163,6 +163,18 @@ def test_without_room_for_lanes_rows_decode_plainly_and_it_is_counted(
     passes = engine.take_passes()
     assert engine.stats().num_unspeculated_passes > 0
     assert {record.strategy != "off" for record in passes} == {True, False}
+
+
+def test_ngrams_alone_take_no_memory_for_a_learned_drafter(make_engine) -> None:
+    engine = make_engine(kv_cache_tokens=1024)
+    engine.generate(prompts(2), PARAMS, policy_version=1)
+    num_layers = len(engine._cache.layers)
+    strategies = [SpeculationStrategy.parse("ngram_6")]
+    assert engine.memory_plan(strategies).kv_bytes == engine.memory_plan(()).kv_bytes
+    engine.set_speculation(Speculation(None, FixedSelector(strategies[0]), strategies))
+    engine.generate(prompts(2), PARAMS, policy_version=1)
+    cache = engine._cache
+    assert (len(cache.layers), cache.has_features) == (num_layers, False)
 
 
 def test_ngrams_alone_need_no_learned_drafter_and_know_a_prompt_that_comes_back(

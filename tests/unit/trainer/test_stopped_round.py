@@ -106,4 +106,4 @@ def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> N
         trainer._collect()
     assert sampler.drawn == 5
     assert torch.equal(torch.get_rng_state(), before)
-    assert not trainer.last_prompts
+    assert not trainer.last_rounds

@@ -234,11 +234,11 @@ class DecodeBatch:
             self._place(scheduler)
         return layout.has_lanes
 
-    def speculate(self, strategy: SpeculationStrategy) -> tuple[list[int], list[int] | None]:
-        """Draft, verify and commit in place of `forward`. Return the accepted tokens of each row, and of a tree also how
-        many rows accepted the first candidate at each depth.
+    def speculate(self, strategy: SpeculationStrategy) -> tuple[int, list[int], list[int] | None]:
+        """Draft, verify and commit in place of `forward`.
 
-        Commits are recorded here. The next `sample` takes the last of them as its draw.
+        Return the number of committed tokens, the accepted tokens of each row, also those behind its end, and of a tree also
+        how many rows accepted the first candidate at each depth. Commits are recorded here. The next `sample` takes the last of them as its draw.
         """
         assert self._speculator is not None
         assert self._layout.has_lanes
@@ -283,4 +283,5 @@ class DecodeBatch:
         self._noise.start()
         self.num_passes += 1
         first = committed.first_by_depth
-        return verdict.num_accepted_B.tolist(), None if first is None else first.tolist()
+        by_depth = None if first is None else first.tolist()
+        return sum(counts), verdict.num_accepted_B.tolist(), by_depth

@@ -352,7 +352,8 @@ class EmbeddedEngine:
                     f" (rollout.kv_cache_tokens={self._section.kv_cache_tokens})"
                 )
         self._reserve_positions(longest)
-        keeps_features = keeps_features or self._speculation is not None
+        has_drafter = self._speculation is not None and self._speculation.draft is not None
+        keeps_features = keeps_features or has_drafter
         if self._cache is None or (keeps_features and not self._cache.has_features):
             self._drop_kv()  # first, so that two never exist at once
             self._cache = KvCache(
@@ -361,7 +362,7 @@ class EmbeddedEngine:
                 page_size=PAGE_TOKENS,
                 dtype=self._dtype,
                 device=self._device.torch_device,
-                num_draft_layers=0 if self._speculation is None else 1,
+                num_draft_layers=int(has_drafter),
                 tap_layers=self._tap_layers if keeps_features else None,
                 has_scratch=self.has_graphs,
             )

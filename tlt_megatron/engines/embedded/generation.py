@@ -30,7 +30,10 @@ class _Step:
     strategy: SpeculationStrategy
     batch_size: int
     reason: str  # why this strategy was chosen
-    accepted: Sequence[int]  # drafted tokens of each row; empty for a plain pass
+    num_committed: int  # tokens of all rows
+    accepted: Sequence[
+        int
+    ]  # drafted tokens of each row, also behind its end; empty for a plain pass
     first_by_depth: Sequence[int] | None  # see `StrategySelector.observe`
 
 
@@ -172,18 +175,19 @@ class Generation:
 
     def _run_pass(self, strategy: SpeculationStrategy, reason: str) -> _Step:
         batch, batch_size = self._batch, len(self._batch.requests)
-        accepted, first = [], None
+        num_committed, accepted, first = batch_size, [], None
         if not strategy.is_off and not batch.enter_lanes(self._scheduler):
             self._num_unspeculated += 1
             strategy, reason = OFF, "no memory"
         if strategy.is_off:
             batch.forward(self._scheduler)
         else:
-            accepted, first = batch.speculate(strategy)
+            num_committed, accepted, first = batch.speculate(strategy)
         return _Step(
             strategy=strategy,
             batch_size=batch_size,
             reason=reason,
+            num_committed=num_committed,
             accepted=accepted,
             first_by_depth=first,
         )
@@ -204,7 +208,7 @@ class Generation:
                 batch_size=step.batch_size,
                 strategy=str(step.strategy),
                 reason=step.reason,
-                num_committed=step.batch_size + sum(step.accepted),
+                num_committed=step.num_committed,
                 accepted_by_depth=tuple(depths),
                 kv_tokens=(self._cache.num_pages - self._cache.num_free) * self._cache.page_size,
             )

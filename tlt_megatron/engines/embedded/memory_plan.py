@@ -91,8 +91,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return what `EmbeddedEngine` will allocate.
 
-    With strategies that draft, each sequence has slots for drafted tokens after it, and there is
-    one more KV layer, with tokens and features: the last hidden state and `num_taps` more. With
+    With strategies that draft, each sequence has slots for drafted tokens after it. A learned drafter has one more KV layer,
+    with tokens and features: the last hidden state and `num_taps` more. With
     `kv_cache_tokens=0` the KV holds `max_batch_size` full responses and the prompts of their
     groups, plus one of a partly admitted group. Where requests share no prompt, it holds a whole
     sequence for each and one more. Graphs need a scratch page and a lane for each row.
@@ -122,9 +122,10 @@ def plan_memory(
     d, f, v = sizes.hidden, sizes.ffn, sizes.vocab
     num_fused = model.num_heads + 2 * model.num_kv_heads
     num_slots = kv_tokens + has_graphs * PAGE_TOKENS
-    num_kv_layers = model.num_layers + bool(drafting)
+    is_learned = any(strategy.is_learned for strategy in drafting)
+    num_kv_layers = model.num_layers + is_learned
     kv = num_slots * (2 * model.num_kv_heads * model.head_dim * num_kv_layers + 1) * item
-    if drafting:
+    if is_learned:
         kv += num_slots * d * (1 + num_taps) * item + (num_slots + 1) * 8
 
     per_token = 4 * d + (num_fused + 2 * model.num_heads) * model.head_dim + 3 * f

@@ -189,8 +189,9 @@ class Speculator:
     ) -> Committed:
         """Draft and verify once for every row. `latest` is for `Retriever.propose`."""
         params, noise_BSV, retrieved_BN = self._params, None, None
-        # Roots sampled after a plain pass are not written yet.
-        self._cache.token_ids_T.index_copy_(0, roots.positions_B + view.starts_B, roots.token_ids_B)
+        if self._cache.has_features:  # roots sampled after a plain pass are not written yet
+            at_B = roots.positions_B + view.starts_B
+            self._cache.token_ids_T.index_copy_(0, at_B, roots.token_ids_B)
         num_rows = len(roots.requests) * (strategy.depth + 1)
         draft = self._speculation.draft
         is_reduced = draft is not None and draft.ids_C is not None
@@ -335,12 +336,12 @@ class Speculator:
         target_P = view.slots(base_B1 + steps_S)
         if not tree.is_chain:
             cache.move_kv(view.slots(base_B1 + path_BS), target_P)
-        num_queries = features_PF.shape[0] // num_rows
-        rows_P = path_BS + (torch.arange(num_rows, device=path_BS.device) * num_queries).unsqueeze(
-            1
-        )
-        cache.features_TD.index_copy_(0, target_P, features_PF.index_select(0, rows_P.view(-1)))
-        cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
+        if cache.has_features:
+            num_queries = features_PF.shape[0] // num_rows
+            firsts_B = torch.arange(num_rows, device=path_BS.device) * num_queries
+            rows_P = (path_BS + firsts_B.unsqueeze(1)).view(-1)
+            cache.features_TD.index_copy_(0, target_P, features_PF.index_select(0, rows_P))
+            cache.token_ids_T.index_copy_(0, target_P + 1, verdict.committed_tokens_BS.view(-1))
         is_committed_BS = steps_S < verdict.num_committed_B.unsqueeze(1)
         bias_BS = torch.where(is_committed_BS, 0.0, -torch.inf).to(cache.bias_T.dtype)
         cache.bias_T.index_copy_(0, target_P, bias_BS.view(-1))
