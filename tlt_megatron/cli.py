@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv[:] = [f"tlt {name}", *rest]  # argparse names the program after it
     try:
         return importlib.import_module(command.module).main() or 0
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"tlt {name}: {error}", file=sys.stderr)
         return 2
 

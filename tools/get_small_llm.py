@@ -24,8 +24,10 @@ def make_folder(gguf: Path, out: Path) -> None:
         config, dtype=torch.float32
     )  # the read model is marked as quantized
     plain.load_state_dict(read.state_dict())
-    plain.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    partial = out.with_name(f"{out.name}.partial")
+    plain.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
+    partial.replace(out)  # only a complete folder counts as made
 
 
 def main() -> None:

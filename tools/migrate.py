@@ -74,7 +74,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):
-            return _flatten(yaml.safe_load(text) or {}, "")
+            settings = yaml.safe_load(text)
+            return _flatten(settings, "") if isinstance(settings, dict) else {}
         text = re.sub(r"\$\(\((.+?)\)\)(?!\))", _close_up, text.replace("\\\n", " "))
         text = text.replace("=(", "=( ")
         text = re.sub(r"\)[ \t]*$", " )", text, flags=re.MULTILINE)  # ends an array
@@ -85,8 +86,7 @@ def read(path: Path) -> dict[str, Any]:
     variables: dict[str, str] = {}
     found: dict[str, Any] = {}
     flag = ""
-    for word in words:
-        word = _expand(word, variables)
+    for word in (each for written in words for each in _shell_words(written, variables)):
         name, equals, value = word.partition("=")
         if word.startswith("--") and len(word) > 2:
             flag = name[2:].replace("-", "_")
@@ -112,8 +112,10 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
     left: dict[str, Any] = {}
     is_verl = any("." in key for key in given)
     table = theirs.VERL if is_verl else theirs.SLIME
-    newest = {theirs.newest_name(key): value for key, value in given.items()}
-    for key, value in given.items():
+    implied = theirs.VERL_IMPLIED if is_verl else theirs.SLIME_IMPLIED
+    newest = implied | {theirs.newest_name(key): value for key, value in given.items()}
+    implied = {key: value for key, value in newest.items() if key in implied}
+    for key, value in {**implied, **given}.items():
         name = theirs.newest_name(key)
         meaning = table.get(name)
         if name in theirs.SWITCHES or (value is None and meaning):
@@ -134,9 +136,7 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
     ours = (theirs.VERL_DEFAULTS if is_verl else theirs.SLIME_DEFAULTS) | ours
     if loss in ("gspo", "cispo"):
         ours.pop("algorithm.dual_clip", None)
-    if ours.get("algorithm.advantage") == "gae":
-        ours = {"rollout.num_samples": 1, **ours}
-    else:
+    if ours.get("algorithm.advantage") != "gae":
         of_critic = ("critic.", "algorithm.gamma", "algorithm.lam")
         ours = {key: value for key, value in ours.items() if not key.startswith(of_critic)}
     if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
@@ -157,6 +157,14 @@ def _flatten(node: Any, prefix: str) -> dict[str, Any]:
     for key, value in node.items():
         found |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return found
+
+
+def _shell_words(word: str, variables: Mapping[str, str]) -> list[str]:
+    """Return `word` expanded: several words if it is a variable that holds settings."""
+    expanded = _expand(word, variables)
+    is_variable = re.fullmatch(r"\$\w+|\$\{\w+\}", word)
+    holds_settings = re.match(r"\s*(--\w|\+*[\w.]+\.\w+=)", expanded)
+    return expanded.split() if is_variable and holds_settings else [expanded]
 
 
 def _expand(word: str, variables: Mapping[str, str]) -> str:

@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
     parser.add_argument("words", nargs="+", metavar="CONFIG.yaml | key=value")
     given = parser.parse_intermixed_args(arguments)
+    if given.ranks < 1:
+        parser.error(f"--ranks {given.ranks}: must be >= 1")
     files = [word for word in given.words if "=" not in word]
     if not files:
         parser.error("CONFIG.yaml is missing")

@@ -93,7 +93,10 @@ def _named_files(words: Any) -> str | list[str] | None:
 
 def _number(given: Values, key: str, default: int) -> int:
     """Return their positive number; `default` if it is missing, or if the script leaves it open."""
-    value = given.get(key)
+    return _positive(given.get(key), default)
+
+
+def _positive(value: Any, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
@@ -101,7 +104,9 @@ def _minibatches(*factors: str) -> Convert:
     """Their value is the size of a minibatch; a batch is the product of these settings of theirs."""
 
     def convert(size: Any, given: Values) -> dict[str, Any] | None:
-        batch = math.prod(_number(given, name, 0) for name in factors)
+        if any(given.get(name) == 0 for name in factors):  # see `_prompts`
+            return {}
+        batch, size = math.prod(_number(given, name, 0) for name in factors), _positive(size, 0)
         return {"algorithm.num_minibatches": max(1, batch // size)} if batch and size else None
 
     return convert
@@ -277,7 +282,9 @@ SLIME: dict[str, Convert] = _same("slime") | {
     "kl_coef": lambda value, _: (
         {"algorithm.kl_coef": value, "algorithm.kl_placement": "reward"} if value else {}
     ),
-    "kl_loss_type": _KL,
+    "kl_loss_type": lambda value, given: (
+        _KL(value, given) if given.get("use_kl_loss") and given.get("kl_loss_coef") else {}
+    ),
     "tis_clip": _if("use_tis", "algorithm.tis_cap"),
     "lr_decay_style": _DECAY,
     "recompute_granularity": _RECOMPUTE,
@@ -288,7 +295,14 @@ SLIME: dict[str, Convert] = _same("slime") | {
     "use_wandb": _set("logging.trackers", ["wandb"]),
     "wandb_project": _if("use_wandb", "logging.wandb_project"),
 }
-# What a run of theirs does that does not say it, where ours does another thing.
+# Their value of a key that is not given, where ours does another thing.
+VERL_IMPLIED = {
+    "data.train_batch_size": 1024,
+    f"{_ACTOR}ppo_mini_batch_size": 256,
+    f"{_ROLLOUT}n": 1,
+}
+SLIME_IMPLIED = {"n_samples_per_prompt": 1, "rollout_shuffle": False, "kl_loss_type": "k1"}
+# The same in our settings.
 _DEFAULTS = {"rollout.engine": "sglang", "model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
 VERL_DEFAULTS = _DEFAULTS | {
     "algorithm.advantage": "gae",
@@ -296,7 +310,6 @@ VERL_DEFAULTS = _DEFAULTS | {
     "data.max_prompt_tokens": 512,
     "eval.temperature": 0.0,
     "optimizer.beta2": 0.999,
-    "rollout.num_prompts": 1024,
 }
 SLIME_DEFAULTS = _DEFAULTS | {
     "algorithm.aggregation": "sequence_mean",

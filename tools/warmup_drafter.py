@@ -14,6 +14,7 @@ checkpoint (config.json, safetensors) for SGLang's loader, and the optimizer's s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -51,9 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
     console = Console()
-    is_eagle3 = options.algorithm == "eagle3"
-    num_layers = load_model_config(options.model).num_layers
-    aux_layer_ids = default_aux_layer_ids(num_layers) if is_eagle3 else ()
+    section, is_eagle3 = options.section, options.algorithm == "eagle3"
+    aux_layer_ids: tuple[int, ...] = ()
+    if is_eagle3:
+        num_layers = load_model_config(options.model).num_layers
+        aux_layer_ids = tuple(section.aux_layer_ids) or default_aux_layer_ids(num_layers)
     policy = LoadedPolicy(
         options.model,
         dtype=options.dtype,
@@ -65,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.max_new_tokens,
         num_samples=options.num_samples,
         temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
         seed=options.seed,
     )
     strategy = SpeculationStrategy.parse(options.strategy)
@@ -72,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     held_out = policy.prompts(options.eval, options.num_eval_prompts)
     deadline = time.monotonic() + 60 * options.minutes
     sequences = _generate(policy, prompts, params, options.minutes, console)
-    section = DrafterSection(
+    section = dataclasses.replace(
+        section,
         algorithm=options.algorithm,
         lr=options.lr,
         batch_tokens=options.batch_tokens,
@@ -85,12 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = Path(options.out)
     if options.resume:
         _resume(trainer, out)
+    record = out / "warm_up.json"
     measured: list[dict[str, float]] = []
-    trained_s = 0.0
+    if options.resume and record.is_file():
+        measured = json.loads(record.read_text(encoding="utf-8"))
+    trained_s = measured[-1]["training_s"] if measured else 0.0
     while True:
         accepted = _measure(policy, model, strategy, held_out, params)
         console.print(f"accept length, after {trainer.num_updates} steps: {accepted:.2f}")
         steps = trainer.num_updates
+        measured = [row for row in measured if row["steps"] < steps]
         measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
         is_over = steps >= options.steps or time.monotonic() >= deadline
         if trained_s > 0.0 and is_over:
@@ -99,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         until = min(deadline, started + 60 * options.measure_minutes)
         _train(trainer, sequences, options, until, console)
         trained_s += time.monotonic() - started
-    (out / "warm_up.json").write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    record.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     console.print(f"drafter: {out}")
 
 
@@ -217,34 +227,38 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0)
-    parser.set_defaults(data=DATA)
+    parser.set_defaults(data=DATA, section=DrafterSection(), top_p=1.0, top_k=0)
     config = parser.parse_known_args(arguments)[0].config
     if config:
         parser.set_defaults(**_of_run(load_config(config)))
     options = parser.parse_args(arguments)
     if not options.eval:
         parser.error("--eval is needed: data.eval of --config is empty")
+    if options.measure_minutes <= 0:
+        parser.error(f"--measure-minutes {options.measure_minutes:g}: must be > 0")
     return options
 
 
 def _of_run(config: RunConfig) -> dict[str, object]:
     """Return the options that a run's settings stand for."""
     drafter, rollout = config.drafter, config.rollout
-    options = {
+    return {
         "model": config.model.path,
         "data": config.data,
         "prompts": config.data.train,
         "eval": [*config.data.eval_files.values(), ""][0],
         "dtype": rollout.dtype,
         "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
         "max_new_tokens": rollout.max_new_tokens,
+        "section": drafter,
         "algorithm": drafter.algorithm,
         "lr": drafter.lr,
         "batch_tokens": drafter.batch_tokens,
+        "feature_weight": drafter.feature_weight,
+        "seed": drafter.seed,
     }
-    if drafter.feature_weight is not None:
-        options["feature_weight"] = drafter.feature_weight
-    return options
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from tests.tiny_task import REPO
 from tlt_megatron.cli import COMMANDS, main, train_command
+from tools import print_ledger
 
 EXAMPLE = "examples/quickstart.yaml"
 
@@ -120,18 +121,37 @@ def test_bad_input_is_answered_in_one_line_before_torch(
             "--from no: must be a drafter's folder",
         ),
         ("convert --from no --to new", "--from no: no such folder"),
+        (f"migrate {{run}} --out {EXAMPLE}/no.yaml", "[Errno 20] Not a directory: "),
+        (
+            "compare {folder} {folder}",
+            "{folder}/rollouts/step_0000001.jsonl: missing; logging.rollouts must be on",
+        ),
     ],
 )
 def test_a_tools_error_is_answered_in_one_line(
-    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    arguments: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    name, *rest = arguments.split()
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 1.0}\n')
+    (tmp_path / "run.sh").write_text("--n-samples-per-prompt 8 --lr 1e-6")
+    known = {"run": tmp_path / "run.sh", "folder": tmp_path}
+    name, *rest = arguments.format(**known).split()
     assert main([name, *rest]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"tlt {name}: {said}")
+    assert error.startswith(f"tlt {name}: {said.format(**known)}")
     assert error.count("\n") == 1
+
+
+def test_a_plan_needs_a_rank(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        print_ledger.main([EXAMPLE, "--ranks", "0"])
+    assert "--ranks 0: must be >= 1" in capsys.readouterr().err
 
 
 def test_train_prints_the_settings() -> None:

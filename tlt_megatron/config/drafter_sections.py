@@ -88,10 +88,12 @@ class DrafterSection(Section):
 
     def check(self) -> None:
         is_eagle3 = self.algorithm == "eagle3"
+        ids = self.aux_layer_ids
+        are_three = len(ids) == 3 and ids == sorted(set(ids)) and ids[0] >= 0
         self.require(
-            not self.aux_layer_ids or (is_eagle3 and len(self.aux_layer_ids) == 3),
+            not ids or (is_eagle3 and are_three),
             "aux_layer_ids",
-            "three layers with drafter.algorithm=eagle3, else empty",
+            "three rising layer numbers with drafter.algorithm=eagle3, else empty",
         )
         self.require(
             self.algorithm != "eagle" or self.unroll_steps <= 1,

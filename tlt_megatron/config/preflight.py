@@ -40,9 +40,11 @@ def check_files(config: RunConfig) -> None:
     policy = _check_model("model.path", config.model.path)
     if config.has_critic and config.critic.path:
         _check_critic(config.critic.path, policy)
-    if config.speculation.enabled and config.speculation.is_learned and config.speculation.drafter:
-        needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled
-        _check_drafter(Path(config.speculation.drafter), policy, needs_whole_head=needs_whole_head)
+    if config.speculation.enabled and config.speculation.is_learned:
+        if config.speculation.drafter:
+            _check_drafter(config, policy)
+        elif config.drafter.algorithm == "eagle3":
+            _check_taps(config.drafter.aux_layer_ids, policy.num_layers)
     for key in REGISTRY:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
@@ -188,15 +190,36 @@ def _highest_token_id(tokenizer: Mapping[str, Any]) -> int:
     return max(max(token_ids, default=-1), max(added, default=-1))
 
 
-def _check_drafter(folder: Path, policy: ModelConfig, *, needs_whole_head: bool) -> None:
+def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:
+    folder = Path(config.speculation.drafter)
+    needs_whole_head = config.rollout.engine == "embedded" or config.spot.enabled
     settings = read_draft_settings(folder, needs_whole_head=needs_whole_head)
     try:
         check_not_quantized(settings, find_tensors(folder))
         for name, size in (("hidden_size", policy.hidden_size), ("vocab_size", policy.vocab_size)):
             if settings[name] != size:
                 raise ValueError(f"{name}={settings[name]} must be the policy's, {size}")
+        wanted = config.drafter.aux_layer_ids
+        layers = (settings.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids", [])
+        if wanted and wanted != layers:
+            raise ValueError(
+                f"reads the policy's layers {layers}: drafter.aux_layer_ids={wanted} must be the same, or empty"
+            )
     except ValueError as error:
         raise _refusal(f"speculation.drafter={str(folder)!r}", folder, error) from error
+
+
+def _check_taps(layers: Sequence[int], num_layers: int) -> None:
+    """Check the layers that a new EAGLE-3 drafter reads, in a policy of `num_layers`; [] are the default ones."""
+    if num_layers < 4:
+        raise ValueError(
+            f"drafter.algorithm='eagle3': must be eagle or hass for a policy of {num_layers} layers"
+            " (eagle3 reads three of at least 4)"
+        )
+    if layers and layers[-1] > num_layers - 2:
+        raise ValueError(
+            f"drafter.aux_layer_ids={layers}: must be at most {num_layers - 2} for a policy of {num_layers} layers"
+        )
 
 
 def _check_prompts(key: str, path: str) -> None:

@@ -63,7 +63,10 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
-    lines = (folder / "rollouts" / f"step_{step:07d}.jsonl").read_text(encoding="utf-8")
+    path = folder / "rollouts" / f"step_{step:07d}.jsonl"
+    if not path.exists():
+        raise ValueError(f"{path}: missing; logging.rollouts must be on in every step of the run")
+    lines = path.read_text(encoding="utf-8")
     rows = [json.loads(line) for line in lines.splitlines()]
     return {
         (row["draw_index"], row["sample_index"]): Response(

@@ -14,6 +14,8 @@ from tlt_megatron.config.schema import DrafterSection
         {"dtype": "float16"},
         {"aux_layer_ids": [0, 1, 2]},
         {"algorithm": "eagle3", "aux_layer_ids": [0, 1]},
+        {"algorithm": "eagle3", "aux_layer_ids": [0, 1, 1]},
+        {"algorithm": "eagle3", "aux_layer_ids": [-1, 0, 1]},
         {"unroll_steps": 2},
         {"unroll_steps": -1},
         {"unroll_decay": 0.0},

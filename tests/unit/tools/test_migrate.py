@@ -201,11 +201,23 @@ def test_a_run_of_theirs_becomes_one_of_ours(
             "global_batch_size: 8",
         ),
         (
-            "--eval-prompt-data aime a.jsonl gpqa --lr $((1 / MY_UNSET_SIZE)) --seed $MY_UNSET_SIZE",
+            "--n-samples-per-prompt 8 --use-kl-loss --kl-loss-coef 0.01 --seed $MY_UNSET_SIZE",
+            "kl_loss_type: 'k1'",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size='64' trainer.nnodes=$MY_UNSET_SIZE trainer.seed=$MY_UNSET_SIZE",
+            "trainer.seed: '$MY_UNSET_SIZE'",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size=many data.seed=$MY_UNSET_SIZE",
+            "actor_rollout_ref.actor.ppo_mini_batch_size: 'many'",
+        ),
+        (
+            "--n-samples-per-prompt 8 --eval-prompt-data aime a.jsonl gpqa --lr $((1 / MY_UNSET_SIZE)) --seed $MY_UNSET_SIZE",
             "eval_prompt_data: ['aime', 'a.jsonl', 'gpqa']",
         ),
         (
-            "none=0\n--lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $MY_UNSET_SIZE",
+            "none=0\n--n-samples-per-prompt 8 --lr $((1 / none)) --eval-prompt-data $((1 + 08)) --seed $MY_UNSET_SIZE",
             "lr: '$[1/none]'",
         ),
     ],
@@ -231,6 +243,11 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
             f"{TURNS}max_assistant_turns=8 {TURNS}max_user_turns=4 {TURNS}max_parallel_calls=2"
             f" {TURNS}max_tool_response_length=256",
             {"rollout": {"max_turns": 5, "max_observation_tokens": 256 * 4 * 2}},
+        ),
+        (  # a variable that holds several settings
+            'n=16\nROLLOUT="\n  actor_rollout_ref.rollout.name=sglang \\\n  actor_rollout_ref.rollout.n=$n"\n'
+            "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $ROLLOUT data.seed=3",
+            {"rollout": {"num_samples": 16}, "data": {"seed": 3}},
         ),
         (
             f"{TURNS}max_user_turns=1 {TURNS}max_assistant_turns=$MY_UNSET_TURNS",
@@ -264,7 +281,7 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
         (
             "data.shuffle=False",  # what it leaves out are verl's defaults
             {
-                "algorithm": {"advantage": "gae", "dual_clip": 3.0},
+                "algorithm": {"advantage": "gae", "dual_clip": 3.0, "num_minibatches": 4},
                 "data": {"max_prompt_tokens": 512, "shuffle": False},
                 "eval": {"temperature": 0.0},
                 "optimizer": {"beta2": 0.999},
@@ -272,7 +289,19 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
             },
         ),
         (
-            "--advantage-estimator cispo --rollout-seed 7 --attention-softmax-in-fp32"
+            "algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.ppo_mini_batch_size=128",
+            {"algorithm": {"num_minibatches": 8}, "rollout": {"num_samples": 1}},
+        ),
+        (
+            "--rollout-batch-size 128 --global-batch-size 32 --advantage-estimator reinforce_plus_plus",
+            {
+                "algorithm": {"num_minibatches": 4},
+                "data": {"shuffle": False},
+                "rollout": {"num_samples": 1},
+            },
+        ),
+        (
+            "--advantage-estimator cispo --n-samples-per-prompt 8 --rollout-seed 7 --attention-softmax-in-fp32"
             " --use-wandb --wandb-project math",
             {
                 "algorithm": {"loss": "cispo", "aggregation": "sequence_mean"},
@@ -307,7 +336,10 @@ def test_an_environment_is_named_but_not_taken_over(
 
 @pytest.mark.parametrize(
     "source",
-    ["data.val_files=[a.jsonl,b.parquet]", "--eval-prompt-data aime a.jsonl gpqa b.parquet"],
+    [
+        "data.val_files=[a.jsonl,b.parquet]",
+        "--n-samples-per-prompt 8 --eval-prompt-data aime a.jsonl gpqa b.parquet",
+    ],
 )
 def test_several_files_to_evaluate_on_stay_several(tmp_path: Path, source: str) -> None:
     (tmp_path / "run.sh").write_text(source)
@@ -332,7 +364,9 @@ def test_ppo_has_a_critic_and_the_others_leave_its_settings_out(
     assert (config.algorithm.advantage, config.algorithm.lam) == ("gae", 0.9)
     assert config.critic.path == ("rm" if "path=rm" in source else "")
     assert (config.critic.lr, config.critic.warmup_steps) == (2e-5, 3)
-    (tmp_path / "grpo.sh").write_text("algorithm.adv_estimator=grpo critic.optim.lr=2e-5")
+    (tmp_path / "grpo.sh").write_text(
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 critic.optim.lr=2e-5"
+    )
     assert main([str(tmp_path / "grpo.sh"), "--out", str(tmp_path / "grpo.yaml")]) == 0
     assert "critic" not in (tmp_path / "grpo.yaml").read_text()
 

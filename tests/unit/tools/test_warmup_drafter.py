@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.tiny_task import make_tiny_task
-from tlt_megatron.drafter.checkpoint import load_trainer_state
+from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.checkpoint import load_draft_config, load_trainer_state
+from tlt_megatron.types import SamplingParams
 from tools import warmup_drafter
 
 
@@ -40,6 +44,58 @@ def test_a_warm_up_continues_from_what_it_saved(
     _warm_up(tmp_path, "--steps", "2")  # without --resume it starts again
     assert _num_updates(tmp_path) == 2
     assert not (tmp_path / "drafter.partial").exists()
+
+
+def test_the_runs_drafter_and_sampling_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections, params = [], []
+
+    class Trainer(warmup_drafter.DrafterTrainer):
+        def __init__(self, model: object, section: DrafterSection) -> None:
+            sections.append(section)
+            super().__init__(model, section)
+
+    class Policy(warmup_drafter.LoadedPolicy):
+        def params(self, *given: int, **settings: float) -> SamplingParams:
+            params.append(super().params(*given, **settings))
+            return params[-1]
+
+    monkeypatch.setattr(warmup_drafter, "DrafterTrainer", Trainer)
+    monkeypatch.setattr(warmup_drafter, "LoadedPolicy", Policy)
+    make_tiny_task(tmp_path, num_layers=5)
+    settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    drafter = {"algorithm": "eagle3", "aux_layer_ids": [0, 1, 3], "unroll_steps": 2, "eps": 1e-6}
+    settings["drafter"] = drafter
+    settings["rollout"] |= {"top_p": 0.9, "top_k": 5}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    _warm_up(tmp_path, "--steps", "1", "--batch-tokens", "64")
+    wanted = DrafterSection(**drafter, batch_tokens=64)
+    assert sections == [wanted]
+    assert (params[0].top_p, params[0].top_k) == (0.9, 5)
+    assert load_draft_config(tmp_path / "drafter").aux_layer_ids == (0, 1, 3)
+
+
+def test_a_continued_warm_up_keeps_what_was_measured(tmp_path: Path) -> None:
+    make_tiny_task(tmp_path)
+    rows = []
+    for steps in ("2", "4"):
+        _warm_up(tmp_path, "--resume", "--steps", steps)
+        rows.append(json.loads((tmp_path / "drafter" / "warm_up.json").read_text()))
+    assert [row["steps"] for row in rows[1]] == [0, 2, 4]
+    assert rows[1][0] == rows[0][0]
+    times = [row["training_s"] for row in rows[1]]
+    assert times == sorted(times)
+    assert times[1] == rows[0][1]["training_s"]
+
+
+def test_no_time_between_measurements_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_task(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        _warm_up(tmp_path, "--measure-minutes", "0")
+    assert "--measure-minutes 0: must be > 0" in capsys.readouterr().err
 
 
 def test_a_run_without_held_out_prompts_is_refused_before_it_generates(
