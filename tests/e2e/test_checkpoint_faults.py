@@ -299,6 +299,66 @@ def test_another_model_or_seed_is_refused_by_name(
     assert "Traceback" not in stderr
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(
+    straight: Path, config: Path, tmp_path: Path
+) -> None:
+    """Other data, from an earlier checkpoint: the rows after it stay, and a folder of a fork is still new."""
+    logged = ("logging.rollouts=true", *EVERY_STEP)
+    run(1, config, tmp_path / "run", *logged)
+
+    def content() -> dict[str, bytes]:
+        files = [each for each in (tmp_path / "run").rglob("*") if each.is_file()]
+        own = [each for each in files if each.name != "lock" and each.parent.name != "logs"]
+        return {str(each): each.read_bytes() for each in own}
+
+    before = content()
+    other = tmp_path / "other.jsonl"
+    rows = (config.parent / "train.jsonl").read_text().splitlines()
+    other.write_text("\n".join(rows[1:]) + "\n")
+    first = tmp_path / "run" / "checkpoints" / "iter_0000001"
+    arguments = ("--config", str(config), f"checkpoint.resume={first}", *logged)
+    for run_dir in (tmp_path / "run", tmp_path / "fork"):
+        wrong = (*arguments, f"run.dir={run_dir}", f"data.train={other}")
+        [(code, stderr)] = run_forked(1, *wrong)
+        assert code == 2
+        assert "the state belongs to the data set" in stderr
+    assert content() == before
+    [(code, stderr)] = run_forked(1, *arguments, f"run.dir={tmp_path / 'fork'}")
+    assert code == 0, stderr
+
+
+def test_a_tracker_that_cannot_start_leaves_no_run_behind(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def tracker(**about):\n    raise OSError('no login')\n")
+    arguments = ("--config", str(config), f"run.dir={tmp_path / 'run'}", *QUIET)
+    [(code, stderr)] = run_forked(1, *arguments, f"logging.trackers=[{tmp_path}/mine.py:tracker]")
+    assert code == 2
+    assert "no login" in stderr
+    [(code, stderr)] = run_forked(1, *arguments, "run.num_steps=1")
+    assert code == 0, stderr
+
+
+@pytest.mark.parametrize("num_steps", ["0", "2"])
+def test_fewer_steps_than_the_checkpoint_has_are_refused(
+    straight: Path, config: Path, num_steps: str
+) -> None:
+    before = (straight / "summary.json").read_bytes()
+    code, stderr = resume(config, straight, f"run.num_steps={num_steps}")
+    assert code == 2
+    assert f"run.num_steps={num_steps}: must be >= 3, the step of the checkpoint" in stderr
+    assert (straight / "summary.json").read_bytes() == before
+
+
+def test_a_finished_run_without_held_out_prompts_is_not_saved_again(
+    config: Path, tmp_path: Path
+) -> None:
+    run(1, config, tmp_path, *EVERY_STEP, "run.num_steps=1", "data.eval=")
+    manifest = tmp_path / "checkpoints" / "iter_0000001" / "manifest.json"
+    before = manifest.stat().st_ino, manifest.stat().st_mtime_ns
+    code, stderr = resume(config, tmp_path, "run.num_steps=1", "data.eval=")
+    assert code == 0, stderr
+    assert (manifest.stat().st_ino, manifest.stat().st_mtime_ns) == before
+
+
 def test_the_evaluation_of_step_0_is_written_once(config: Path, tmp_path: Path) -> None:
     run(1, config, tmp_path, *QUIET, "run.num_steps=0")
     code, stderr = resume(config, tmp_path, "run.num_steps=1")

@@ -96,7 +96,8 @@ def balance_by_size(
 
 def pack_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Return few balanced packs of at most `max_tokens`. A longer sequence gets its own."""
-    num_packs = max(1, -(-sum(sizes) // max_tokens)) if sizes else 0
+    num_long = sum(2 * size > max_tokens for size in sizes)  # of which no two share a pack
+    num_packs = max(1, -(-sum(sizes) // max_tokens), num_long) if sizes else 0
     while True:
         packs = balance_by_size(sizes, num_packs)
         if all(len(pack) <= 1 or sum(sizes[i] for i in pack) <= max_tokens for pack in packs):

@@ -89,7 +89,7 @@ training/{policy_version,global_step} | | version of the policy after the step, 
 timing_s/step | s | the whole RL step
 timing_s/{gen,reward,wait,publish_drafter,values,old_log_prob,update_critic,update_actor,update_weights} | s | its
   phases, each of the slowest rank
-timing_s/{testing,save_checkpoint} | s | evaluation and checkpoints; in the trace
+timing_s/save_checkpoint | s | the checkpoint before this step, which `timing_s/step` does not contain
 perf/{time_per_step,total_num_tokens} | s, tokens | verl's names of `timing_s/step` and `rollout/num_tokens`
 perf/cpu_memory_used_gb | GB | host memory in use by all processes, on the machine of rank 0
 perf/max_memory_reserved_gb | GB | the largest `memory/peak_gb/*` of the step

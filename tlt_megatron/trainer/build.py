@@ -28,6 +28,7 @@ from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.rewards.dapo import BatchRules
+from tlt_megatron.rewards.partial import load_carried
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device
@@ -44,17 +45,17 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Trackers, signals_kept
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import attach_drafter
-from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
+from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
-from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run
+from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run, saved_run_of
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
-from tlt_megatron.trainer.run_folder import CHECKPOINTS, resume_path
+from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.speculation_log import SpeculationLog
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams
@@ -117,7 +118,7 @@ class _Site(NamedTuple):
 
 def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
-    saved = _find_saved_run(config, run_dir, world)
+    saved = saved_run_of(config, run_dir, world)
     _check_extensions(config)
     if world.is_first:
         for line in risky_settings(config):
@@ -140,6 +141,9 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     if saved is not None:
         resumed = compare_run(saved, about, is_warning=world.is_first)
     prompts = load_prompts(config.data.train, tokenizer, config.data, world)
+    sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
+    if saved is not None:
+        sampler.load_state_dict(saved.state["sampler"])
     held_out = load_held_out(config.data, tokenizer, world, limit=config.eval.num_prompts)
     if config.rollout.environment:
         _check_conversations(tokenizer, [*prompts.rows, *chain(*held_out.values())])
@@ -166,18 +170,22 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     settings = _loop_settings(config, tokenizer)
     with worker.phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
+    worker.phases.take_timings()  # of no step
+    drafter = _build_drafter(site, worker, folder if resumed.has_drafter else None)
+    carried = load_carried(folder, sampler.prompt_at) if folder else ()
     trainer = RLTrainer(
         settings,
-        sampler=PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed),
+        sampler=sampler,
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
         evaluator=Evaluator(worker, held_out, _eval_sampling(config, tokenizer)),
         checkpoints=checkpoints,
-        drafter=_build_drafter(site, worker),
+        drafter=drafter,
+        # last: it cuts what an earlier run wrote after the checkpoint
         report=_open_report(site, worker.phases, tokenizer, saved),
     )
     if saved and folder:
-        trainer.resume(saved, folder, resumed)
+        trainer.resume(saved, folder, resumed, carried)
     return trainer, model
 
 
@@ -234,7 +242,9 @@ def _build_worker(
     )
 
 
-def _build_drafter(site: _Site, worker: RolloutWorker) -> DrafterLifecycle | None:
+def _build_drafter(
+    site: _Site, worker: RolloutWorker, checkpoint: Path | None
+) -> DrafterLifecycle | None:
     drafter = attach_drafter(
         site.config,
         worker.engine,
@@ -246,6 +256,8 @@ def _build_drafter(site: _Site, worker: RolloutWorker) -> DrafterLifecycle | Non
     )
     if drafter is not None:
         site.stack.callback(drafter.close)
+        if checkpoint is not None:
+            drafter.load_from(checkpoint)
     return drafter
 
 
@@ -256,9 +268,9 @@ def _open_report(
     if not site.world.is_first:
         return RunReport(phases, site.world)
     run_dir, logging_section = site.run_dir, site.config.logging
-    replace_text(run_dir / "config.yaml", dump_config(site.config))
     first_step = saved.step + 1 if saved else None
     trackers = _make_trackers(site.config, run_dir, first_step)
+    replace_text(run_dir / "config.yaml", dump_config(site.config))
     metrics = MetricsWriter(run_dir, trackers, resume_step=first_step)
     site.stack.push(lambda error, *_: metrics.close(failed=error is not None))
     rollouts = None
@@ -382,12 +394,3 @@ def _build_policy_trainer(
         ),
         critic=trainer,
     )
-
-
-def _find_saved_run(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
-    """Return the verified checkpoint to resume from, if any. ValueError if none is intact."""
-    path = resume_path(run_dir, config.checkpoint.resume)
-    saved = None if path is None else find_saved_run(path, world)
-    if path is not None and saved is None and world.is_first:
-        log.warning("%s holds no checkpoint yet: the run starts at step 0", path)
-    return saved

@@ -116,12 +116,12 @@ def _together(make: Callable[[], _Made], world: Group) -> _Made:
         made = make()
     except (RuntimeError, ValueError) as caught:
         error = caught
-    reasons = gather_objects(None if error is None else str(error), world)
-    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    own = None if error is None else (isinstance(error, ValueError), str(error))
+    failed = {rank: each for rank, each in enumerate(gather_objects(own, world)) if each}
     if not failed:
         return cast(_Made, made)
     if isinstance(made, SglangEngine | FollowerEngine):
         made.close()
-    kind = ValueError if isinstance(error, ValueError) else RuntimeError
-    first, reason = next(iter(failed.items()))
+    first, (is_refusal, reason) = next(iter(failed.items()))
+    kind = ValueError if is_refusal else RuntimeError
     raise kind(f"rollout engines of ranks {list(failed)} failed; rank {first}: {reason}") from error

@@ -11,12 +11,15 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.noise import DEFINITION
-from tlt_megatron.trainer.checkpoint import SavedRun
+from tlt_megatron.trainer.checkpoint import SavedRun, find_saved_run
+from tlt_megatron.trainer.run_folder import resume_path
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,20 @@ class Resumed:
 
     has_selector: bool
     has_drafter: bool
+
+
+def saved_run_of(config: RunConfig, run_dir: Path, world: Group) -> SavedRun | None:
+    """Return the verified checkpoint to resume from, if any. ValueError if none is intact, or if it is beyond the last step."""
+    path = resume_path(run_dir, config.checkpoint.resume)
+    saved = None if path is None else find_saved_run(path, world)
+    if path is not None and saved is None and world.is_first:
+        log.warning("%s holds no checkpoint yet: the run starts at step 0", path)
+    if saved is not None and config.run.num_steps < saved.step:
+        raise ValueError(
+            f"run.num_steps={config.run.num_steps}: must be >= {saved.step}, the step of the checkpoint {saved.folder}"
+            " (tlt evaluate measures a checkpoint)"
+        )
+    return saved
 
 
 def describe_run(

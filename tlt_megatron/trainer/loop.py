@@ -14,7 +14,7 @@ from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.policy.trainer import Inference, PolicyTrainer
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
-from tlt_megatron.rewards.partial import load_carried, save_carried
+from tlt_megatron.rewards.partial import save_carried
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
@@ -242,7 +242,8 @@ class RLTrainer:
         with self.phases("EVAL", "testing"):
             result = self.evaluator.evaluate(self.step)
         self.report.end_evaluation(self.step, result)
-        self._is_saved = False
+        if result:
+            self._is_saved = False
 
     def save_checkpoint(self) -> None:
         """Save everything that a resumed run needs to equal an uninterrupted one, unless it is saved."""
@@ -269,15 +270,15 @@ class RLTrainer:
         self._is_saved = True
         self.report.add_memory()
 
-    def resume(self, saved: SavedRun, folder: Path, resumed: Resumed) -> None:
-        """Restore what `save_checkpoint` wrote, except the policy. `resumed`: learned parts."""
+    def resume(
+        self, saved: SavedRun, folder: Path, resumed: Resumed, carried: Sequence[ScoredGroup]
+    ) -> None:
+        """Restore what `save_checkpoint` wrote, except policy, sampler and drafter. `resumed`: learned parts."""
         state = saved.state
         self.step = saved.step
         self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
         has_critic = (folder / "critic").is_dir()
         self.critic_from = state.get("critic_from", 0) if has_critic else saved.step
-        self.sampler.load_state_dict(state["sampler"])
-        carried = load_carried(folder, self.sampler.prompt_at)
         num_samples = self.settings.sampling.num_samples
         self.carried = tuple(self.settings.batch.still_fit(carried, num_samples=num_samples))
         if len(self.carried) < len(carried):
@@ -289,8 +290,6 @@ class RLTrainer:
                 *(self.settings.batch.round_tokens, self.settings.batch.max_new_tokens),
             )
         self.report.history.load_state_dict(state["history"])
-        if resumed.has_drafter and self.drafter is not None:
-            self.drafter.load_from(folder)
         if len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
         if resumed.has_selector:

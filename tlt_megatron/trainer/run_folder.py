@@ -68,13 +68,19 @@ class RunFolder:
         self._file.close()
 
     def set_aside(self) -> Path:
-        """Rename the folder to <name>.<time> and release the lock. Returns the new path."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        target, number = self.path.with_name(f"{self.path.name}.{stamp}"), 1
+        """Rename the folder to <name>.<time> and release the lock. Returns the new path. ValueError if it cannot be renamed."""
+        path, stamp = self.path.absolute(), time.strftime("%Y%m%d-%H%M%S")
+        target, number = path.with_name(f"{path.name}.{stamp}"), 1
         while target.exists():
             number += 1
-            target = self.path.with_name(f"{self.path.name}.{stamp}-{number}")
-        self.path.rename(target)
+            target = path.with_name(f"{path.name}.{stamp}-{number}")
+        try:
+            path.rename(target)
+        except OSError as error:  # a mount point, say
+            self.close()
+            raise ValueError(
+                f"run.dir={str(self.path)!r}: run.on_used_dir=set_aside cannot rename it: {error}"
+            ) from error
         self.close()
         return target
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from tlt_megatron.policy import batching
 from tlt_megatron.policy.batching import (
     attach_targets,
     balance_by_size,
@@ -101,6 +103,22 @@ def test_packs_hold_their_bound_unless_one_sequence_is_longer() -> None:
         assert sorted(i for pack in packs for i in pack) == list(range(len(sizes)))
         assert all(len(p) == 1 or sum(sizes[i] for i in p) <= 100 for p in packs)
     assert pack_by_tokens([], 100) == []
+
+
+def test_sequences_of_more_than_half_a_pack_are_packed_in_one_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attempts once grew with the number of sequences, to seconds for a thousand."""
+    attempts: list[int] = []
+
+    def counted(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+        attempts.append(num_parts)
+        return balance_by_size(sizes, num_parts)
+
+    monkeypatch.setattr(batching, "balance_by_size", counted)
+    sizes = [51 + i % 50 for i in range(60)]
+    assert sorted(pack_by_tokens(sizes, 100)) == [[i] for i in range(60)]
+    assert attempts == [60]
 
 
 def test_split_evenly_covers_the_range_in_order() -> None:

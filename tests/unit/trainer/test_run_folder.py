@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -70,6 +71,26 @@ def test_a_used_folder_is_refused_set_aside_or_resumed(tmp_path: Path, mark: str
     (aside,) = (folder for folder in tmp_path.iterdir() if folder != path)
     assert aside.name.startswith("run.20")
     assert (aside / mark).exists()
+
+
+def test_a_folder_that_cannot_be_renamed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount point. A name such as . is that of the folder itself."""
+
+    def busy(path: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path / "run")
+    message = r"run\.dir='\.': run\.on_used_dir=set_aside cannot rename it: .*busy"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", busy)
+        with pytest.raises(ValueError, match=message):
+            claim_run_folder(Path(), resume="never", on_used="set_aside")
+    RunFolder(Path()).set_aside()
+    assert [folder.name.startswith("run.20") for folder in tmp_path.iterdir()] == [True]
 
 
 def test_a_folder_with_logs_alone_is_not_used(tmp_path: Path) -> None:
