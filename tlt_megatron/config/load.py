@@ -131,13 +131,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             node[section] = {}
         if not isinstance(node[section], dict):
             raise ValueError(f"override {override!r}: {section} is a value, not a section")
-        node[section] = dict(
-            node[section]
-        )  # with a YAML anchor, other sections are the same object
+        # a copy: with a YAML anchor, another section is the same object
+        node[section] = dict(node[section])
         node = node[section]
     value = _parse(text, f"override {override!r}") if text else ""
-    is_plain_text = isinstance(value, str) and text[:1] not in ("'", '"')
-    node[last] = text if is_plain_text else value  # YAML would end a text at " #"
+    is_cut = isinstance(value, str) and " #" in text and text[:1] not in ("'", '"')
+    node[last] = text if is_cut else value  # YAML ends a plain text at " #"
 
 
 def _build(section_type: type, raw: object, prefix: str) -> Any:

@@ -238,7 +238,8 @@ class DecodeBatch:
         """Draft, verify and commit in place of `forward`.
 
         Return the number of committed tokens, the accepted tokens of each row, also those behind its end, and of a tree also
-        how many rows accepted the first candidate at each depth. Commits are recorded here. The next `sample` takes the last of them as its draw.
+        how many rows accepted the first candidate at each depth. Commits are recorded here. The next `sample` takes the last of
+        them as its draw.
         """
         assert self._speculator is not None
         assert self._layout.has_lanes

@@ -31,9 +31,8 @@ class _Step:
     batch_size: int
     reason: str  # why this strategy was chosen
     num_committed: int  # tokens of all rows
-    accepted: Sequence[
-        int
-    ]  # drafted tokens of each row, also behind its end; empty for a plain pass
+    # drafted tokens of each row, also behind its end; empty for a plain pass
+    accepted: Sequence[int]
     first_by_depth: Sequence[int] | None  # see `StrategySelector.observe`
 
 
