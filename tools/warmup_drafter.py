@@ -100,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         accepted = _measure(policy, model, strategy, held_out, params)
         console.print(f"accept length, after {trainer.num_updates} steps: {accepted:.2f}")
         steps = trainer.num_updates
-        measured = [row for row in measured if row["steps"] < steps]
-        measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
+        if all(row["steps"] != steps for row in measured):  # a resumed warm-up measures again
+            measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
         is_over = steps >= options.steps or time.monotonic() >= deadline
         if trained_s > 0.0 and is_over:
             break
