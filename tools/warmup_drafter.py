@@ -96,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.resume and record.is_file():
         measured = json.loads(record.read_text(encoding="utf-8"))
     trained_s = measured[-1]["training_s"] if measured else 0.0
+    if measured and measured[-1]["steps"] == trainer.num_updates:
+        measured.pop()  # it is measured again
     while True:
         accepted = _measure(policy, model, strategy, held_out, params)
         console.print(f"accept length, after {trainer.num_updates} steps: {accepted:.2f}")
         steps = trainer.num_updates
-        if all(row["steps"] != steps for row in measured):  # a resumed warm-up measures again
-            measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
+        measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
         is_over = steps >= options.steps or time.monotonic() >= deadline
         if trained_s > 0.0 and is_over:
             break
