@@ -107,7 +107,6 @@ def make_spot(
     source: Any | None = None,
     hook: Callable[[str, str], None] | None = None,
     replica_size: int = 1,
-    tensor: int = 1,
     before: Callable[[int], None] = lambda count: None,
     phase_timeout_s: float = 180.0,
     store: dist.Store | None = None,
@@ -130,7 +129,7 @@ def make_spot(
         SpotSection(**{"enabled": True, "member_timeout_s": 60.0, **section}),
         ranks=SpotRanks(
             store=store,
-            layout=ReplicaLayout(world.size, replica_size, tensor=tensor),
+            layout=ReplicaLayout(world.size, replica_size),
             rank=world.rank,
             phase_timeout_s=phase_timeout_s,
             check_ranks=check_ranks,

@@ -88,11 +88,9 @@ def test_a_run_without_an_exported_policy_is_told_how_to_get_one(tmp_path: Path)
         evaluation_command([str(tmp_path), "--data", "test.jsonl"])
 
 
-@pytest.mark.parametrize(
-    "setting", ["algorithm.stream_update=true", "speculation.warmup_minutes=5"]
-)
-def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path, setting: str) -> None:
-    trained = load_config(None, ["speculation.enabled=true", "spot.enabled=true", setting])
+def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path) -> None:
+    settings = ("speculation.enabled=true", "spot.enabled=true", "speculation.warmup_minutes=5")
+    trained = load_config(None, settings)
     (tmp_path / "config.yaml").write_text(dump_config(trained))
     (tmp_path / "hf").mkdir()
     assert f"model.path={tmp_path}/hf" in evaluation_command([str(tmp_path), "--data", "a.jsonl"])

@@ -28,11 +28,9 @@ class Rank:
     rank: int
     view: PhaseView
     coordinator: Coordinator
-    # generates | finished | waits | answers | trains | enters | streams | done | dead
-    state: str = "generates"
+    state: str = "generates"  # generates | finished | waits | answers | trains | done | dead
     epoch: int = 0  # of the newest session that it was in
     num_read: int = 0
-    has_entered: bool = False  # whether its line `stream` is in the log
     num_broken: int = 0
     deadline: float = 0.0  # for the answers of others
     proposal: Plan | None = None  # decided on, not yet in the log
@@ -52,38 +50,20 @@ class SpotMachine(RuleBasedStateMachine):
     """`lines` is the log in the store; `now` the one monotonic clock."""
 
     @initialize(
-        num_replicas=st.integers(2, 6),
-        size=st.sampled_from([1, 1, 2]),
-        min_idle=st.integers(1, 2),
-        model=st.sampled_from([None, None, (1, 1), (2, 1), (1, 2)]),
+        num_replicas=st.integers(2, 6), size=st.sampled_from([1, 1, 2]), min_idle=st.integers(1, 2)
     )
-    def start(
-        self,
-        num_replicas: int,
-        size: int,
-        min_idle: int,
-        model: tuple[int, int] | None = None,
-    ) -> None:
-        """A phase begins: every rank generates. With `model` (tensor, pipeline), idle ranks stream."""
-        self.is_streamed = model is not None
-        if model is not None:
-            num_replicas, size = 2 * (num_replicas // 2), 1
-        tensor, pipeline = model or (1, 1)
-        self.layout = ReplicaLayout(num_replicas * size, size, tensor=tensor, pipeline=pipeline)
+    def start(self, num_replicas: int, size: int, min_idle: int) -> None:
+        """A phase begins: every rank generates."""
+        self.layout = ReplicaLayout(num_replicas * size, size)
         self.min_idle = min_idle
         self.now = 100.0
         self.lines: list[list[str]] = []
-        self.num_streamed = [0] * self.layout.world_size
         self.sessions: dict[int, Session] = {}
-        self.truth = self.make_view()
+        self.truth = PhaseView(self.layout, "here")
         self.ranks = [
-            Rank(rank=rank, view=self.make_view(), coordinator=self.coordinator(rank))
+            Rank(rank=rank, view=PhaseView(self.layout, "here"), coordinator=self.coordinator(rank))
             for rank in range(self.layout.world_size)
         ]
-
-    def make_view(self) -> PhaseView:
-        """One that has read nothing."""
-        return PhaseView(self.layout, "here", is_streamed=self.is_streamed)
 
     def coordinator(self, rank: int) -> Coordinator:
         """The rules of one rank."""
@@ -178,7 +158,7 @@ class SpotMachine(RuleBasedStateMachine):
     def views_agree(self) -> None:
         """Who has read equally far holds the same view, whenever it has read what."""
         for rank in getattr(self, "ranks", []):
-            fresh = self.make_view()
+            fresh = PhaseView(self.layout, "here")
             for line in self.lines[: rank.num_read]:
                 fresh.apply(line, 0.0)
             for other in range(self.layout.world_size):
@@ -206,13 +186,8 @@ class SpotMachine(RuleBasedStateMachine):
             self.propose(rank.proposal)
             rank.proposal = None
         elif rank.state == "finished":
-            if not self.begin_stream(rank):
-                self.append("ready", rank.rank)
-                rank.state = "waits"
-        elif rank.state == "enters":
-            self.await_peers(rank)
-        elif rank.state == "streams":
-            self.stream(rank)
+            self.append("ready", rank.rank)
+            rank.state = "waits"
         elif rank.state == "waits":
             self.await_plan(rank)
         elif rank.state == "answers":
@@ -233,43 +208,8 @@ class SpotMachine(RuleBasedStateMachine):
             self.sessions[plan.epoch].answered.add(rank.rank)
         elif not view.has_left(rank.rank) and rank.num_broken < MAX_BROKEN:
             self.append("left", rank.rank, listed)
-        elif not self.begin_stream(rank):
+        else:
             rank.proposal = rank.coordinator.plan_start(view, self.now, num_updates=7)
-
-    def begin_stream(self, rank: Rank) -> bool:
-        """As the beginning of SpotTrainer._stream. The line may come later than the decision."""
-        view = self.read(rank)
-        if view.may_stream(rank.rank) and view.has_left(rank.rank):
-            rank.state = "enters"
-            rank.has_entered = False
-            return True
-        return False
-
-    def await_peers(self, rank: Rank) -> None:
-        """As the loop of SpotTrainer._stream."""
-        if not rank.has_entered:
-            self.append("stream", rank.rank)
-            rank.has_entered = True
-            return
-        view = self.read(rank)
-        if view.has_streaming_peers(rank.rank):
-            rank.state = "streams"
-        elif view.is_over or not view.is_streaming(rank.rank):
-            self.append("ready", rank.rank)
-            rank.state = "waits"
-
-    def stream(self, rank: Rank) -> None:
-        """The gradients need all peers. The loss of one ends the run; here the others go on."""
-        peers = [self.ranks[peer] for peer in self.layout.peers_of(rank.rank)]
-        assert all(peer.state in ("enters", "streams", "dead") for peer in peers)
-        if any(peer.state == "enters" for peer in peers):
-            return
-        for peer in peers:
-            if peer.state != "dead":
-                self.num_streamed[peer.rank] += 1
-                assert self.num_streamed[peer.rank] == 1
-                self.append("ready", peer.rank)
-                peer.state = "waits"
 
     def answer(self, rank: Rank) -> None:
         """As SpotSession._rendezvous."""
@@ -310,7 +250,7 @@ class SpotMachine(RuleBasedStateMachine):
                 self.propose(proposal)
                 view = self.read(leader)
         assert view.plan is not None
-        if view.plan.epoch > session.plan.epoch or view.may_stream(*session.members):
+        if view.plan.epoch > session.plan.epoch:
             for member in members:
                 member.state = "waits"
 
@@ -332,11 +272,10 @@ class SpotMachine(RuleBasedStateMachine):
         """Append a plan; where it counts, it must list ranks that are free or in the session that it lets grow."""
         before = self.truth.plan
         free = set(self.truth.free_replicas())
-        # a rank that should stream by now, but has not begun: its leader ends the session
-        free |= {r for r in self.truth.ready if self.truth.may_stream(r) and self.truth.has_left(r)}
+        counts = plan.epoch == self.truth.next_epoch
         self.append("plan", plan.epoch, plan.base_updates, *plan.replicas)
-        if self.truth.plan is before:
-            return  # another was first, or a member streams
+        if not counts:
+            return
         members = self.layout.ranks_of(*plan.replicas)
         grown = (
             set(before.replicas) if before and set(before.replicas) <= set(plan.replicas) else set()
@@ -344,7 +283,7 @@ class SpotMachine(RuleBasedStateMachine):
         assert len(set(plan.replicas)) == len(plan.replicas)
         assert set(plan.replicas) - grown <= free, f"{plan} lists replicas that are not free"
         for member in members:
-            assert self.ranks[member].state not in ("generates", "finished", "streams")
+            assert self.ranks[member].state not in ("generates", "finished")
         assert before is None or plan.base_updates == before.base_updates
         self.sessions[plan.epoch] = Session(plan=plan, members=members)
 

@@ -19,6 +19,12 @@ from tlt_megatron.config.other_names import our_name
 from tlt_megatron.config.ranges import Section
 from tlt_megatron.config.schema import RunConfig
 
+# A removed key: the value that says what a run does without it, and the answer to any other value.
+# A run's own config.yaml of an earlier version has such keys.
+_REMOVED: dict[str, tuple[object, str]] = {
+    "algorithm.stream_update": (False, "was removed: steps were no faster"),
+}
+
 
 class _DuplicateKeyError(ValueError):
     """A key that occurs twice in one mapping."""
@@ -78,7 +84,8 @@ def load_config(
     """Read `path` (None: all defaults), apply `a.b=v` overrides in order, and check everything.
 
     Of several files, a later one replaces the settings that it names. ValueError names the key, the value and what is allowed. For an unknown key it also names the
-    nearest known one, or ours if the key is of verl, slime or TRL.
+    nearest known one, or ours if the key is of verl, slime or TRL. A removed key is ignored if its value asks for what a run does
+    without it.
     """
     raw: dict[str, Any] = {}
     for file in (path,) if isinstance(path, str | Path) else path or ():
@@ -149,6 +156,10 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
+        if name in _REMOVED and value == _REMOVED[name][0]:
+            continue
+        if name in _REMOVED:
+            raise ValueError(f"{name}={value!r}: {_REMOVED[name][1]}")
         if key not in known:
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         hint = hints[key]

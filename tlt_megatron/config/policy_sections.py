@@ -126,8 +126,6 @@ class AlgorithmSection(Section):
     recompute_log_probs: Annotated[str, one_of("auto", "always")] = "auto"
     # responses whose gradient is zero take no pass in the update
     skip_zero_advantages: bool = True
-    # an idle rank computes the gradients of its finished groups before it trains the drafter
-    stream_update: bool = False
     # nats, training to rollout at the first step; None: max 1e-3, mean 0.1 with bfloat16
     max_logprob_diff: float | None = None
 

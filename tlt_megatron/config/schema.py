@@ -32,7 +32,6 @@ from tlt_megatron.config.ranges import (
     one_of,
     require,
 )
-from tlt_megatron.config.streamed_update import check_stream_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +270,6 @@ class RunConfig:
             f"< rollout.max_new_tokens={rollout.max_new_tokens}",
         )
         _check_partial_rollouts(rollout, self.algorithm)
-        check_stream_update(self)
         rollout.require(
             rollout.engine == "embedded" or not rollout.batch_invariant,
             "batch_invariant",

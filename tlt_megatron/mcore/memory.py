@@ -41,14 +41,13 @@ def policy_claims(
     resumes: bool,
     is_cuda: bool,
     critic: ModelSizes | None = None,
-    is_streamed: bool = False,
 ) -> list[MemoryClaim]:
     """Return the claims of the fullest rank. `resumes`: it may load a checkpoint.
 
     `critic` has the sizes of a critic, counted as a model whose embeddings are tied.
 
     `batch_tokens` is the most tokens that a data-parallel rank trains on in one update. `longest` is the length of its longest
-    sequence in tokens. `is_streamed`: idle ranks compute gradients.
+    sequence in tokens.
     """
     own = _parameters_of_a_rank(sizes, parallel, mcore)
     item = _ITEM_BYTES[model.dtype]
@@ -63,8 +62,7 @@ def policy_claims(
         activations = max(activations, passes[0])
         largest_own = max(own, _parameters_of_a_rank(critic, parallel, mcore))
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
-    passes_in = frozenset({Phase.UPDATE, Phase.SPOT} if is_streamed else {Phase.UPDATE})
-    kept_in = passes_in if is_cuda else ALL_PHASES
+    kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
     optimizer = own * _OPTIMIZER_BYTES[model.dtype] // num_shards
     gradients_in = optimizer_in = ALL_PHASES
     away = 0  # bytes that a GPU keeps in host memory outside of updates
@@ -96,7 +94,7 @@ def policy_claims(
             lower=_OFFLOADED,
         ),
         MemoryClaim("activations", activations, phases=kept_in, lower=recompute),
-        MemoryClaim("logits and their gradient", logits, phases=passes_in, lower=micro_batch),
+        MemoryClaim("logits and their gradient", logits, phases=update, lower=micro_batch),
         MemoryClaim(
             "checkpoint buffers", buffers, phases=checkpoint, in_host=is_cuda, lower=layout
         ),

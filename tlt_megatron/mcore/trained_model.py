@@ -86,11 +86,6 @@ class TrainedModel:
         self._count = None
         return self._optimizer.step()
 
-    def drop_gradients(self) -> None:
-        """See TrainedModel."""
-        self._count = None
-        self._optimizer.zero_grad()
-
     def leave_device(self) -> None:
         """See PolicyModel. Cached memory goes too: an engine in another process cannot take it."""
         if self._offloads and not self._is_away:

@@ -38,9 +38,6 @@ class TrainedModel(Protocol):
         """
         ...
 
-    def drop_gradients(self) -> None:
-        """Forget the micro-batches since the last optimizer step. Each rank may call it alone."""
-
     def leave_device(self) -> None:
         """Free what only updates need, until `enter_device`. Called before an engine takes memory."""
 

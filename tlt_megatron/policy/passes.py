@@ -1,6 +1,4 @@
-"""Forward and backward passes over packed responses, and what they add up to until the optimizer
-step. The policy trainer runs them in the update, and before it on idle ranks.
-"""
+"""Forward and backward passes over packed responses, and their sums over an update."""
 
 from __future__ import annotations
 
@@ -72,7 +70,6 @@ class PolicyPasses:
         self.section = section
         self.groups = groups
         self.sums: dict[str, float] = defaultdict(float)  # metrics, loss_count, num_tokens
-        self.keys: set[RolloutKey] = set()  # of the responses so far
         self.differences: dict[RolloutKey, EngineDifference] = {}  # of first passes
 
     def run(self, packs: Sequence[Pack], targets: Targets, tap: HiddenStateTap | None) -> None:
@@ -96,7 +93,6 @@ class PolicyPasses:
         sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))
         for name, value in sums.items():
             self.sums[name] += value
-        self.keys.update(key for pack in packs for key in pack.keys)
         if is_first_pass:
             pp = self.groups.pp
             known = [logprobs_P.cpu() for logprobs_P in recorded]

@@ -56,8 +56,6 @@ actor/entropy | nats per token | of the sampled distribution (`rollout.temperatu
 rollout/entropy | nats per token | minus the mean log-prob of the sampled tokens: an estimate over all responses
 actor/skipped_response_share | share | responses of zero advantage, which take no pass in the update
   (`algorithm.skip_zero_advantages`); the metrics of tokens here are of the others
-actor/streamed_response_share | share | responses whose gradients idle ranks computed before the last rollout
-  ended (`algorithm.stream_update`)
 actor/ppo_kl | nats per token | old minus new log-prob; 0 with one update per batch
 actor/pg_clipfrac | share of tokens | where the clip decided
 actor/pg_clipfrac_lower | share of tokens | where `algorithm.dual_clip` decided
@@ -123,7 +121,7 @@ drafter/alarm | | 1 while the drafter counts as collapsed: it gained less than h
 drafter/{loss,accept_length} | nats, tokens | in training
 drafter/num_updates | optimizer steps | over the drafter's life
 bubble/idle_s | rank-seconds | from the end of each rank's rollouts to the end of the last rank's
-bubble/used_s | rank-seconds | of these, in drafter training, and in gradients with `algorithm.stream_update`
+bubble/used_s | rank-seconds | of these, in drafter training
 bubble/stall_s | s | that the step waited for drafter work
 spot/{epochs,updates} | | sessions and optimizer steps of this RL step
 spot/groups_formed | | communicators that the sessions of this RL step made, on the rank with the most; with NCCL

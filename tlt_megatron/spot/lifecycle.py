@@ -171,14 +171,9 @@ class DrafterLifecycle:
 
     # ---- the idle time of a step
 
-    def run_until_preempted(
-        self,
-        step: int,
-        generation_round: int = 0,
-        stream: Callable[[Callable[[], bool]], None] | None = None,
-    ) -> SpotReport:
-        """Train the drafter until the end of the last rank's rollouts. See SpotTrainer."""
-        return self.spot.run_until_preempted(step, generation_round, stream)
+    def run_until_preempted(self, step: int, generation_round: int = 0) -> SpotReport:
+        """Train the drafter until the end of the last rank's rollouts."""
+        return self.spot.run_until_preempted(step, generation_round)
 
     def end_round(self) -> float:
         """Give all ranks the newest drafter before the next generation round of the same step.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -26,8 +26,6 @@ class ReplicaLayout:
 
     world_size: int
     replica_size: int = 1
-    tensor: int = 1  # ranks of a model: tensor-parallel ones times pipeline stages
-    pipeline: int = 1
 
     def __post_init__(self) -> None:
         assert self.world_size % self.replica_size == 0, self
@@ -40,17 +38,6 @@ class ReplicaLayout:
         """Return all ranks of the replicas with these indices."""
         size = self.replica_size
         return tuple(rank for i in replicas for rank in range(i * size, (i + 1) * size))
-
-    def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same copy of the policy as `rank`, with itself.
-
-        In Megatron's order: tensor-parallel ranks are neighbours, stages are far apart.
-        """
-        stage = self.world_size // self.pipeline
-        first = rank % stage // self.tensor * self.tensor
-        return tuple(
-            p * stage + first + t for p in range(self.pipeline) for t in range(self.tensor)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,24 +107,18 @@ class PhaseView:
     ready RANK                    it can join a session from now on
     plan EPOCH UPDATES REPLICA..  a session; UPDATES: see `Plan.base_updates`
     left RANK EPOCH               it has left this session, and can join another
-    stream RANK                   it waits for its peers, to compute gradients; `ready` follows
     closed                        no more sessions in this phase
     """
 
-    def __init__(
-        self, layout: ReplicaLayout, machine: str = "", *, is_streamed: bool = False
-    ) -> None:
-        """`is_streamed`: in this phase, idle ranks compute gradients before they train."""
+    def __init__(self, layout: ReplicaLayout, machine: str = "") -> None:
         self.layout = layout
         self.machine = machine
-        self.is_streamed = is_streamed
         self.finished: dict[int, float] = {}  # rank -> time, in the order of the log
         self.ready: set[int] = set()  # ranks that can join a session
         self.plan: Plan | None = None  # the newest
         self.is_closed = False  # the phase has reached spot.max_updates
         self._listed: dict[int, int] = {}  # rank -> epoch of the newest plan that lists it
         self._left: dict[int, int] = {}  # rank -> newest epoch that it reported as left
-        self._streamers: set[int] = set()  # ranks that wait for their peers, or have streamed
 
     def apply(self, words: list[str], now: float) -> None:
         """Apply one line, first read at `now`."""
@@ -147,11 +128,7 @@ class PhaseView:
                 self.finished.setdefault(int(rank), float(finished_at) if is_near else now)
             case ["ready", rank]:
                 self.ready.add(int(rank))
-            case ["stream", rank]:
-                if self.may_stream(int(rank)) and self.has_left(int(rank)):
-                    self._streamers.add(int(rank))
-                    self.ready.discard(int(rank))
-            case ["plan", epoch, updates, *replicas] if self._is_valid(int(epoch), replicas):
+            case ["plan", epoch, updates, *replicas] if int(epoch) == self.next_epoch:
                 self.plan = Plan(
                     epoch=int(epoch),
                     replicas=tuple(map(int, replicas)),
@@ -159,17 +136,13 @@ class PhaseView:
                 )
                 self._listed.update(dict.fromkeys(self.members(), self.plan.epoch))
             case ["plan", *_]:
-                pass  # another plan was first, or a member streams
+                pass  # another plan was first
             case ["left", rank, epoch]:
                 self._left[int(rank)] = max(int(epoch), self._left.get(int(rank), 0))
             case ["closed"]:
                 self.is_closed = True
             case _:
                 raise AssertionError(words)
-
-    def _is_valid(self, epoch: int, replicas: Sequence[str]) -> bool:
-        members = self.layout.ranks_of(*map(int, replicas))
-        return epoch == self.next_epoch and self.ready.issuperset(members)
 
     @property
     def next_epoch(self) -> int:
@@ -212,29 +185,11 @@ class PhaseView:
         num_free: Counter[int] = Counter()  # free ranks of each replica
         free = []
         for rank in self.finished:
-            if rank in self.ready and self.has_left(rank) and not self.may_stream(rank):
+            if rank in self.ready and self.has_left(rank):
                 num_free[rank // size] += 1
                 if num_free[rank // size] == size:
                     free.append(rank // size)
         return tuple(free)
-
-    def may_stream(self, *ranks: int) -> bool:
-        """Return whether one of `ranks` should stream as soon as it is in no session.
-
-        All its peers have finished, ranks of other models have not, and it has not begun.
-        """
-        if not self.is_streamed or self.is_over:
-            return False
-        waiting = [rank for rank in ranks if rank not in self._streamers]
-        return any(self.finished.keys() >= set(self.layout.peers_of(rank)) for rank in waiting)
-
-    def is_streaming(self, rank: int) -> bool:
-        """Return whether `rank` has begun to wait for its peers, and can join no session yet."""
-        return rank in self._streamers and rank not in self.ready
-
-    def has_streaming_peers(self, rank: int) -> bool:
-        """Return whether all peers of `rank` have begun, before the end of the last rollout."""
-        return self._streamers.issuperset(self.layout.peers_of(rank))
 
     def check_deadline(self, step: int, now: float, phase_timeout_s: float) -> None:
         """Raise if ranks still generate `phase_timeout_s` after the first rank finished."""
@@ -249,14 +204,12 @@ class PhaseView:
 class PhaseLog(SharedLog):
     """One rank's access to the log of one rollout phase: a generation round of an RL step."""
 
-    def __init__(
-        self, ranks: SpotRanks, step: int, generation_round: int = 0, *, is_streamed: bool = False
-    ) -> None:
+    def __init__(self, ranks: SpotRanks, step: int, generation_round: int = 0) -> None:
         self.name = f"{step}-{generation_round}" if generation_round else str(step)
         super().__init__(ranks.store, f"{self.name}/log")
         self.step = step
         self.rank = ranks.rank
-        self.view = PhaseView(ranks.layout, machine_id(), is_streamed=is_streamed)
+        self.view = PhaseView(ranks.layout, machine_id())
         self._ranks = ranks
 
     def announce_finished(self) -> None:

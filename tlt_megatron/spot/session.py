@@ -57,7 +57,7 @@ class SessionEnd(StrEnum):
     """How a session ended for this member. Except for LOST, all members end after the same step."""
 
     STOPPED = "stopped"  # the last rollout has ended
-    REPLACED = "replaced"  # by a newer plan, or a member computes gradients
+    REPLACED = "replaced"  # by a newer plan
     FULL = "full"  # the phase has reached spot.max_updates
     CANCELLED = "cancelled"  # not every member answered the plan, or the phase ended before that
     LOST = "lost"  # a member exited or does not answer
@@ -293,8 +293,7 @@ class SpotSession:
                 time.sleep(_NO_DATA_WAIT_S)
 
     def _read_flags(self) -> Flags:
-        """Return the leader's flags: whether the phase is over, and whether a newer plan
-        exists or a member should stream."""
+        """Return the leader's flags: whether the phase is over, and whether a newer plan exists."""
         view = self.phase_log.read()
         plan = None
         if view.next_epoch == self.plan.epoch + 1:
@@ -302,7 +301,6 @@ class SpotSession:
             if plan is not None:
                 self.phase_log.propose(plan)
         is_replaced = plan is not None or view.next_epoch > self.plan.epoch + 1
-        is_replaced |= view.may_stream(*self.members)
         return (float(view.is_over), float(is_replaced))
 
 

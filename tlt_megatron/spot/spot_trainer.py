@@ -43,8 +43,7 @@ _KEPT_NCCL_GROUPS = 4
 class SpotReport:
     """One rollout phase of one rank."""
 
-    # until the end of the last rollouts, in steps that were not abandoned and streamed gradients
-    used_s: float
+    used_s: float  # in steps that were not abandoned, until the end of the last rollouts
     stall_s: float  # from the end of the last rollouts until this rank was free
     preempt_ms: float  # stall_s in ms if the rank was in a session at that time; else 0
     sessions: tuple[SessionRecord, ...]  # whose plans list this rank, broken sessions included
@@ -148,27 +147,18 @@ class SpotTrainer:
                 num_replicas,
             )
 
-    def run_until_preempted(
-        self,
-        step: int,
-        generation_round: int = 0,
-        stream: Callable[[StopWatch], None] | None = None,
-    ) -> SpotReport:
+    def run_until_preempted(self, step: int, generation_round: int = 0) -> SpotReport:
         """Train from the end of this rank's rollouts of a round of `step` to the last rank's end.
 
-        `stream` computes gradients of the policy, with this rank's model-parallel peers, as soon as
-        they are all idle. It must return when the first peer's StopWatch returns True. Given on all
-        ranks or on none.
         RuntimeError names the ranks that do not finish within `phase_timeout_s` after the first, or
         rank 0 if its store does not answer. The loss of another rank only ends its session.
         """
         ranks = self.ranks
-        phase_log = PhaseLog(ranks, step, generation_round, is_streamed=stream is not None)
+        phase_log = PhaseLog(ranks, step, generation_round)
         phase_log.announce_finished()
         num_formed = self._groups.num_formed
         self._left_phases.append(phase_log)
         watch = StopWatch(phase_log, self.limits.watch_s)
-        streamed = self._stream(phase_log, watch, stream)
         if self._measure_candidate is not None and not watch():
             with self.timeline.span("IDLE", step=step):
                 self._measure_candidate(watch)
@@ -181,19 +171,11 @@ class SpotTrainer:
             member_timeout_s=self.limits.member_timeout_s,
         )
         records: list[SessionRecord] = []
-        while True:
-            plan = self._await_plan(phase_log, coordinator, records)
-            if plan is None:
-                if phase_log.view.is_over:
-                    break
-                streamed += self._stream(phase_log, watch, stream)
-                phase_log.append("ready", ranks.rank)
-                continue
+        while (plan := self._await_plan(phase_log, coordinator, records)) is not None:
             if self._train(plan, phase_log, coordinator, records) == SessionEnd.STOPPED:
                 break
         with self.timeline.span("PREEMPT", step=step):
-            num_formed = self._groups.num_formed - num_formed
-            return self._report(phase_log, records, streamed, num_formed)
+            return self._report(phase_log, records, self._groups.num_formed - num_formed)
 
     def sync_newest(self, world: Group) -> StateVersion:
         """Give all ranks the drafter with the most updates, and its optimizer. A collective.
@@ -223,10 +205,7 @@ class SpotTrainer:
     def _await_plan(
         self, phase_log: PhaseLog, coordinator: Coordinator, records: list[SessionRecord]
     ) -> Plan | None:
-        """Wait until a new plan lists this rank, or propose one.
-
-        None: the phase is over, or this rank should stream.
-        """
+        """Wait until a new plan lists this rank, or propose one. None: the phase is over."""
         newest_epoch = records[-1].epoch if records else 0
         num_broken = sum(_is_broken(record) for record in records)
         started = time.monotonic()
@@ -243,8 +222,6 @@ class SpotTrainer:
                     # The session that listed this rank goes on without it, or has ended.
                     phase_log.append("left", self.ranks.rank, listed)
                     continue
-                if view.may_stream(self.ranks.rank) and view.has_left(self.ranks.rank):
-                    return None
                 now = time.monotonic()
                 proposal = coordinator.plan_start(view, now, self.trainer.num_updates)
                 if proposal is not None:
@@ -279,44 +256,11 @@ class SpotTrainer:
         ):
             return session.run()
 
-    def _stream(
-        self,
-        phase_log: PhaseLog,
-        watch: StopWatch,
-        stream: Callable[[StopWatch], None] | None,
-    ) -> list[tuple[float, float]]:
-        """Compute gradients with the peers of this rank, if all have finished; return the time.
-
-        The order of the log decides, so all peers do the same. Each writes `stream` when it has read
-        that all have finished, and then waits. They stream if all these lines come before the last
-        `finished` of the phase; lines after it, and lines of a rank that a plan listed just before,
-        do not count. Until its next `ready`, a rank is in no plan. A session with a peer that has
-        not written the line is ended by its leader (session.py), so the peer soon writes it or the
-        phase ends. A lost peer ends the run: each read checks the heartbeat.
-        """
-        rank = self.ranks.rank
-        if stream is None or not phase_log.read().may_stream(rank):
-            return []
-        phase_log.append("stream", rank)
-        with self.timeline.span("IDLE", step=phase_log.step):
-            while not (view := phase_log.read()).has_streaming_peers(rank):
-                if view.is_over or not view.is_streaming(rank):
-                    return []
-                time.sleep(self.limits.poll_s)
-        started = time.monotonic()
-        with self.timeline.span("STREAM", step=phase_log.step):
-            stream(watch)
-        return [(started, time.monotonic())]
-
     def _report(
-        self,
-        phase_log: PhaseLog,
-        records: list[SessionRecord],
-        streamed: list[tuple[float, float]],
-        num_groups_formed: int,
+        self, phase_log: PhaseLog, records: list[SessionRecord], num_groups_formed: int
     ) -> SpotReport:
         ended_at = phase_log.read().ended_at
-        steps = [step for record in records for step in record.steps] + streamed
+        steps = [step for record in records for step in record.steps]
         stall_s = max(0.0, time.monotonic() - ended_at)
         was_training = bool(records) and records[-1].end == SessionEnd.STOPPED
         return SpotReport(

@@ -324,7 +324,6 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
         has_last_checkpoint=config.checkpoint.at_end,
         warmup_s=60 * config.speculation.warmup_minutes,
         engine_dtype=getattr(torch, rollout.dtype),
-        stream_update=algorithm.stream_update,
         sampling=SamplingParams(
             num_samples=rollout.num_samples,
             max_new_tokens=rollout.max_new_tokens,

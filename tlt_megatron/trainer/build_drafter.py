@@ -60,12 +60,7 @@ def attach_drafter(
             trainer.load_state_dict(state)
     ranks = SpotRanks(
         store=store.part("spot"),
-        layout=ReplicaLayout(
-            world.size,
-            config.ranks_per_engine,
-            tensor=config.parallel.tensor,
-            pipeline=config.parallel.pipeline,
-        ),
+        layout=ReplicaLayout(world.size, config.ranks_per_engine),
         rank=world.rank,
         phase_timeout_s=config.run.group_timeout_s,
         check_ranks=check_ranks,

@@ -66,8 +66,8 @@ class Utilization:
     def metrics(self, inference: Inference, step: Mapping[str, float]) -> dict[str, float]:
         """Return perf/mfu/actor and perf/mfu/actor_infer, each where its pass ran.
 
-        `step` are the other metrics of the step. Responses that the update skips are not counted, nor those that idle ranks
-        computed before it. A pass of the reference before the update counts as one of the policy.
+        `step` are the other metrics of the step. Responses that the update skips are not counted. A pass of the reference
+        before the update counts as one of the policy.
         """
         lengths = {
             key_of(rollout): rollout.num_tokens
@@ -76,8 +76,7 @@ class Utilization:
         }
         flops = {}
         if "actor/num_updates" in step:
-            others = inference.skipped | inference.streamed
-            updated = [n for key, n in lengths.items() if key not in others]
+            updated = [n for key, n in lengths.items() if key not in inference.skipped]
             count = 3 * self.num_epochs * forward_flops(self.model, updated)
             flops["actor"] = count / step["timing_s/update_actor"]
         if inference.old_logprobs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,6 @@ class LoopSettings:
     sampling: SamplingParams
     warmup_s: float  # of a random drafter, before the first step; 0: off
     engine_dtype: torch.dtype  # of the weights that engines receive
-    stream_update: bool  # idle ranks compute gradients
 
 
 class RLTrainer:
@@ -182,21 +181,13 @@ class RLTrainer:
                 drafter=self.drafter,
                 step=self.step + 1,
                 plan=BatchPlan(rules=rules, draw=draw, carried=self.carried),
-                stream=self._stream if self.settings.stream_update else None,
             )
         except GenerationStopped:
-            if self.settings.stream_update:
-                self.policy_trainer.drop_streamed()
             self.sampler.load_state_dict(before[0])
             set_rng_state(before[1])
             raise
         self.last_rounds.append(num_drawn)
         return collected
-
-    def _stream(self, groups: Sequence[ScoredGroup], should_stop: Callable[[], bool]) -> None:
-        """Compute gradients of this rank's groups while other ranks decode."""
-        assert self.drafter is not None  # see RunConfig
-        self.policy_trainer.stream(groups, self.drafter.make_tap(), self.step, should_stop)
 
     @property
     def _has_policy_update(self) -> bool:

@@ -57,7 +57,6 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
             resumes=config.checkpoint.resume != "never",
             is_cuda=device.is_cuda,
             critic=_critic_sizes(config),
-            is_streamed=config.algorithm.stream_update,
         ),
         *_engine_claims(config, model, sizes, device),
     ]

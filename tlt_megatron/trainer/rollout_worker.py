@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
 from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
@@ -36,10 +35,6 @@ class Collected:
     metrics: dict[str, float]
     passes: list[PassTotals]
     carried: tuple[ScoredGroup, ...] = ()  # to the next step, with partial rollouts
-
-
-# Gets a rank's scored groups, and a function that returns True when the last rollout has ended.
-Stream = Callable[[Sequence[ScoredGroup], Callable[[], bool]], None]
 
 
 class RolloutWorker:
@@ -79,14 +74,13 @@ class RolloutWorker:
         drafter: DrafterLifecycle | None = None,
         step: int = 0,
         plan: BatchPlan | None = None,
-        stream: Stream | None = None,
     ) -> Collected:
         """Generate responses, score them as they finish, and exchange the batch. A collective of all replicas.
 
         With `drafter`, a rank that has finished trains the drafter until all ranks have finished. `step` is the RL step; 0 for
         an evaluation. With dynamic sampling or partial rollouts, there are rounds until the batch is complete, for which
         `plan` draws further prompts. Each round is a rollout phase with its own spot training, and all ranks begin the next
-        round with the same drafter. Without rounds, `stream` computes gradients on idle ranks before the drafter is trained.
+        round with the same drafter.
         All ranks raise GenerationStopped if any rank was told to stop before its responses were generated and scored. That
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """
@@ -99,9 +93,7 @@ class RolloutWorker:
                 with self.phases("PUBLISH", "publish_drafter"):
                     stall_s += drafter.end_round()
             rounds.append(
-                self._run_round(
-                    prompts, responses, policy_version, drafter, step, len(rounds), rules, stream
-                )
+                self._run_round(prompts, responses, policy_version, drafter, step, len(rounds))
             )
             responses.add(part for share in rounds[-1].shares for part in share.parts)
             complete = [rules.punish_overlong(g) for g in responses.groups() if g.is_complete]
@@ -133,8 +125,6 @@ class RolloutWorker:
         drafter: DrafterLifecycle | None,
         step: int,
         number: int,
-        rules: BatchRules,
-        stream: Stream | None,
     ) -> _Round:
         """Go on with open responses, answer `prompts` and score, on all ranks: the round `number` of the step."""
         try:
@@ -147,10 +137,7 @@ class RolloutWorker:
         if drafter:
             self.engine.free_kv()
         with self.phases("WAIT", "wait"):
-            first = None
-            if stream is not None:
-                first = partial(stream, _own_groups(share, prompts, responses.params, rules))
-            spot = drafter.run_until_preempted(step, number, first).metrics() if drafter else {}
+            spot = drafter.run_until_preempted(step, number).metrics() if drafter else {}
             shares = [s for s in gather_objects(share, self.replicas) if s is not None]
         if len(shares) < self.replicas.size:
             raise GenerationStopped("the rollouts of this phase are dropped")
@@ -243,16 +230,6 @@ class _Round:
     spots: Sequence[dict[str, float]]  # `SpotReport.metrics` of each rank
     # From the end of each rank's rollouts to the end of the last rank's, with and without spot training.
     idle_s: float
-
-
-def _own_groups(
-    share: _Share | None, prompts: Sequence[Prompt], params: SamplingParams, rules: BatchRules
-) -> list[ScoredGroup]:
-    """Return the scored groups of one rank, as all ranks will see them; [] if it was told to stop."""
-    own = OpenResponses(params)
-    own.requests(prompts)
-    own.add(share.parts if share else ())
-    return [rules.punish_overlong(group) for group in own.groups()]
 
 
 def _spot_metrics(rounds: Sequence[_Round]) -> dict[str, float]:

@@ -1,17 +1,16 @@
-"""Measures what TLT gains in an RL step, and checks that it changes nothing else: the same run and seeds, five variants.
+"""Measures what TLT gains in an RL step, and checks that it changes nothing else: the same run and seeds, four variants.
 
     python -m tools.bench step                       # speed, exactness
     python -m tools.bench step --parts drift         # a policy that changes fast
     python -m tools.bench step --quick               # all of it small
 
 Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same drafter, trained on idle
-ranks), `tlt_streamed` (idle ranks compute gradients before they train the drafter), `cold_start` (tlt from random weights).
+ranks), `cold_start` (tlt from random weights).
 
 - Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In each round every variant
   continues from its checkpoint for a few steps. The order rotates, and the first step of a round is not timed. Step k of one
   variant is compared with step k of another.
-- Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared, without `tlt_streamed`, whose sums are in
-  another order.
+- Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
 - Drift: a large learning rate and one fixed strategy, so that accept lengths show the quality of the drafter.
 """
 
@@ -38,7 +37,6 @@ from tools.bench.step_measures import (
     LIVE_ACCEPT_LENGTH,
     REWARD,
     ROLLOUT_SECONDS,
-    STREAMED_SHARE,
     Run,
     first_step_at,
     idle_figures,
@@ -61,7 +59,7 @@ from tools.bench.step_tables import (
 from tools.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
-OFF, FROZEN, TLT, STREAMED, COLD = "off", "frozen", "tlt", "tlt_streamed", "cold_start"
+OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
 QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1, "drift_steps": 4}
 RECOVERED_SHARE = 0.9  # of the warmed-up drafter's accept length
 
@@ -74,7 +72,6 @@ def variant_overrides(drafter: str) -> dict[str, tuple[str, ...]]:
         OFF: ("speculation.enabled=false", "spot.enabled=false"),
         FROZEN: (*warm, "spot.enabled=false"),
         TLT: (*warm, "spot.enabled=true"),
-        STREAMED: (*warm, "spot.enabled=true", "algorithm.stream_update=true"),
         COLD: (*speculate, "speculation.drafter=", "spot.enabled=true"),
     }
 
@@ -155,7 +152,7 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     base = runs[OFF]
     accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items() if name != OFF}
     same = {name: num_same_steps(base, run, later) for name, run in runs.items()}
-    idle = {name: idle_figures(runs[name], later) for name in (TLT, STREAMED, COLD)}
+    idle = {name: idle_figures(runs[name], later) for name in (TLT, COLD)}
     settings = launcher.root / "speed" / TLT / "config.yaml"
     result: dict[str, Any] = {
         "step_speedup": {name: speedups(base, run, timed) for name, run in runs.items()},
@@ -169,9 +166,8 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
         "idle": idle,
         "accept_length_by_step": accepted,
         "holdout_accept_length_by_step": {
-            name: series(runs[name], HOLDOUT_ACCEPT_LENGTH) for name in (TLT, STREAMED, COLD)
+            name: series(runs[name], HOLDOUT_ACCEPT_LENGTH) for name in (TLT, COLD)
         },
-        "streamed_response_share_by_step": series(runs[STREAMED], STREAMED_SHARE),
         "cold_start_recovered_at_step": first_step_at(
             accepted[COLD], accepted[TLT], RECOVERED_SHARE
         ),
@@ -192,12 +188,10 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
 
 def bench_exact(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Run all variants with float64 rollouts, and compare every token and every reward."""
-    variants = variant_overrides(options.drafter)
-    del variants[STREAMED]
     runs = launcher.run_variants(
         "exact/",
         options.exact_steps,
-        variants,
+        variant_overrides(options.drafter),
         "rollout.dtype=float64",
         f"rollout.max_new_tokens={options.exact_tokens}",
     )

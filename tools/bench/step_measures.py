@@ -22,7 +22,6 @@ STEP_SECONDS = "timing_s/step"
 ROLLOUT_SECONDS = "timing_s/gen"
 REWARD = "critic/rewards/mean"
 LIVE_ACCEPT_LENGTH = "drafter/live_accept_length"
-STREAMED_SHARE = "actor/streamed_response_share"
 HOLDOUT_ACCEPT_LENGTH = "drafter/holdout_accept_length/published"
 ResponseKey = tuple[int, int]  # (draw_index, sample_index)
 

@@ -15,7 +15,6 @@ _PHASES = {  # of the timeline, in the order of its legend
     "VERIFY": palette.BLUE,
     "ROLLOUT": palette.PALE,
     "IDLE / WAIT": palette.GREY,
-    "STREAM": palette.OLIVE,
     "DRAFT-TRAIN": palette.ORANGE,
     "PREEMPT": palette.VERMILLION,
     "REWARD": palette.PURPLE,

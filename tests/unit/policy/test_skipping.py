@@ -78,9 +78,6 @@ class BigramModel:
                 sums[name] = sums.get(name, 0.0) + float(value)
         return broadcast_object(sums, pp, source=pp.size - 1)
 
-    def drop_gradients(self) -> None:
-        self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
-
     def optimizer_step(self, skipped_count: int = 0) -> OptimizerStats:
         pp = self.groups.pp
         mine = broadcast_object((self._gradient_VV, self._count), pp, source=pp.size - 1)
@@ -88,7 +85,7 @@ class BigramModel:
         gradient_VV = torch.stack([part for part, _ in parts]).sum(0) / sum(n for _, n in parts)
         self.gradients.append(gradient_VV)
         self.table_VV = self.table_VV - 0.5 * gradient_VV
-        self.drop_gradients()
+        self._gradient_VV, self._count = torch.zeros_like(self.table_VV), 0
         return OptimizerStats(grad_norm=float(gradient_VV.norm()), lr=0.5, is_skipped=False)
 
 

@@ -164,7 +164,6 @@ def test_phases_do_not_mix_and_are_forgotten() -> None:
     store = dist.HashStore()
     first, second = (phase_log(store, step=step, rank=0) for step in (1, 2))
     first.announce_finished()
-    first.append("ready", 0)
     first.propose(Plan(epoch=1, replicas=(0,), base_updates=0))
     first.rendezvous_log(1).append("here")
     second.announce_finished()

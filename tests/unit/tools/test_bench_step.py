@@ -145,13 +145,10 @@ def test_every_variant_is_first_once_in_as_many_rounds() -> None:
     assert all(sorted(order) == sorted(names) for order in orders)
 
 
-def test_variants_differ_in_speculation_spot_training_and_streaming_alone() -> None:
+def test_variants_differ_in_speculation_and_spot_training_alone() -> None:
     variants = variant_overrides("somewhere")
     settings = {override.split("=")[0] for values in variants.values() for override in values}
-    assert settings == {
-        *("speculation.enabled", "speculation.drafter", "spot.enabled"),
-        "algorithm.stream_update",
-    }
+    assert settings == {"speculation.enabled", "speculation.drafter", "spot.enabled"}
     assert "speculation.enabled=false" in variants[OFF]
     assert "speculation.drafter=" in variants[COLD]
 

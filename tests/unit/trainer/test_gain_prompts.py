@@ -42,7 +42,6 @@ def test_each_round_of_a_step_is_timed_as_a_batch_of_its_own(
         SimpleNamespace(
             batch=BatchRules(num_prompts=3, max_rounds=2, metric="reward"),
             sampling=None,
-            stream_update=False,
         ),
         sampler=SimpleNamespace(state_dict=dict, next_batch=next_batch),
         worker=SimpleNamespace(

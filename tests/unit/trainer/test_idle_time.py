@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,14 +20,7 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.spot_trainer import SpotReport
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
-from tlt_megatron.types import (
-    FinishReason,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-    ScoredGroup,
-)
+from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
 class Engine:
@@ -68,11 +61,7 @@ class Drafter:
     def take_live(self) -> None:
         """There is none."""
 
-    def run_until_preempted(
-        self, step: int, generation_round: int, stream: Callable | None = None
-    ) -> SpotReport:
-        if stream is not None:
-            stream(lambda: False)
+    def run_until_preempted(self, step: int, generation_round: int) -> SpotReport:
         return SpotReport(used_s=1.5, stall_s=4.0, preempt_ms=0.0, sessions=())
 
 
@@ -116,25 +105,3 @@ def test_idle_time_is_from_the_end_of_a_ranks_rollouts_to_the_end_of_the_last_ra
     for metrics in run_ranks(3, body):
         assert metrics["bubble/idle_s"] == 5.0 + 2.5
         assert metrics.get("bubble/used_s") == (3 * 1.5 if has_drafter else None)
-
-
-def test_an_idle_rank_streams_its_own_scored_groups() -> None:
-    prompts = [Prompt(prompt_id=str(i), draw_index=i, token_ids=(1, 2)) for i in range(3)]
-
-    def body() -> list[tuple[str, float]]:
-        streamed: list[tuple[str, float]] = []
-
-        def stream(groups: Sequence[ScoredGroup], should_stop: Callable[[], bool]) -> None:
-            assert not should_stop()
-            streamed.extend((g.group.prompt.prompt_id, g.rewards[0]) for g in groups)
-
-        world = group_of(dist.group.WORLD)
-        progress = Progress("none", 1, enabled=False)
-        device = select_device("cpu")
-        phases = Phases(FixedClock(None, world.rank), progress, device, on_phase=lambda name: None)
-        worker = RolloutWorker(Engine(), Rewards(), str, replicas=world, phases=phases)
-        params = SamplingParams(num_samples=1, max_new_tokens=1)
-        worker.collect(prompts, params, 0, drafter=Drafter(), stream=stream)
-        return streamed
-
-    assert run_ranks(2, body) == [[("0", 1.0), ("2", 1.0)], [("1", 1.0)]]

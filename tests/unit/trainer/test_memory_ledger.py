@@ -168,18 +168,6 @@ def test_an_idle_rank_trains_the_drafter_without_its_kv(tmp_path: Path) -> None:
         assert (Phase.SPOT in phases) is in_spot
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_gradients_of_idle_ranks_take_memory_beside_the_drafter(
-    tmp_path: Path, is_streamed: bool
-) -> None:
-    overrides = "speculation.enabled=true spot.enabled=true algorithm.stream_update="
-    ledger = ledger_of(tmp_path, overrides + str(is_streamed).lower())
-    phases = {Phase.UPDATE, Phase.SPOT} if is_streamed else {Phase.UPDATE}
-    for name in ("activations", "logits and their gradient"):
-        (found,) = (each for each in ledger.claims if each.name == name)
-        assert found.phases == phases
-
-
 def test_an_engine_that_keeps_its_graphs_is_counted_in_updates_too(tmp_path: Path) -> None:
     base, kept = ledger_of(tmp_path), ledger_of(tmp_path, "rollout.keep_graphs=true")
     parts = ("engine weights", "engine KV", "engine graphs")

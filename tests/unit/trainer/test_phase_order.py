@@ -102,9 +102,7 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
     ignored = SimpleNamespace(begin_step=lambda _: None, end_step=lambda *_: None)
     sampler = SimpleNamespace(state_dict=dict, epoch=0, next_batch=lambda n: [])
     return RLTrainer(
-        SimpleNamespace(
-            batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None, stream_update=False
-        ),
+        SimpleNamespace(batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None),
         sampler=sampler,
         worker=worker,
         policy_trainer=policy_trainer,

@@ -102,7 +102,6 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
     inference = SimpleNamespace(
         scored=(group,),
         skipped={(0, 2)},
-        streamed=set(),
         old_logprobs={},
         ref_logprobs={},
         metrics={"critic/advantages/mean": 0.5},

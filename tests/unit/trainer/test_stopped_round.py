@@ -89,7 +89,6 @@ def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> N
         SimpleNamespace(
             batch=BatchRules(num_prompts=3, max_rounds=2, metric="reward"),
             sampling=None,
-            stream_update=False,
         ),
         sampler=sampler,
         worker=SimpleNamespace(
