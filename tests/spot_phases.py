@@ -112,7 +112,6 @@ def make_spot(
     store: dist.Store | None = None,
     check_ranks: Callable[[], None] = lambda: None,
     measure_candidate: Callable[[StopWatch], None] | None = None,
-    offer_live: Callable[[StopWatch], None] = lambda watch: None,
     **section: float,
 ) -> SpotTrainer:
     """A SpotTrainer on this rank of the default world. A collective of all ranks."""
@@ -136,7 +135,6 @@ def make_spot(
         ),
         timeline=Timeline(None, world.rank),
         measure_candidate=measure_candidate,
-        offer_live=offer_live,
     )
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,11 +40,11 @@ class Shelf:
         assert not is_suspended
 
 
-def make_lifecycle(engine: Shelf, publish: str, run_dir: Path) -> DrafterLifecycle:
+def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
     """A collective of all ranks."""
     torch.set_num_threads(1)
     world = world_group()
-    section = SpotSection(enabled=True, holdout_share=0.3, member_timeout_s=60.0, publish=publish)
+    section = SpotSection(enabled=True, holdout_share=0.3, member_timeout_s=60.0)
     return DrafterLifecycle(
         make_drafter_trainer(batch_tokens=16),
         DataBuffer(section, torch.float64),
@@ -63,30 +62,15 @@ def make_lifecycle(engine: Shelf, publish: str, run_dir: Path) -> DrafterLifecyc
     )
 
 
-@pytest.mark.parametrize("publish", ["step", "live", "live, one host sees no file of others"])
-def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
-    publish: str, tmp_path: Path
-) -> None:
-    is_live = publish != "step"
-
-    def run_dir() -> Path:
-        is_blind = publish.endswith("of others") and dist.get_rank() == NUM_RANKS - 1
-        return tmp_path / ("elsewhere" if is_blind else "shared")
-
-    def has_offers() -> bool:
-        return (tmp_path / "shared" / "drafter_live").exists()
-
+def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(tmp_path: Path) -> None:
     def body() -> list[list[tuple[int, int]]]:
-        """After every step: (version, checksum) of the drafter that each engine has. Until two have been published, one of
-        them live where they may be."""
+        """After every step: (version, checksum) of the drafter that each engine has. Until two have been published."""
         engine, rank = Shelf(), dist.get_rank()
-        lifecycle = make_lifecycle(engine, "live" if is_live else "step", run_dir())
+        lifecycle = make_lifecycle(engine, tmp_path)
         engine.loaded.append((0, lifecycle.publisher.published.checksum))  # as it was started
         data = make_draft_model("eagle")
         held: list[list[tuple[int, int]]] = []
-        while len(held) < MOST_STEPS and not (
-            held and held[-1][0][0] >= 2 and has_offers() == is_live
-        ):
+        while len(held) < MOST_STEPS and not (held and held[-1][0][0] >= 2):
             step = len(held) + 1
             lifecycle.start_step(step)
             for index in range(8):
@@ -102,4 +86,3 @@ def test_every_engine_gets_the_same_drafter_at_the_same_phase_boundary(
     for held in run_spot_ranks(NUM_RANKS, body)[0]:
         assert len(set(held)) == 1
     assert held[0][0] >= 2, "too little was published"
-    assert has_offers() == is_live, "no live offer was made"

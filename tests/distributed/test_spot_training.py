@@ -19,7 +19,7 @@ from tests.spot_phases import (
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
 from tlt_megatron.drafter.trainer import DrafterStats
 from tlt_megatron.models.draft_model import DraftModel
-from tlt_megatron.spot.session import SessionEnd, StateVersion, StopWatch, version_of
+from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport
 
 NUM_UPDATES = 4
@@ -57,14 +57,14 @@ def test_n_members_equal_one_member_on_the_union(num_members: int, tmp_path: Pat
         rank = dist.get_rank()
         markers = Markers(tmp_path)
 
-        def offer_live(watch: StopWatch) -> None:
-            if spot.trainer.num_updates == NUM_UPDATES:
+        def hook(operation: str, key: str) -> None:
+            if operation == "append" and spot.trainer.num_updates == NUM_UPDATES:
                 markers.set("trained")
 
         source = Shares(make_drafter_trainer().model, rank)
         spot = make_spot(
             source=source,
-            offer_live=offer_live,
+            hook=hook,
             min_idle_replicas=num_members,
             max_updates=NUM_UPDATES,
         )

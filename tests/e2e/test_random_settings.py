@@ -71,7 +71,6 @@ TLT = {
     "drafter.algorithm": ("hass", "eagle3"),
     "drafter.batch_tokens": (8, 40, 200),
     "drafter.dtype": ("bfloat16",),
-    "spot.publish": ("live",),
     "spot.min_idle_replicas": (2,),
     "spot.keep_steps": (2, 3),
     "spot.holdout_share": (0, 0.3),

@@ -117,10 +117,7 @@ def test_a_resumed_run_goes_on_with_drafter_data_and_policy(
     root.mkdir()
     (root / first.name).symlink_to(first)
     (root / "latest_checkpointed_iteration.txt").write_text("2")
-    live = "spot.publish=live"
-    run(
-        2, config, tmp_path / "resumed", "run.num_steps=4", *SPOT, live, f"checkpoint.resume={root}"
-    )
+    run(2, config, tmp_path / "resumed", "run.num_steps=4", *SPOT, f"checkpoint.resume={root}")
     assert answers(tmp_path / "resumed") == answers(straight)[len(answers(straight)) // 2 :]
     for name, tensor in weights(straight).items():
         assert torch.equal(weights(tmp_path / "resumed")[name], tensor), name

@@ -114,8 +114,6 @@ class SpotSection(Section):
 
     enabled: bool = False  # needs speculation.enabled and a strategy with a learned drafter
     min_idle_replicas: PositiveInt = 1  # sessions start when this many rollout replicas are idle
-    # to the engines: step (at phase boundaries) or live (also during rollouts)
-    publish: Annotated[str, one_of("step", "live")] = "step"
     data_bytes: PositiveInt = 256 << 20  # budget of a rank's DataBuffer
     keep_steps: PositiveInt = 1  # earlier RL steps whose sequences are kept, within data_bytes
     long_tail_share: Share = 0.5  # of a batch, from the longest responses of earlier steps
@@ -124,10 +122,3 @@ class SpotSection(Section):
     max_updates: NonNegativeInt = 0
     member_timeout_s: Positive = 20.0  # a member silent for this long is lost; > one drafter step
     seed: int = 0  # of the order of the data
-
-    def check(self) -> None:
-        self.require(
-            self.publish != "live" or self.holdout_share > 0,
-            "holdout_share",
-            "> 0 where spot.publish='live' (a drafter is compared on the hold-out before it is published)",
-        )

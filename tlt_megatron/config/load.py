@@ -23,6 +23,7 @@ from tlt_megatron.config.schema import RunConfig
 # A run's own config.yaml of an earlier version has such keys.
 _REMOVED: dict[str, tuple[object, str]] = {
     "algorithm.stream_update": (False, "was removed: steps were no faster"),
+    "spot.publish": ("step", "was removed: drafters are published between rollouts"),
 }
 
 

@@ -275,11 +275,6 @@ class RunConfig:
             "batch_invariant",
             f"false where rollout.engine={rollout.engine!r}",
         )
-        spot.require(
-            rollout.engine == "embedded" or spot.publish != "live",
-            "publish",
-            f"step where rollout.engine={rollout.engine!r} (its drafter changes only between rollouts)",
-        )
         self.mcore.require(
             self.model.dtype != "float32" or not self.mcore.offload_in_rollouts,
             "offload_in_rollouts",

@@ -95,16 +95,14 @@ class RolloutEngine(Protocol):
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
-        between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
         """Answer all prompts and return one group per prompt, in the order of the prompts.
 
         `on_finish` receives each response when it ends, `on_features` with the states that a drafter trains on,
-        [prompt + response - 1, F]. `between_passes` is called about once per pass and may load drafter weights. An engine in
-        another process may never call these two. If `should_stop`, called about once per pass, returns True,
-        GenerationStopped is raised.
+        [prompt + response - 1, F]. An engine in another process may never call `on_features`. If `should_stop`, called about
+        once per pass, returns True, GenerationStopped is raised.
         `more_prompts` is also called about once per pass. It returns None when there will be no more prompts. The groups of
         later prompts come last. With its responses, such a prompt may be longer than the longest of
         `prompts` by `RolloutSection.observation_tokens`.

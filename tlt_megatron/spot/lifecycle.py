@@ -6,7 +6,6 @@ Called by the loop and the rollout worker if the run has spot training. In the o
     add_features         data: a response with its hidden states    -> drafter/data_buffer.py
     run_until_preempted  session: this rank's idle time              -> spot_trainer.py, session.py
       _measure_candidate   measurement: before the rank trains       -> holdout.py
-      _offer_live          after an update, with spot.publish=live   -> live_channel.py
     publish              publication: the decision of all ranks      -> publisher.py
     make_tap             data: the hidden states of the whole batch  -> mcore/hidden_tap.py
     save_into            checkpoint                                  -> checkpoint.py
@@ -23,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -47,7 +45,6 @@ from tlt_megatron.spot.checkpoint import (
     write_checkpoint,
 )
 from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
-from tlt_megatron.spot.live_channel import LiveChannel, LiveOffer
 from tlt_megatron.spot.publisher import DrafterPublisher, PublishAction, copy_to_host
 from tlt_megatron.spot.rank_state import SpotRanks
 from tlt_megatron.spot.session import StopWatch
@@ -59,7 +56,6 @@ log = logging.getLogger(__name__)
 _HOLDOUT_BATCH_TOKENS = 128  # small: the standard error is estimated from many batches
 _HOLDOUT_ROWS = 512  # per rank: enough to compare drafters, and fast enough not to delay a step
 _TELLING_SHARE = 0.05  # least share of tokens from the drafter for a reliable accept length
-_LIVE_EVERY = 16  # updates between two checks whether to offer a drafter during a rollout
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
 
 Findings = tuple[int, dict[int, HoldoutResult]]  # the candidate's checksum; results by checksum
@@ -93,7 +89,6 @@ class DrafterLifecycle:
             ranks=ranks,
             timeline=timeline,
             measure_candidate=self._measure_candidate,
-            offer_live=self._offer_live,
         )
         self.checkpointer: AsyncDrafterCheckpointer | None = None
         if world.is_first:
@@ -104,12 +99,6 @@ class DrafterLifecycle:
         self._num_considered = trainer.num_updates  # of the candidate
         self._findings: Findings | None = None  # for the decision that all ranks make later
         self._has_features = False  # whether every rank's engine gave hidden states in this step
-        self._live: LiveChannel | None = None
-        if section.publish == "live":
-            store = dist.PrefixStore("live", ranks.store)
-            self._live = LiveChannel(store, run_dir / "drafter_live")
-        self._live_weights: dict[str, Tensor] | None = None  # newest offer of this step
-        self._live_held = 0  # number of the offer that the engine received in this step
 
     # ---- data
 
@@ -203,22 +192,6 @@ class DrafterLifecycle:
             return
         self._findings = checksum, results
 
-    def _offer_live(self, watch: StopWatch) -> None:
-        """Offer the drafter if it accepts more than the last offer, or the published one."""
-        if self._live is None or self.trainer.num_updates % _LIVE_EVERY:
-            return
-        batches = self._holdout_batches(has_new=False)
-        candidate = self.trainer.model.state_dict()
-        known = self._live_weights or self.publisher.published.weights
-        try:
-            new, old = (self._measure(w, batches, watch) for w in (candidate, known))
-        except PassAbandoned:
-            return  # no rank decodes any more
-        if new.accept_length > old.accept_length:
-            weights = copy_to_host(candidate)
-            if self._live.offer(weights):
-                self._live_weights = weights
-
     def _holdout_batches(self, *, has_new: bool) -> list[DraftBatch]:
         return self.buffer.holdout_batches(
             _HOLDOUT_BATCH_TOKENS, has_new=has_new, max_rows=_HOLDOUT_ROWS
@@ -233,11 +206,6 @@ class DrafterLifecycle:
 
     # ---- publication
 
-    def take_live(self) -> None:
-        """Load the newest offer into the engine, if any. Called between two decode passes."""
-        if self._live is not None:
-            self._load_live(self._live.poll())
-
     def publish(self, metrics: dict[str, float]) -> None:
         """Give all ranks the newest drafter, and publish the last candidate if it is accepted.
 
@@ -248,13 +216,12 @@ class DrafterLifecycle:
         is_telling = metrics.get("drafter/live_token_share", 0.0) >= _TELLING_SHARE
         self.publisher.observe_live(metrics["drafter/live_accept_length"] if is_telling else None)
         self.spot.sync_newest(self.world)
-        was_offered = self._settle_live()  # then there is no second comparison
         metrics |= self.publisher.metrics()
         mine = (self._findings, self.buffer.has_new)
         parts, has_new = zip(*gather_objects(mine, self.world), strict=True)
         self._findings, self._has_features = None, all(has_new)
         findings = [part for part in parts if part]
-        if findings and not was_offered:
+        if findings:
             metrics |= self._decide(findings)
         if self.trainer.num_updates != self._num_considered:
             self._num_considered = self.trainer.num_updates
@@ -278,40 +245,6 @@ class DrafterLifecycle:
                 is_best=decision.action == PublishAction.PUBLISH,
             )
         return decision.metrics
-
-    def _load_live(self, offer: LiveOffer | None) -> None:
-        if offer is not None:
-            self._live_held, self._live_weights = offer.number, offer.weights
-            self.engine.load_drafter_weights(
-                offer.weights,
-                version=self.publisher.published.version + 1,
-                checksum=offer.checksum,
-            )
-
-    def _settle_live(self) -> bool:
-        """Make the newest offer of the step the published drafter. A collective of all ranks.
-
-        Returns False without an offer. Also False if a rank cannot read it: then all ranks return
-        to the published drafter.
-        """
-        if self._live is None:
-            return False
-        self._load_live(self._live.take())
-        numbers = gather_objects(self._live_held, self.world)
-        self._live.skip_unread()
-        weights, was_loaded = self._live_weights, self._live_held > 0
-        self._live_weights, self._live_held = None, 0
-        if not any(numbers):
-            return False
-        late = [rank for rank, number in enumerate(numbers) if number != max(numbers)]
-        if not late:
-            assert weights is not None
-            self.publisher.adopt(weights)
-            return True
-        log.warning("live drafter %d is not published: ranks %s cannot read it", max(numbers), late)
-        if was_loaded:
-            self._load_published()
-        return False
 
     def _load_published(self) -> None:
         drafter = self.publisher.published

@@ -102,9 +102,8 @@ class _Level:
 class DrafterPublisher:
     """Holds the published and the best drafter, decides on candidates, and watches for a collapse.
 
-    Call `observe_live` once per phase and `consider` at each phase boundary. With
-    `spot.publish=live`, `adopt` replaces `consider` for a drafter that was offered during a
-    rollout.
+    Call `observe_live` once per phase and `consider` at each phase boundary. After a warm-up,
+    `adopt` replaces `consider`.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -119,7 +118,7 @@ class DrafterPublisher:
         self._num_quiet = 0  # phases since a collapse was last seen
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Make `weights`, which the engines received during a rollout, the published drafter."""
+        """Make `weights` the published drafter, without a comparison."""
         self.published = PublishedDrafter.copy_of(weights, self.published.version + 1)
 
     def observe_live(self, accept_length: float | None) -> bool:

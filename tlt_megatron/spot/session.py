@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -165,14 +165,8 @@ class SpotSession:
         source: DataBuffer,
         groups: GroupPool,
         limits: SessionLimits,
-        after_update: Callable[[StopWatch], None],
     ) -> None:
-        """Only the leader calls `after_update`, while the others wait in their next reduction.
-
-        Its argument says whether the last rollout has ended; then it must return soon.
-        """
         self.plan = plan
-        self.after_update = after_update
         self.members = phase_log.view.layout.ranks_of(*plan.replicas)
         self.phase_log = phase_log
         self.coordinator = coordinator
@@ -281,8 +275,6 @@ class SpotSession:
             is_stopped, is_replaced = (flag > 0 for flag in stats.flags)
             if is_stopped:
                 return SessionEnd.STOPPED
-            if self.is_leader and not stats.is_skipped:
-                self.after_update(watch)
             num_done = stats.num_updates - self.plan.base_updates
             if 0 < self.limits.max_updates <= num_done:
                 self.phase_log.append("closed")  # every member closes before it continues

@@ -109,12 +109,10 @@ class SpotTrainer:
         ranks: SpotRanks,
         timeline: Timeline,
         measure_candidate: Callable[[StopWatch], None] | None = None,
-        offer_live: Callable[[StopWatch], None] = lambda watch: None,
     ) -> None:
         """Each rank that is not the last to finish calls `measure_candidate` once, before training.
 
-        `offer_live` is called by the leader of a session after each drafter update. Both get a
-        StopWatch: when it returns True, the last rollout has ended and they must return.
+        It gets a StopWatch: when that returns True, the last rollout has ended and it must return.
         """
         self.trainer = trainer
         self.source = source
@@ -130,7 +128,6 @@ class SpotTrainer:
             watch_s=max(0.002, 0.001 * num_ranks),  # a tenth of the rate, all session
         )
         self._measure_candidate = measure_candidate
-        self._offer_live = offer_live
         self._groups = GroupPool(
             ranks.store,
             ranks.rank,
@@ -247,7 +244,6 @@ class SpotTrainer:
             source=self.source,
             groups=self._groups,
             limits=self.limits,
-            after_update=self._offer_live,
         )
         records.append(session.record)
         members = len(session.members)

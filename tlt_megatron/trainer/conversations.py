@@ -139,7 +139,6 @@ class Conversations:
         policy_version: int,
         on_finish: Callable[[Rollout], None],
         on_features: Callable[[Rollout, Tensor], None] | None = None,
-        between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RolloutGroup]:
         """Return the conversations as `RolloutEngine.generate` returns responses; `on_finish` gets each when it ends.
@@ -191,7 +190,6 @@ class Conversations:
             policy_version=policy_version,
             on_finish=take_turn,
             on_features=None if on_features is None else keep_features,
-            between_passes=between_passes,
             should_stop=should_stop,
             more_prompts=next_turns,
         )

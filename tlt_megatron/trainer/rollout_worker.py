@@ -178,7 +178,6 @@ class RolloutWorker:
                 policy_version=policy_version,
                 on_finish=score,
                 on_features=drafter.add_features if drafter else None,
-                between_passes=drafter.take_live if drafter else None,
                 should_stop=self.should_stop,
             )
             passes = self.engine.take_passes()

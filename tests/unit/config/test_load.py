@@ -95,6 +95,7 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
     [
         ("rollout.num_sample=4", r"rollout\.num_sample=4: unknown key; did you mean num_samples\?"),
         ("algorithm.stream_update=true", r"algorithm\.stream_update=True: was removed: steps were"),
+        ("spot.publish=live", r"spot\.publish='live': was removed: drafters are published between"),
         ("rolout.num_samples=4", r"rolout=.*unknown key; did you mean rollout\?"),
         (
             "algorithm.clip_ratio_high=1",
@@ -139,7 +140,9 @@ def test_refused_override_names_key_value_and_what_is_allowed(override: str, mes
 
 
 def test_the_configuration_of_an_earlier_run_may_hold_removed_keys_that_were_off() -> None:
-    assert load_config(None, ["algorithm.stream_update=false"]) == load_config(None)
+    assert load_config(None, ["algorithm.stream_update=false", "spot.publish=step"]) == load_config(
+        None
+    )
 
 
 @pytest.mark.parametrize(

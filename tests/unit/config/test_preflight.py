@@ -160,9 +160,8 @@ def test_a_merged_yaml_mapping_is_no_duplicate(tmp_path: Path) -> None:
     assert load_config(path).data.seed == 5
 
 
-def test_k1_in_the_reward_and_live_with_a_hold_out_are_allowed() -> None:
+def test_k1_in_the_reward_is_allowed() -> None:
     load_config(None, ["algorithm.kl_estimator=k1", "algorithm.kl_placement=reward"])
-    load_config(None, ["spot.publish=live", "spot.holdout_share=0.1"])
     load_config(None, ["eval.interval=2", "data.eval=x.jsonl"])
     load_config(None, ["mcore.transformer.tp_comm_overlap=true"])
 

@@ -81,13 +81,11 @@ class WatchedBuffer(DataBuffer):
 class Rank:
     """A lifecycle of rank 0, whose neighbour finishes when it is told to."""
 
-    def __init__(self, folder: Path, *, is_live: bool = False, holdout_share: float = 0.3) -> None:
+    def __init__(self, folder: Path, *, holdout_share: float = 0.3) -> None:
         self.store = dist.HashStore()
         self.engine = Shelf()
         self.trainer = make_drafter_trainer(batch_tokens=BATCH_TOKENS)
-        section = SpotSection(
-            enabled=True, holdout_share=holdout_share, publish="live" if is_live else "step"
-        )
+        section = SpotSection(enabled=True, holdout_share=holdout_share)
         self.buffer = WatchedBuffer(section, torch.float64)
         self.lifecycle = DrafterLifecycle(
             self.trainer,
@@ -233,19 +231,6 @@ def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(ran
     rank.train(2)
     rank.publish()
     assert own_passes() == [1]
-
-
-def test_a_live_offer_that_accepts_more_is_what_all_ranks_have_in_the_end(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, is_live=True)
-    rank.begin(1)
-    rank.train(40)
-    offered = list((tmp_path / "drafter_live").iterdir())
-    assert offered
-    metrics = rank.publish()
-    version, loaded = rank.engine.loaded[-1]
-    assert version == 1
-    assert same(loaded, rank.lifecycle.publisher.published.weights)
-    assert metrics["drafter/version"] == 1
 
 
 def test_restored_lifecycle_goes_on_as_the_saved_one(rank: Rank, tmp_path: Path) -> None:

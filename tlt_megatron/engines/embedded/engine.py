@@ -265,7 +265,6 @@ class EmbeddedEngine:
         on_finish: Callable[[Rollout], None] | None = None,
         max_new_tokens: Sequence[Sequence[int]] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
-        between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
@@ -318,8 +317,6 @@ class EmbeddedEngine:
                     on_features(rollout, features_of(end.request, rollout, cache))
                 if on_finish is not None:
                     on_finish(rollout)
-            if between_passes is not None:
-                between_passes()
             run.advance(ended)
         self._stats = run.stats(time.perf_counter() - started)
         ordered = [rollouts[order] for order in range(len(rollouts))]

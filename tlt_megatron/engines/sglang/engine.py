@@ -249,12 +249,11 @@ class SglangEngine:
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
         on_features: Callable[[Rollout, Tensor], None] | None = None,
-        between_passes: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:
-        """See `RolloutEngine`. `on_features` and `between_passes` are never called: decoding runs in
-        SGLang's processes. `should_stop` is called every 0.2 s, `more_prompts` every 0.02 s."""
+        """See `RolloutEngine`. `on_features` is never called: decoding runs in SGLang's processes.
+        `should_stop` is called every 0.2 s, `more_prompts` every 0.02 s."""
         self._require_awake()
         if self._version != policy_version:
             raise RuntimeError(
