@@ -36,9 +36,6 @@ class Shelf:
         assert checksum_tensors(tensors.items()) == checksum
         self.loaded.append((version, checksum))
 
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        assert not is_suspended
-
 
 def make_lifecycle(engine: Shelf, run_dir: Path) -> DrafterLifecycle:
     """A collective of all ranks."""

@@ -129,9 +129,6 @@ class RolloutEngine(Protocol):
         """Replace the drafter's weights from the next pass on. `tensors` are only the drafter's own, with the names of
         `models.draft_model.DraftModel.state_dict`. RuntimeError if the checksum differs or the engine has no drafter."""
 
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        """Stop using the learned drafter, for example after it collapsed, or use it again."""
-
     def pause_speculation(self, is_paused: bool) -> bool:
         """Switch to plain decoding, or back to speculation. Return False if the engine cannot switch."""
         ...

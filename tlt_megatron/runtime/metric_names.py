@@ -116,8 +116,6 @@ drafter/{version,is_published,num_refused} | | of the engine's drafter; 1 if thi
   refused so far
 drafter/holdout_accept_length/* drafter/holdout_rows | tokens | of the candidate, of the published and of the best
   drafter, on responses that none was trained on
-drafter/alarm | | 1 while the drafter counts as collapsed: it gained less than half of its mean, and less than one
-  token per pass. Drafting is suspended
 drafter/{loss,accept_length} | nats, tokens | in training
 drafter/num_updates | optimizer steps | over the drafter's life
 bubble/idle_s | rank-seconds | from the end of each rank's rollouts to the end of the last rank's

@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 
 _HOLDOUT_BATCH_TOKENS = 128  # small: the standard error is estimated from many batches
 _HOLDOUT_ROWS = 512  # per rank: enough to compare drafters, and fast enough not to delay a step
-_TELLING_SHARE = 0.05  # least share of tokens from the drafter for a reliable accept length
 _FOLDER, _DATA_FOLDER = "drafter", "drafter_data"  # subfolders of a checkpoint
 
 Findings = tuple[int, dict[int, HoldoutResult]]  # the candidate's checksum; results by checksum
@@ -209,12 +208,10 @@ class DrafterLifecycle:
     def publish(self, metrics: dict[str, float]) -> None:
         """Give all ranks the newest drafter, and publish the last candidate if it is accepted.
 
-        The newest drafter becomes the next candidate. Reads the live accept length from the step's
-        `metrics` and adds its own. A collective, while the engines hold the rollouts' policy.
+        The newest drafter becomes the next candidate. Adds to the step's `metrics`. A collective,
+        while the engines hold the rollouts' policy.
         """
         started = time.perf_counter()
-        is_telling = metrics.get("drafter/live_token_share", 0.0) >= _TELLING_SHARE
-        self.publisher.observe_live(metrics["drafter/live_accept_length"] if is_telling else None)
         self.spot.sync_newest(self.world)
         metrics |= self.publisher.metrics()
         mine = (self._findings, self.buffer.has_new)
@@ -226,7 +223,6 @@ class DrafterLifecycle:
         if self.trainer.num_updates != self._num_considered:
             self._num_considered = self.trainer.num_updates
             self._candidate = copy_to_host(self.trainer.model.state_dict())
-        self.engine.suspend_drafter(bool(self.publisher.alarm))
         metrics["drafter/num_updates"] = float(self.trainer.num_updates)
         metrics["bubble/stall_s"] += time.perf_counter() - started
 
@@ -300,7 +296,6 @@ class DrafterLifecycle:
                 values = json.loads(file.metadata()["values"])
             self.buffer.load_state_dict({"tensors": tensors, "values": values})
         self._load_published()
-        self.engine.suspend_drafter(bool(self.publisher.alarm))
 
     def export(self, folder: Path) -> None:
         """Write the published drafter for SGLang and vLLM. Overwrites the training weights."""

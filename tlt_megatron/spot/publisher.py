@@ -27,14 +27,6 @@ from tlt_megatron.spot.holdout import HoldoutResult
 log = logging.getLogger(__name__)
 
 _TOLERANCE = 1.0  # standard errors by which a published candidate may be worse than the best
-_COLLAPSE_SHARE = 0.5  # of the mean: a lower accept length is a collapse,
-_USEFUL_GAIN = 1.0  # unless it is so many tokens beyond the bonus token: a hard step is no collapse
-_LEVEL_DECAY = 0.8  # of the mean, per observation
-_QUIET_PHASES = 3  # without a sign of collapse, after which a suspended drafter is tried again
-_MIN_GAIN = 0.1  # tokens beyond the bonus token; a lower level cannot collapse
-# After a collapse the level decays slowly, so the alarm ends even if the target stays hard to
-# predict. Example: observations at 0.3 of the level stop counting as a collapse after about 17.
-_COLLAPSED_DECAY = 0.95
 
 
 def copy_to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,63 +69,22 @@ class PublishDecision:
     metrics: dict[str, float]
 
 
-class _Level:
-    """Exponential mean of accept lengths. A value below a share of it that gains little is a collapse.
-
-    The share applies to accept length - 1: even random drafts reach 1.0.
-    """
-
-    def __init__(self, value: float = math.nan) -> None:
-        self.value = value  # accept length; nan before the first observation
-
-    def observe(self, accept_length: float) -> bool:
-        """Add one accept length. Returns whether it is a collapse."""
-        if math.isnan(self.value):
-            self.value = accept_length
-            return False
-        gain, level = accept_length - 1.0, self.value - 1.0
-        least = min(_COLLAPSE_SHARE * level, _USEFUL_GAIN)
-        has_collapsed = level >= _MIN_GAIN and gain < least
-        decay = _COLLAPSED_DECAY if has_collapsed else _LEVEL_DECAY
-        self.value = 1.0 + decay * level + (1.0 - decay) * gain
-        return has_collapsed
-
-
 class DrafterPublisher:
-    """Holds the published and the best drafter, decides on candidates, and watches for a collapse.
+    """Holds the published and the best drafter, and decides on candidates.
 
-    Call `observe_live` once per phase and `consider` at each phase boundary. After a warm-up,
-    `adopt` replaces `consider`.
+    Call `consider` at each phase boundary, and `adopt` after a warm-up.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """`weights` are those of the drafter that the engines start with, as version 0."""
-        self._live = _Level()
-        self._holdout = _Level()
         self.published = PublishedDrafter.copy_of(weights, 0)  # what the engines hold
         self.best = self.published  # what accepted most at the last comparison
         self.best_accept_length = math.nan  # accept length of the best at the last comparison
         self.num_refused = 0
-        self.alarm = ""  # why the published drafter must not be used; empty: it may be used
-        self._num_quiet = 0  # phases since a collapse was last seen
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
         """Make `weights` the published drafter, without a comparison."""
         self.published = PublishedDrafter.copy_of(weights, self.published.version + 1)
-
-    def observe_live(self, accept_length: float | None) -> bool:
-        """Add the accept length of a rollout (None: no drafting). Returns whether an alarm is on.
-
-        Call it once per phase. An alarm also ends `_QUIET_PHASES` phases after the last collapse.
-        """
-        level = self._live.value
-        self._num_quiet += 1
-        if self.alarm and accept_length is None and self._num_quiet > _QUIET_PHASES:
-            log.warning("drafter version %d is tried again", self.published.version)
-            self.alarm = ""
-        if accept_length is not None and self._live.observe(accept_length) and not self.alarm:
-            self._raise_alarm("live", accept_length, level)
-        return bool(self.alarm)
 
     def consider(
         self, candidate: Mapping[str, Tensor], checksum: int, measured: Mapping[int, HoldoutResult]
@@ -164,7 +115,6 @@ class DrafterPublisher:
         if now >= kept or math.isnan(kept):
             self.best, kept = self.published, now
         self.best_accept_length = kept
-        self._watch(now, action)
         lengths = {"candidate": new.accept_length, "published": now, "best": kept}
         metrics = {f"drafter/holdout_accept_length/{name}": v for name, v in lengths.items()}
         metrics["drafter/holdout_rows"] = float(new.num_rows)
@@ -174,7 +124,6 @@ class DrafterPublisher:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the current state."""
         return {
-            "drafter/alarm": float(bool(self.alarm)),
             "drafter/version": float(self.published.version),
             "drafter/num_refused": float(self.num_refused),
         }
@@ -202,30 +151,6 @@ class DrafterPublisher:
         difference = one.accept_length - other.accept_length
         return not difference >= -_TOLERANCE * one.standard_error(other)
 
-    def _watch(self, accept_length: float, action: PublishAction) -> None:
-        """Raise the alarm if the published drafter has collapsed. End it if a new one has not."""
-        level = self._holdout.value
-        if not math.isnan(accept_length) and self._holdout.observe(accept_length):
-            self._num_quiet = 0
-            if not self.alarm:
-                self._raise_alarm("hold-out", accept_length, level)
-        elif self.alarm and action != PublishAction.KEEP:
-            # Without a slice, the next rollout shows whether it is good.
-            log.warning("drafter version %d is good again", self.published.version)
-            self.alarm = ""
-
-    def _raise_alarm(self, where: str, accept_length: float, level: float) -> None:
-        self._num_quiet = 0
-        self.alarm = (
-            f"the {where} accept length of drafter version {self.published.version} fell to"
-            f" {accept_length:.2f} from a level of {level:.2f}"
-        )
-        log.warning(
-            "%s: n-gram drafts or none until a good drafter is published, or for %d phases",
-            self.alarm,
-            _QUIET_PHASES,
-        )
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights, not copied: `published.*`, and `best.*` if it is another one."""
         state = {f"published.{name}": t for name, t in self.published.weights.items()}
@@ -240,10 +165,6 @@ class DrafterPublisher:
             "best_version": self.best.version,
             "best_accept_length": _to_json(self.best_accept_length),
             "num_refused": self.num_refused,
-            "alarm": self.alarm,
-            "num_quiet": self._num_quiet,
-            "live_level": {"value": _to_json(self._live.value)},
-            "holdout_level": {"value": _to_json(self._holdout.value)},
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
@@ -262,10 +183,6 @@ class DrafterPublisher:
             self.best = PublishedDrafter.copy_of(parts["best"], int(record["best_version"]))
         self.best_accept_length = _from_json(record["best_accept_length"])
         self.num_refused = int(record["num_refused"])
-        self.alarm = str(record["alarm"])
-        self._num_quiet = int(record.get("num_quiet", 0))  # older checkpoints have none
-        self._live = _Level(_from_json(record["live_level"]["value"]))
-        self._holdout = _Level(_from_json(record["holdout_level"]["value"]))
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -27,8 +27,6 @@ def find_alarms(rows: Sequence[Row], config: Sections) -> list[str]:
         _engines_differ(rows, config),
         _stall(rows),
     ]
-    if _last(rows, "drafter/alarm", 1) == [1.0]:
-        found.append("The drafter counts as collapsed (drafter/alarm=1).")
     return [sentence for sentence in found if sentence]
 
 

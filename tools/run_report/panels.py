@@ -290,7 +290,7 @@ def _memory(run: RunData) -> Panel:
 
 def _accept_length(run: RunData) -> Panel:
     metric = "rollout/spec_accept_length"
-    panel = _over_steps(
+    return _over_steps(
         run,
         "accept_length",
         ("Accept length", "tokens per verify pass"),
@@ -302,8 +302,3 @@ def _accept_length(run: RunData) -> Panel:
         note="Tokens out for each request and verify pass, the bonus token included.",
         absent=f"Nothing was drafted: no {metric}.",
     )
-    alarms = [row for row in run.rows if row.get("drafter/alarm") and metric in row]
-    if alarms:
-        points = [row["step"] for row in alarms], [row[metric] for row in alarms]
-        panel.data.append(make_curve("drafter alarm", palette.VERMILLION, points, "markers"))
-    return panel

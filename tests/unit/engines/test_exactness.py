@@ -39,7 +39,7 @@ STRATEGIES = [
 CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
 DRAFTERS = ("trained", "random", "always_wrong", "always_right")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "restless")
-EVENTS = ("none", "swap", "suspend")  # while a rollout runs
+EVENTS = ("none", "swap")  # while a rollout runs
 NUM_COMPOSITIONS, NUM_REQUESTS = 2, 32  # of each drafter with each selector; 1,024 requests in all
 # Noise all but decides what is drawn at this temperature, so a drafter that knows a little is nearly always right.
 HOT = 10.0
@@ -215,8 +215,6 @@ def test_speculative_output_is_plain_output(
             if event == "swap":
                 weights = drafters[draw.choice(("random", "trained"))]
                 engine.load_drafter_weights(weights, version=2, checksum=checksum(weights.items()))
-            elif event == "suspend":
-                engine.suspend_drafter(draw.random() < 0.5)
 
         for epoch in range(2 if drafter == "always_right" else 1):
             speculative = engine.generate(

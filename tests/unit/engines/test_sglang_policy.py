@@ -77,7 +77,7 @@ def test_results_are_observed_with_the_strategy_of_their_own_step() -> None:
     passes = policy.take_passes()
     assert [record.strategy for record in passes] == ["4_1_4", "off"]
     assert [record.num_committed for record in passes] == [9, 3]
-    assert [record.reason for record in passes] == ["fixed", "suspended"]
+    assert [record.reason for record in passes] == ["fixed", "paused"]
     assert passes[0].start_s + passes[0].seconds <= passes[1].start_s + passes[1].seconds
     assert policy.take_passes() == []
 

@@ -1,4 +1,4 @@
-"""A selector that has given drafting up tries a new drafter and new requests soon, and does not wait for a suspended one."""
+"""A selector that has given drafting up tries a new drafter and new requests soon, and goes on where the engine overrules it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_straggler_does_not_keep_new_requests_from_drafting() -> None:
         assert run_selector(selector, world, [8] * 12).chosen.count(OFF) <= 3  # probes
 
 
-def test_retrieval_goes_on_while_the_learned_drafter_is_suspended() -> None:
+def test_retrieval_goes_on_while_learned_drafts_find_no_memory() -> None:
     """A probe that the engine overrules waits for its next turn, also the first one of a new drafter."""
     world = SyntheticDecoding(seed=0, quality=0.03, retrieval=0.6, arms=RETRIEVING_ARMS)
     selector = CostModelSelector(RETRIEVING_ARMS)

@@ -43,16 +43,12 @@ class Shelf:
 
     def __init__(self) -> None:
         self.loaded: list[tuple[int, dict[str, Tensor]]] = []
-        self.is_suspended = False
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
     ) -> None:
         assert checksum_tensors(tensors.items()) == checksum
         self.loaded.append((version, {name: t.clone() for name, t in tensors.items()}))
-
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        self.is_suspended = is_suspended
 
 
 class WatchedBuffer(DataBuffer):
@@ -123,8 +119,8 @@ class Rank:
         assert len(report.updates) == num_updates
         return report
 
-    def publish(self, **live: float) -> dict[str, float]:
-        metrics = {"bubble/stall_s": 0.0} | {f"drafter/{name}": v for name, v in live.items()}
+    def publish(self) -> dict[str, float]:
+        metrics = {"bubble/stall_s": 0.0}
         self.lifecycle.publish(metrics)
         return metrics
 
@@ -204,18 +200,6 @@ def test_a_batch_given_up_comes_again(rank: Rank, tmp_path: Path) -> None:
         straight.trainer.step(straight.buffer.next_batch(BATCH_TOKENS))
     assert version_of(rank.trainer) == version_of(straight.trainer)
     assert rank.buffer.state_dict()["values"] == straight.buffer.state_dict()["values"]
-
-
-def test_a_collapsed_drafter_is_not_drafted_with(rank: Rank) -> None:
-    """Not on a few looks at it in step 3, but on a whole rollout in step 4."""
-    steps = ((1, 3.0, 1.0), (2, 3.0, 1.0), (3, 1.1, 0.02), (4, 1.1, 0.5))
-    for step, accepted, share in steps:
-        rank.begin(step)
-        rank.finish_other()
-        rank.lifecycle.run_until_preempted(step)
-        metrics = rank.publish(live_accept_length=accepted, live_token_share=share)
-        assert rank.engine.is_suspended == (step == 4)
-        assert metrics["drafter/alarm"] == float(step == 4)
 
 
 def test_passes_for_the_drafter_alone_run_only_if_the_engine_gives_no_states(rank: Rank) -> None:

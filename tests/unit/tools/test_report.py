@@ -76,7 +76,6 @@ def step_metrics(step: int, *, with_speculation: bool, with_spot: bool) -> dict[
         values |= {"bubble/used_s": 4.0 + step / 100, "bubble/stall_s": 0.03125 * step}
         values |= {"drafter/loss": 1.1 + step / 100, "drafter/accept_length": 3.1 + step / 100}
         values |= {"drafter/holdout_accept_length/published": 2.9 + step / 100}
-        values |= {"drafter/alarm": float(step == 2)}
     return values
 
 
@@ -166,7 +165,7 @@ def test_every_number_of_a_curve_or_bar_is_a_metric_of_that_step(run_dir: Path) 
             for step, value in zip(trace["x"], trace["y"], strict=True):
                 assert value in rows[step].values(), (key, trace["name"], step)
                 num_points += 1
-    assert num_points == 9 + 3 * 3 + 3 + (3 + 3 + 3 + 1) + (3 + 2) + 9
+    assert num_points == 9 + 3 * 3 + 3 + (3 + 3 + 3) + (3 + 2) + 9
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,6 @@ HEALTHY = {
     f"{DIFF}_max": 0.0002,
     "bubble/stall_s": 0.01,
     "timing_s/step": 2.0,
-    "drafter/alarm": 0.0,
 }
 
 
@@ -266,7 +265,6 @@ HEALTHY = {
         ({DIFF: 0.2}, 1, BFLOAT16, [f"0.2 nats ({DIFF}); allowed is 0.1"]),
         ({DIFF: 0.2}, 1, BFLOAT16 | {"algorithm": {"max_logprob_diff": 0.3}}, []),
         ({"bubble/stall_s": 0.5}, 5, FLOAT32, ["for 25% of their time"]),
-        ({"drafter/alarm": 1.0}, 1, FLOAT32, ["drafter counts as collapsed"]),
     ],
 )  # fmt: skip
 def test_alarms_say_what_goes_wrong(

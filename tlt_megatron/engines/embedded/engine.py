@@ -169,10 +169,6 @@ class EmbeddedEngine:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
         self._speculation.load_drafter(tensors)
 
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        if self._speculation is not None:
-            self._speculation.suspend_drafter(is_suspended)
-
     def pause_speculation(self, is_paused: bool) -> bool:
         """See `RolloutEngine`. A pause frees the memory of speculation."""
         if is_paused and self._speculation is not None:

@@ -165,8 +165,6 @@ class Generation:
         decision = speculation.selector.choose(len(self._batch.requests))
         if not decision.strategy.is_learned:
             return decision.strategy, decision.reason
-        if speculation.is_suspended:
-            return OFF, "suspended"
         started = time.perf_counter()
         if speculation.draft is not None and speculation.draft.refresh_if_stale():
             self._refreshes.append((started, time.perf_counter()))

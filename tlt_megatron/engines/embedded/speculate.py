@@ -77,7 +77,6 @@ class Speculation:
         self.ranking = ranking
         self.retriever = Retriever()
         self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
-        self.is_suspended = False
         self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
         # of all responses, if the drafter proposes only the most frequent token ids
@@ -96,9 +95,6 @@ class Speculation:
         self.draft.load(weights)
         self.drafter_version += 1
         self.selector.drafter_changed()
-
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        self.is_suspended = is_suspended
 
     def target_changed(self) -> None:
         if self.draft is not None:

@@ -159,7 +159,7 @@ class SelectorPolicy:
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Choose the number of steps. SGLang calls it once before each speculative step."""
         started = time.perf_counter()
-        chosen, reason = OFF, "suspended"
+        chosen, reason = OFF, "paused"
         if not self.is_off:
             decision = self.selector.choose(batch_size)
             chosen, reason = decision.strategy, decision.reason

@@ -65,7 +65,7 @@ class SglangEngine:
         self._longest = max_prompt_tokens + rollout.max_new_tokens
         self._version: int | None = None
         self._drafter_version: int | None = None
-        self._is_asleep = self._is_suspended = self._is_paused = False
+        self._is_asleep = False
         self._plan = None if speculation is None else plan_speculation(speculation)
         arguments = engine_arguments(
             model_path,
@@ -145,24 +145,14 @@ class SglangEngine:
         self._load(DRAFT, named, version, lambda: cast)
         self._drafter_version = version
 
-    def suspend_drafter(self, is_suspended: bool) -> None:
-        """See `RolloutEngine`. SGLang cannot turn off a fixed tree, which changes no token."""
-        self._is_suspended = is_suspended
-        self._turn_off()
-
     def pause_speculation(self, is_paused: bool) -> bool:
-        """See `RolloutEngine`. Returns False over several ranks: the others cannot tell."""
+        """See `RolloutEngine`. Returns False if the engine spans several ranks, which would not see
+        the switch, and for a fixed tree, which SGLang cannot turn off."""
         if self._num_ranks > 1:
             return False
-        self._is_paused = is_paused
-        return self._turn_off()
-
-    def _turn_off(self) -> bool:
-        """Send the on/off state to the schedulers. Return whether all of them applied it."""
         if self._plan is None:
             return True
-        is_off = self._is_suspended or self._is_paused
-        return all(self._sglang.ask(Question.TURN_OFF, argument=is_off))
+        return all(self._sglang.ask(Question.TURN_OFF, argument=is_paused))
 
     @property
     def drafter_version(self) -> int | None:
