@@ -67,8 +67,6 @@ setup(
         "report": ["jinja2>=3.1", "plotly>=6"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
         "wandb": ["wandb"],
-        "mlflow": ["mlflow"],
-        "swanlab": ["swanlab"],
         "sglang": ["sglang==0.5.23"],
         # The range of megatron-core 0.16.1. It builds against the torch that is there: --no-build-isolation.
         "cuda": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],

@@ -103,7 +103,7 @@ def metrics() -> str:
     parts = [
         "# Metrics",
         "Names follow verl where verl has the metric. `metrics.jsonl` has one row per RL step; evaluations have rows of their own."
-        " Trackers get the same names, MLflow with `_` for the characters that it refuses. `*` stands for any text."
+        " Trackers get the same names. `*` stands for any text."
         " Generated from `runtime/metric_names.py`.",
     ]
     for section, rows in metric_tables().items():

@@ -189,7 +189,7 @@ def _kl_type(switch: str, estimator: Convert) -> Convert:
 
 def _trackers(value: Any) -> list[str] | None:
     names = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
-    known = all(name in ("tensorboard", "wandb", "mlflow", "swanlab") for name in names)
+    known = all(name in ("tensorboard", "wandb") for name in names)
     return names if known else None
 
 

@@ -69,8 +69,6 @@ REGISTRY = {
         {
             "tensorboard": "tlt_megatron.runtime.trackers:TensorBoard",
             "wandb": "tlt_megatron.runtime.trackers:Wandb",
-            "mlflow": "tlt_megatron.runtime.trackers:MlFlow",
-            "swanlab": "tlt_megatron.runtime.trackers:SwanLab",
         },
     ),
     "rollout.engine": ExtensionPoint(

@@ -153,9 +153,9 @@ class LoggingSection(Section):
 
     tensorboard: bool = True  # <run.dir>/tensorboard; the same as "tensorboard" in trackers
     wandb_project: str = ""  # not empty: the same as "wandb" in trackers, with this project
-    # tensorboard, wandb, mlflow, swanlab, path/to/file.py:Class or package.module:Class
+    # tensorboard, wandb, path/to/file.py:Class or package.module:Class
     trackers: list[str] = field(default_factory=list)
-    project: str = "tlt_megatron"  # of the run in wandb, mlflow and swanlab
+    project: str = "tlt_megatron"  # of the run in wandb and trackers of yours
     # live: a display on a terminal; lines: one per step; auto: live on a terminal, else lines
     progress: Annotated[str, one_of("auto", "live", "lines", "none")] = "auto"
     rollouts: bool = False  # every response with its reward: <run.dir>/rollouts/step_0000001.jsonl
@@ -163,6 +163,11 @@ class LoggingSection(Section):
 
     def check(self) -> None:
         for spec in self.trackers:
+            self.require(
+                spec not in ("mlflow", "swanlab"),
+                "trackers",
+                "examples/trackers.py:MlFlow or examples/trackers.py:SwanLab for these",
+            )
             check_extension("logging.trackers", spec)
 
     @property

@@ -169,7 +169,7 @@ def test_k1_in_the_reward_is_allowed() -> None:
 @pytest.mark.parametrize(
     "override, name",
     [
-        ("logging.trackers=['mlflow']", "mlflow"),
+        ("logging.trackers=['wandb']", "wandb"),
         ("logging.wandb_project=p", "wandb"),
         ("logging.trackers=[]", "tensorboard"),
     ],

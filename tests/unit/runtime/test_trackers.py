@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import load_config
-from tlt_megatron.runtime import trackers as tracker_module
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.build import _make_trackers
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "trackers.py"
 # Each records its calls: name, positional and keyword arguments.
 STAND_INS = {
     "wandb": """
@@ -129,8 +130,8 @@ def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(
 def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
     packages: Path, tmp_path: Path
 ) -> None:
-    track(tmp_path / "run", "logging.trackers=['mlflow']", "logging.project=p")
-    track(tmp_path / "run", "logging.trackers=['mlflow']", resume_step=2, first=2)
+    track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:MlFlow']", "logging.project=p")
+    track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:MlFlow']", resume_step=2, first=2)
     calls = calls_of("mlflow")
     assert calls[0] == ("init", f"sqlite:///{tmp_path}/run/mlflow.db")
     assert ("config.yaml", 0) in calls
@@ -142,7 +143,7 @@ def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
 
 
 def test_a_failed_run_is_closed_as_failed(packages: Path, tmp_path: Path) -> None:
-    both = "logging.trackers=['wandb', 'mlflow']"
+    both = f"logging.trackers=['wandb', '{EXAMPLES}:MlFlow']"
     track(tmp_path / "good", both)
     track(tmp_path / "bad", both, failed=True)
     ends = {name: [c for c in calls_of(name) if c[0] == "finish"] for name in ("wandb", "mlflow")}
@@ -156,9 +157,10 @@ def test_swanlab_stays_on_this_machine(
 ) -> None:
     """Its local mode needs the package of the dashboard. It may not take Ctrl-C from the run."""
     found = None if mode == "offline" else 1
-    monkeypatch.setattr(tracker_module, "find_spec", lambda name: found)
+    swanlab = load_extension("logging.trackers", f"{EXAMPLES}:SwanLab")
+    monkeypatch.setitem(swanlab.__init__.__globals__, "find_spec", lambda name: found)
     handler = signal.getsignal(signal.SIGINT)
-    track(tmp_path / "run", "logging.trackers=['swanlab']")
+    track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:SwanLab']")
     assert signal.getsignal(signal.SIGINT) is handler
     calls = calls_of("swanlab")
     assert (calls[0][1]["mode"], calls[0][1]["project"]) == (mode, "tlt_megatron")
@@ -207,6 +209,10 @@ def test_a_tracker_that_cannot_start_is_refused_by_name(packages: Path, tmp_path
         track(tmp_path, "logging.trackers=['wandb']")
     with pytest.raises(ValueError, match=r"logging\.trackers='tensorbord': must be one of tensorb"):
         load_config(None, ["logging.trackers=['tensorbord']"])
+    with pytest.raises(
+        ValueError, match=r"trackers=\['mlflow'\]: must be examples/trackers\.py:MlFlow"
+    ):
+        load_config(None, ["logging.trackers=['mlflow']"])
 
 
 def test_trackers_are_named_once_by_old_and_new_settings() -> None:
