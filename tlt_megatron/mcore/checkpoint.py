@@ -167,6 +167,17 @@ def _synchronous_strategy() -> SaveShardedStrategy:
     from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint import save as save_shards
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
+
+    class Writer(FileSystemWriter):
+        def write_data(self, *args: Any) -> Future[list[WriteResult]]:
+            try:
+                return super().write_data(*args)
+            except RuntimeError as error:  # of torch's zip writer, while it closes after another
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
     class SynchronousStrategy(SaveShardedStrategy):
         @property
@@ -179,7 +190,7 @@ def _synchronous_strategy() -> SaveShardedStrategy:
             )
             save_shards(
                 torch_dist.mcore_to_pyt_state_dict(shards),
-                storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
+                storage_writer=Writer(checkpoint_dir, sync_files=True),
                 planner=torch_dist.MCoreSavePlanner(flatten_state_dict=False),
             )
 

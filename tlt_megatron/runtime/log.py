@@ -29,6 +29,17 @@ class _ConsoleHandler(logging.StreamHandler):
 class _RankFileHandler(logging.FileHandler):
     """A separate type, so that a second configuration replaces only our own handlers."""
 
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that the file cannot be written (a full disk, say). Python prints a traceback for each line."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"{self.baseFilename}: cannot be written: {error}\n")
+
 
 def configure_logging(rank: int, run_dir: Path | None, level: int | str = logging.INFO) -> None:
     """Send the log of this rank to the console and, with `run_dir`, to <run_dir>/logs/rank_00000.log.

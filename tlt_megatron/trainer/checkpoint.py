@@ -9,8 +9,10 @@ checkpoint, by the order of writing.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
@@ -209,11 +211,16 @@ class CheckpointManager:
         return [part for part, _ in parts]  # type: ignore[misc]
 
     def _failure(self, final: Path, error: OSError | RuntimeError) -> str:
-        where = f"rank {self.world.rank} on {socket.gethostname()}"
-        reason = str(error).partition("\n")[0]
+        where = f"rank {self.world.rank} on {socket.gethostname()}: "
+        reason, full = str(error).partition("\n")[0], os.strerror(errno.ENOSPC)
         if isinstance(error, RuntimeError) and shutil.disk_usage(self.root).free < _FULL_BYTES:
-            reason = f"No space left on device ({reason})"
-        return f"{where}: checkpoint {final} was not written: {reason}"
+            reason = f"{full} ({reason})"
+        if full in reason:
+            disk = next(path for path in self.root.absolute().parents if path.is_mount())
+            reason += f"; the disk at {disk} is full"
+        if reason.startswith("rank "):  # of another rank, from mcore/checkpoint.py
+            where = ""
+        return f"{where}checkpoint {final} was not written: {reason}"
 
     def _prepare(self, temporary: Path) -> None:
         if self.world.is_first:
