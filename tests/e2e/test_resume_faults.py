@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_task import run_forked
+from tests.tiny_task import run, run_forked
+from tlt_megatron.models.hf_io import HfReader
+from tlt_megatron.runtime.durable import save_tensors
 
 pytestmark = pytest.mark.e2e
 
@@ -16,6 +19,13 @@ EVERY_STEP = (
     *("logging.tensorboard=false", "logging.trace=false", "logging.progress=none"),
     *("checkpoint.interval=1", "checkpoint.keep=0", "data.eval="),
 )
+
+
+def resume(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of `--resume auto` on one rank."""
+    arguments = ("--config", str(config), f"run.dir={run_dir}", "--resume", "auto", *arguments)
+    [(code, stderr)] = run_forked(1, *arguments, *EVERY_STEP)
+    return code, stderr
 
 
 @pytest.fixture
@@ -40,3 +50,19 @@ def test_a_full_disk_is_one_line_that_names_disk_and_folder(config: Path, small_
     assert "No space left on device" in line
     assert f"the disk at {small_disk} " in line
     assert stderr.count("rank_00000.log: cannot be written: [Errno 28]") == 1
+
+
+def test_a_changed_kl_reference_is_refused_and_a_copy_is_not(config: Path, tmp_path: Path) -> None:
+    first = config.parent / "model"
+    model = shutil.copytree(first, tmp_path / "model", copy_function=shutil.copy)
+    options = (f"model.path={model}", "algorithm.kl_coef=0.1")
+    run(1, config, tmp_path / "run", *EVERY_STEP, *options, "run.num_steps=1")
+    tensors = dict(HfReader(model).items())
+    tensors["model.layers.1.mlp.down_proj.weight"][-1, -1] += 1
+    save_tensors(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    code, stderr = resume(config, tmp_path / "run", *options, "run.num_steps=2")
+    assert code == 2
+    assert "belongs to another run: weights in model.path (the KL reference) " in stderr
+    copy = (f"model.path={first}", "algorithm.kl_coef=0.1")
+    code, stderr = resume(config, tmp_path / "run", *copy, "run.num_steps=2")
+    assert code == 0, stderr

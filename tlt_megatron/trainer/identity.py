@@ -16,6 +16,7 @@ from typing import Any
 
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.hf_io import fingerprint_weights
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.noise import DEFINITION
 from tlt_megatron.trainer.checkpoint import SavedRun, find_saved_run
@@ -24,6 +25,7 @@ from tlt_megatron.trainer.run_folder import resume_path
 log = logging.getLogger(__name__)
 
 _IDENTITY, _SETTINGS, _NUM_RANKS = "identity", "settings", "num_ranks"
+_REFERENCE = "weights in model.path (the KL reference)"
 _NOISE = "sampling noise (another one draws other tokens from the same seed)"
 # Settings whose change makes the learned state of a part useless.
 _OF_SELECTOR = (
@@ -89,6 +91,8 @@ def describe_run(
         "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
     }
+    if config.algorithm.kl_coef > 0:
+        identity[_REFERENCE] = fingerprint_weights(config.model.path)
     about = {
         _IDENTITY: _flatten(identity),
         _SETTINGS: _flatten(dataclasses.asdict(config)) | {_NOISE: DEFINITION},
@@ -104,6 +108,8 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
     that start anew.
     """
     strangers = _changes(_IDENTITY, saved.state, about)
+    if None in strangers.get(_REFERENCE, ()):  # of a run without one, or of an older version
+        del strangers[_REFERENCE]
     if strangers:
         raise ValueError(
             f"checkpoint {saved.folder} belongs to another run: {_describe(strangers)} (saved -> now): "

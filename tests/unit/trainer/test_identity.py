@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import ModelConfig, RopeConfig
+from tlt_megatron.runtime.durable import save_tensors
 from tlt_megatron.trainer.checkpoint import SavedRun
 from tlt_megatron.trainer.identity import compare_run, describe_run
 
@@ -106,6 +108,20 @@ def test_a_checkpoint_of_other_noise_resumes_with_a_warning(
     before["settings"] = {k: v for k, v in before["settings"].items() if "noise" not in k}
     assert compare_run(saved(before), describe(), is_warning=True).has_selector
     assert "draws other tokens from the same seed) None -> 'race in blocks of 64'" in caplog.text
+
+
+def test_a_reference_is_compared_where_both_runs_have_one(tmp_path: Path) -> None:
+    save_tensors({"w": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    with_kl = f"model.path={tmp_path}", "algorithm.kl_coef=0.1"
+    before = saved(describe(*with_kl))
+    compare_run(before, describe(*with_kl), is_warning=False)
+    compare_run(saved(describe()), describe(*with_kl), is_warning=False)  # of an older version
+    save_tensors({"w": torch.ones(3, 5)}, tmp_path / "model.safetensors")
+    compare_run(before, describe(), is_warning=False)
+    with pytest.raises(
+        ValueError, match=r"another run: weights in model\.path \(the KL reference\) '"
+    ):
+        compare_run(before, describe(*with_kl), is_warning=False)
 
 
 def test_another_number_of_ranks_starts_the_selector_anew(caplog: pytest.LogCaptureFixture) -> None:
