@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_task import run, run_forked
+from tests.tiny_task import metric_rows, run, run_forked
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import save_tensors
 
@@ -23,8 +23,8 @@ EVERY_STEP = (
 
 def resume(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and stderr of `--resume auto` on one rank."""
-    arguments = ("--config", str(config), f"run.dir={run_dir}", "--resume", "auto", *arguments)
-    [(code, stderr)] = run_forked(1, *arguments, *EVERY_STEP)
+    own = ("--config", config, f"run.dir={run_dir}", "--resume", "auto", *EVERY_STEP)
+    [(code, stderr)] = run_forked(1, *own, *arguments)
     return code, stderr
 
 
@@ -64,5 +64,24 @@ def test_a_changed_kl_reference_is_refused_and_a_copy_is_not(config: Path, tmp_p
     assert code == 2
     assert "belongs to another run: weights in model.path (the KL reference) " in stderr
     copy = (f"model.path={first}", "algorithm.kl_coef=0.1")
-    code, stderr = resume(config, tmp_path / "run", *copy, "run.num_steps=2")
+    code, stderr = resume(config, tmp_path / "run", *copy, "run.num_steps=1")
     assert code == 0, stderr
+
+
+def test_lost_rows_are_counted_and_a_damaged_file_is_kept(config: Path, tmp_path: Path) -> None:
+    arguments = (*EVERY_STEP, "logging.trace=true")
+    run(1, config, tmp_path, *arguments, "run.num_steps=2")
+    metrics, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.1.jsonl"
+    damaged = ["{}", "[1]", "{\x00\x00", metrics.read_text().splitlines()[1]]
+    metrics.write_text("\n".join(damaged) + "\n")
+    (tmp_path / "speculation.jsonl").unlink()
+    (tmp_path / "rollouts" / "step_0000001.jsonl").write_text("")
+    (tmp_path / "timeline" / "rank_00000.jsonl").write_text("{}\n" + "\x00" * 64)
+    code, stderr = resume(config, tmp_path, "logging.trace=true", "run.num_steps=3")
+    assert code == 0, stderr
+    assert "metrics.jsonl: left out 3 lines that are no rows" in stderr
+    assert aside.read_text().splitlines() == damaged
+    assert [row["step"] for row in metric_rows(tmp_path)] == [2, 3]
+    for lost in ("metrics.jsonl 1 of 2", "speculation.jsonl 0 of ", "rollouts/ 1 of 2"):
+        assert lost in stderr
+    assert "timeline/rank_00000.jsonl: left out 2 lines that are no rows" in stderr

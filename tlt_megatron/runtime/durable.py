@@ -39,17 +39,23 @@ def replace_text(path: Path, text: str) -> None:
     sync_path(path.parent)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file. Lines cut short by a process that was killed are counted and logged."""
-    rows, num_torn = [], 0
+def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a file: objects with the integer `key`. Other lines are counted and logged; a killed run tears one."""
+    rows, num_others = [], 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                num_torn += 1
-    if num_torn:
-        log.warning("%s: left out %d torn lines of a run that was killed", path, num_torn)
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                row = None
+            if isinstance(row, dict) and isinstance(row.get(key), int):
+                rows.append(row)
+            else:
+                num_others += 1
+    if num_others:
+        log.warning(
+            "%s: left out %d lines that are no rows (a killed run may leave one)", path, num_others
+        )
     return rows
 
 

@@ -160,7 +160,9 @@ def merge_timelines(run_dir: Path) -> Path:
     files = sorted((run_dir / "timeline").glob("rank_*.jsonl"))
     if not files:
         raise ValueError(f"{run_dir / 'timeline'}: must hold rank_*.jsonl of a run with a trace")
-    ranks = {int(file.stem.removeprefix("rank_")): read_json_lines(file) for file in files}
+    ranks = {
+        int(file.stem.removeprefix("rank_")): read_json_lines(file, "start_ns") for file in files
+    }
     starts = [event["start_ns"] for events in ranks.values() for event in events]
     origin_ns = min(starts, default=0)
     trace: list[dict[str, Any]] = []

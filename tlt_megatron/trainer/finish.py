@@ -159,6 +159,6 @@ def _write_evaluation(
 def _rows(path: Path) -> list[dict[str, float]]:
     """Return the metrics by step. The rows of an evaluation are merged into the row of its step."""
     rows: dict[int, dict[str, float]] = {}
-    for row in read_json_lines(path):
+    for row in read_json_lines(path, "step"):
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]

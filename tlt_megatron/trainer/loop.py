@@ -248,6 +248,7 @@ class RLTrainer:
                 "rng": gather_objects(rng_state(), self.world),
                 "engine": gather_objects(self.engine.state_dict(), self.world),
                 "history": self.report.history.state_dict(),
+                "written": self.report.num_written(),
             }
             self.report.sync()  # a checkpoint's steps must not be lost to a power cut
 
@@ -268,6 +269,8 @@ class RLTrainer:
         state = saved.state
         self.step = saved.step
         self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
+        if self._is_saved:  # a fork has another run folder
+            self.report.warn_of_loss(state.get("written", {}))
         has_critic = (folder / "critic").is_dir()
         self.critic_from = state.get("critic_from", 0) if has_critic else saved.step
         num_samples = self.settings.sampling.num_samples

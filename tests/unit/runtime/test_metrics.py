@@ -87,7 +87,7 @@ def test_resume_drops_the_rows_that_will_come_again_and_a_torn_one(
     with caplog.at_level(logging.WARNING):
         write_steps(open_writer(tmp_path, resume_step=4), range(4, 5), offset=0.25)
     assert [row["a"] for row in read_rows(tmp_path)] == [1.5, 2.5, 3.5, 4.25]
-    assert "left out 1 torn lines" in caplog.text
+    assert "left out 1 lines that are no rows" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 

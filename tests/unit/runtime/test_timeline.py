@@ -186,7 +186,7 @@ def test_a_torn_line_costs_itself_alone_also_after_a_resume(
         file.write('{"ph": "X", "name": "DEC')
     with caplog.at_level(logging.WARNING):
         assert [event["name"] for event in spans(merged(tmp_path))] == ["EVAL"]
-    assert "rank_00000.jsonl: left out 1 torn lines" in caplog.text
+    assert "rank_00000.jsonl: left out 1 lines that are no rows" in caplog.text
     resumed = open_timeline(tmp_path)
     with resumed.span("SYNC"):
         pass
