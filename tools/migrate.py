@@ -123,10 +123,14 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
         settings = None
         if "$" not in str(value):  # else the script leaves it open
             settings = meaning(value, newest) if meaning else theirs.passed_on(name, value)
-        if settings is None:
+        if settings is None and name in theirs.NAMES:
+            ours[theirs.NAMES[name]] = value  # which the checks refuse
+        elif settings is None:
             left[key] = value
         else:
             ours |= settings
+    if "run.num_steps" not in ours and any(key in left for key in theirs.EPOCHS):
+        ours["run.num_steps"] = None  # which the checks refuse
     loss = ours.get("algorithm.loss")
     if loss in ("gspo", "cispo") and ours.get("algorithm.dual_clip"):
         left["dual clip"] = ours.pop("algorithm.dual_clip")

@@ -17,6 +17,13 @@ Values = Mapping[str, Any]  # theirs, by dotted key of verl or flag of slime (wi
 Convert = Callable[[Any, Values], dict[str, Any] | None]
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _MULTI_TURN = f"{_ROLLOUT}multi_turn."
+EPOCHS = ("trainer.total_epochs", "num_epoch")
+# Settings that no default replaces where their value is open.
+NAMES = {
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "advantage_estimator": "algorithm.advantage",
+    f"{_ACTOR}policy_loss.loss_mode": "algorithm.loss",
+}
 _CORRECTION, _OVERLONG = "algorithm.rollout_correction.", "reward_model.overlong_buffer."
 
 
@@ -100,6 +107,11 @@ def _positive(value: Any, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
+def _epochs(steps: str) -> Convert:
+    """Epochs do not count where theirs gives the steps. Here nothing but steps is counted."""
+    return lambda _, given: {} if _number(given, steps, 0) else None
+
+
 def _minibatches(*factors: str) -> Convert:
     """Their value is the size of a minibatch; a batch is the product of these settings of theirs."""
 
@@ -127,13 +139,13 @@ def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
         value = "dr_grpo"
     if value in ("gspo", "cispo"):  # of slime
         return _loss(value, given)
-    names = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    return _word("algorithm.advantage", *names, gae="gae", ppo="gae")(value, given)
+    same = {"ppo": "gae", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+    return {"algorithm.advantage": same.get(value, value)}  # the checks refuse an unknown one
 
 
 def _loss(value: Any, given: Values) -> dict[str, Any] | None:
-    ours = _word("algorithm.loss", "gspo", "cispo", vanilla="ppo")(value, given)
-    return {**ours, "algorithm.aggregation": "sequence_mean"} if value == "gspo" and ours else ours
+    ours = {"algorithm.loss": "ppo" if value == "vanilla" else value}
+    return {**ours, "algorithm.aggregation": "sequence_mean"} if value == "gspo" else ours
 
 
 def _turns(_: Any, given: Values) -> dict[str, Any]:
@@ -159,14 +171,19 @@ def _rollout_is(level: Any, given: Values) -> dict[str, Any] | None:
 
 
 def _rollout_rs(level: Any, given: Values) -> dict[str, Any] | None:
-    """verl's rejection sampling: k1 of a token, of the sum or of the mean is our ratio at three levels."""
+    """verl's rejection sampling: k1 of a token, of the sum or of the mean is our ratio at three levels.
+
+    k1 is the negative logarithm of the ratio: their bounds are those of 1 / ratio.
+    """
     levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
     ours = _word("algorithm.rollout_rs", *levels.values(), **levels)(level, given)
     bounds = given.get(f"{_CORRECTION}rollout_rs_threshold")
     if ours is None or bounds is None:
         return ours
     keys = ("algorithm.rollout_rs_threshold", "algorithm.rollout_rs_threshold_lower")
-    upper_first = map(float, reversed(str(bounds).split("_")))  # theirs: upper, or lower_upper
+    parts = [float(part) for part in str(bounds).split("_")]  # theirs: upper, or lower_upper
+    is_inverse = level in levels and len(parts) == 2
+    upper_first = [1 / part for part in parts] if is_inverse else reversed(parts)
     return ours | dict(zip(keys, upper_first, strict=False))
 
 
@@ -180,6 +197,16 @@ def _kl(placement: str, coefficient: str) -> Convert:
         return ours if is_on else {}
 
     return convert
+
+
+def _loss_kl(convert: Convert) -> Convert:
+    """Return what `convert` does, but None where the reward has a KL too: here is one of both."""
+
+    def one(value: Any, given: Values) -> dict[str, Any] | None:
+        has_both = given.get(f"{_ACTOR}use_kl_loss") and given.get("algorithm.use_kl_in_reward")
+        return None if has_both else convert(value, given)
+
+    return one
 
 
 def _kl_type(switch: str, estimator: Convert) -> Convert:
@@ -249,14 +276,15 @@ VERL: dict[str, Convert] = _same("verl") | {
         **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
         **{"seq-mean-token-sum-norm": "sequence_sum"},
     ),
-    f"{_ACTOR}kl_loss_coef": _if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef"),
-    f"{_ACTOR}kl_loss_type": _kl_type(f"{_ACTOR}use_kl_loss", _KL),
-    f"{_ACTOR}use_kl_loss": _kl("loss", f"{_ACTOR}kl_loss_coef"),
+    f"{_ACTOR}kl_loss_coef": _loss_kl(_if(f"{_ACTOR}use_kl_loss", "algorithm.kl_coef")),
+    f"{_ACTOR}kl_loss_type": _loss_kl(_kl_type(f"{_ACTOR}use_kl_loss", _KL)),
+    f"{_ACTOR}use_kl_loss": _loss_kl(_kl("loss", f"{_ACTOR}kl_loss_coef")),
     f"{_ACTOR}megatron.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}fsdp_config.dtype": _word("model.dtype", "bfloat16"),
     f"{_ACTOR}megatron.override_transformer_config.recompute_granularity": _RECOMPUTE,
     "actor_rollout_ref.model.enable_gradient_checkpointing": _set("mcore.recompute", "full"),
     "trainer.device": _word("run.device", "cuda", "cpu"),
+    EPOCHS[0]: _epochs("trainer.total_training_steps"),
     "trainer.save_freq": _at_least_0("checkpoint.interval"),
     "trainer.max_actor_ckpt_to_keep": _at_least_0("checkpoint.keep"),
     "trainer.test_freq": _at_least_0("eval.interval"),
@@ -266,8 +294,13 @@ VERL: dict[str, Convert] = _same("verl") | {
 }
 SLIME: dict[str, Convert] = _same("slime") | {
     "prompt_data": _to("data.train", _file),
+    EPOCHS[1]: _epochs("num_rollout"),
     "eval_prompt_data": _to("data.eval", _named_files),
     "rollout_seed": lambda value, _: {"run.seed": value, "data.seed": value},
+    "rollout_temperature": lambda value, given: {
+        "rollout.temperature": value,
+        **({} if "eval_temperature" in given else {"eval.temperature": value}),
+    },
     "rollout_top_k": _at_least_0("rollout.top_k"),
     "sglang_dtype": _word("rollout.dtype", "bfloat16"),
     "sglang_disable_cuda_graph": _set("rollout.cuda_graphs", False),
@@ -300,8 +333,14 @@ VERL_IMPLIED = {
     "data.train_batch_size": 1024,
     f"{_ACTOR}ppo_mini_batch_size": 256,
     f"{_ROLLOUT}n": 1,
+    EPOCHS[0]: 30,
 }
-SLIME_IMPLIED = {"n_samples_per_prompt": 1, "rollout_shuffle": False, "kl_loss_type": "k1"}
+SLIME_IMPLIED = {
+    "n_samples_per_prompt": 1,
+    "rollout_shuffle": False,
+    "kl_loss_type": "k1",
+    "tis_clip": 2.0,
+}
 # The same in our settings.
 _DEFAULTS = {"rollout.engine": "sglang", "model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
 VERL_DEFAULTS = _DEFAULTS | {

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROJECTS = ("verl", "slime", "TRL")
+_EPOCHS = (
+    "run.num_steps (there epochs; one is the prompts of data.train / rollout.num_prompts steps)"
+)
 # Names that no row has: of earlier versions, of another meaning there, of an option of the launcher here.
 _FURTHER = {
     "drafter.path": ["speculation.drafter"],
     "model.drafter": ["speculation.drafter"],
     "optimizer.epsilon": ["optimizer.eps"],
-    "trainer.total_epochs": ["run.num_steps (there epochs)"],
-    "num_epoch": ["run.num_steps (there epochs)"],
+    "trainer.total_epochs": [_EPOCHS],
+    "num_epoch": [_EPOCHS],
     "trainer.n_gpus_per_node": ["--nproc-per-node of tlt train"],
     "actor_num_gpus_per_node": ["--nproc-per-node of tlt train"],
     "trainer.nnodes": ["--nnodes of tlt train"],

@@ -106,7 +106,7 @@ rollout.num_prompts: 256, rollout.num_samples: 8, rollout.max_new_tokens: 4096, 
 rollout.dtype: bfloat16, algorithm.num_minibatches: 4, algorithm.clip_low: 0.2, algorithm.clip_high: 0.28,
 algorithm.kl_coef: 0.001, algorithm.kl_placement: loss, algorithm.aggregation: token_mean, parallel.tensor: 2,
 algorithm.tis_cap: 3.0, algorithm.rollout_is: sequence, algorithm.rollout_rs: geometric,
-algorithm.rollout_rs_threshold: 1.001, algorithm.rollout_rs_threshold_lower: 0.99, algorithm.dynamic_sampling: True,
+algorithm.rollout_rs_threshold: 1.0101010101010102, algorithm.rollout_rs_threshold_lower: 0.9990009990009991, algorithm.dynamic_sampling: True,
 algorithm.dynamic_sampling_metric: acc, reward.overlong_tokens: 512, reward.overlong_penalty: 0.5,
 logging.trackers: ['wandb'], optimizer.lr: 1e-06, reward.function: reward.py:score, eval.interval: 0, checkpoint.interval: 20, run.num_steps: 400
 """
@@ -205,6 +205,11 @@ def test_a_run_of_theirs_becomes_one_of_ours(
             "kl_loss_type: 'k1'",
         ),
         (
+            "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
+            " actor_rollout_ref.actor.kl_loss_coef=0.02 trainer.seed=$MY_UNSET_SIZE",
+            "actor_rollout_ref.actor.kl_loss_coef: 0.02",
+        ),
+        (
             "actor_rollout_ref.actor.ppo_mini_batch_size='64' trainer.nnodes=$MY_UNSET_SIZE trainer.seed=$MY_UNSET_SIZE",
             "trainer.seed: '$MY_UNSET_SIZE'",
         ),
@@ -225,11 +230,19 @@ def test_a_run_of_theirs_becomes_one_of_ours(
 def test_what_the_script_leaves_open_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture, source: str, listed: str
 ) -> None:
-    (tmp_path / "run.sh").write_text(source)
-    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
     printed = capsys.readouterr().out
     assert listed in printed
     assert "'$MY_UNSET_SIZE'" in printed
+
+
+def _written(folder: Path, source: str) -> Path:
+    """Write a script that says how many steps it runs, unless `source` does."""
+    if "total_epochs" not in source and "num-epoch" not in source:
+        is_slime = source.lstrip().startswith("--")
+        source += " --num-rollout 7" if is_slime else "\ntrainer.total_training_steps=7"
+    (folder / "run.sh").write_text(source)
+    return folder / "run.sh"
 
 
 TURNS = "actor_rollout_ref.rollout.multi_turn."
@@ -301,6 +314,19 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
             },
         ),
         (
+            "--n-samples-per-prompt 8 --use-tis --rollout-temperature 0.6",
+            {"algorithm": {"tis_cap": 2.0}, "eval": {"temperature": 0.6}},
+        ),
+        (
+            "--n-samples-per-prompt 8 --tis-clip 3 --rollout-temperature 0.6 --eval-temperature 0.9",
+            {"algorithm": {"tis_cap": 0.0}, "eval": {"temperature": 0.9}},
+        ),
+        (  # a ratio, not the exponential of k1, its negative logarithm
+            "algorithm.rollout_is=token algorithm.rollout_rs=token algorithm.rollout_rs_threshold=3"
+            " algorithm.rollout_rs_threshold_lower=0.25",
+            {"algorithm": {"rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.25}},
+        ),
+        (
             "--advantage-estimator cispo --n-samples-per-prompt 8 --rollout-seed 7 --attention-softmax-in-fp32"
             " --use-wandb --wandb-project math",
             {
@@ -316,8 +342,7 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
 def test_a_setting_or_its_absence_there_is_set_here(
     tmp_path: Path, source: str, ours: dict[str, dict[str, object]]
 ) -> None:
-    (tmp_path / "run.sh").write_text(source)
-    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
     config = load_config(tmp_path / "ours.yaml")
     found = {s: {key: getattr(getattr(config, s), key) for key in keys} for s, keys in ours.items()}
     assert found == ours
@@ -327,8 +352,8 @@ def test_an_environment_is_named_but_not_taken_over(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """It is code of theirs."""
-    (tmp_path / "run.sh").write_text(f"{TURNS}enable=True {TURNS}interaction_config_path=a.yaml")
-    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    source = f"{TURNS}enable=True {TURNS}interaction_config_path=a.yaml"
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
     printed = capsys.readouterr().out
     assert f"{TURNS}enable: True; see rollout.environment (here empty for one turn)" in printed
     assert "'a.yaml'; see rollout.environment (path/to/file.py:name)" in printed
@@ -342,8 +367,7 @@ def test_an_environment_is_named_but_not_taken_over(
     ],
 )
 def test_several_files_to_evaluate_on_stay_several(tmp_path: Path, source: str) -> None:
-    (tmp_path / "run.sh").write_text(source)
-    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
     assert load_config(tmp_path / "ours.yaml").data.eval == ["a.jsonl", "b.parquet"]
 
 
@@ -358,17 +382,39 @@ def test_ppo_has_a_critic_and_the_others_leave_its_settings_out(
     tmp_path: Path, source: str
 ) -> None:
     """gae is verl's default."""
-    (tmp_path / "ppo.sh").write_text(source)
-    assert main([str(tmp_path / "ppo.sh"), "--out", str(tmp_path / "ppo.yaml")]) == 0
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ppo.yaml")]) == 0
     config = load_config(tmp_path / "ppo.yaml")
     assert (config.algorithm.advantage, config.algorithm.lam) == ("gae", 0.9)
     assert config.critic.path == ("rm" if "path=rm" in source else "")
     assert (config.critic.lr, config.critic.warmup_steps) == (2e-5, 3)
-    (tmp_path / "grpo.sh").write_text(
-        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 critic.optim.lr=2e-5"
-    )
-    assert main([str(tmp_path / "grpo.sh"), "--out", str(tmp_path / "grpo.yaml")]) == 0
+    source = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 critic.optim.lr=2e-5"
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "grpo.yaml")]) == 0
     assert "critic" not in (tmp_path / "grpo.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        ("algorithm.adv_estimator=remax", "algorithm.advantage='remax': must be one of grpo,"),
+        ("algorithm.adv_estimator=$MY_UNSET_NAME", "algorithm.advantage='$MY_UNSET_NAME': must be"),
+        ("--advantage-estimator opo", "algorithm.advantage='opo': must be one of grpo,"),
+        (
+            "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+            " actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            "algorithm.loss='clip_cov': must be one of ppo,",
+        ),
+        ("trainer.total_epochs=15", "run.num_steps=None: must be int"),
+        ("--n-samples-per-prompt 8 --num-epoch 3", "run.num_steps=None: must be int"),
+    ],
+)
+def test_what_would_train_otherwise_is_left_to_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture, source: str, refused: str
+) -> None:
+    """No default takes the place of an unknown estimator or loss, or of a number of epochs."""
+    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert refused in printed.err
+    assert ("epoch" in source) == ("see run.num_steps (there epochs" in printed.out)
 
 
 def test_what_does_not_pass_the_checks_is_written_and_named(
