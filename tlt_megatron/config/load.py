@@ -124,7 +124,8 @@ def _parse(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except _DuplicateKeyError as error:
         raise ValueError(f"{name}: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date such as 2026-13-45
+    # ValueError: of a date such as 2026-13-45; RecursionError: of brackets nested too deeply
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
 
 

@@ -88,7 +88,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. ValueError names the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file}: must hold a JSON object, not a {type(value).__name__}")
@@ -102,7 +102,9 @@ def load_model_config(path: str | Path, key: str = "model.path") -> ModelConfig:
     """
     file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
-        raise ValueError(f"{key}={str(path)!r}: must be a folder with config.json")
+        is_gguf = str(path).endswith(".gguf") or any(Path(path).glob("*.gguf"))
+        hint = " and safetensors (GGUF cannot be trained)" if is_gguf else ""
+        raise ValueError(f"{key}={str(path)!r}: must be a folder with config.json{hint}")
     hf = read_json(file)
     try:
         return _model_config(hf)
@@ -162,8 +164,12 @@ def _check_options(hf: Mapping[str, Any]) -> None:
         raise ValueError(
             f"attention_bias=True is not supported for {kind} (it also puts a bias on o_proj)"
         )
-    if "sliding_attention" in (hf.get("layer_types") or ()):
-        raise ValueError("layer_types with sliding_attention is not supported")
+    layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"layer_types={layer_types!r}: must be a list")
+    for other in layer_types:
+        if other != "full_attention":
+            raise ValueError(f"layer_types with {other} is not supported; only full_attention")
 
 
 def _size(hf: Mapping[str, Any], name: str, absent: int = 0, null: int = 0) -> int:

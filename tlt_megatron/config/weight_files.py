@@ -16,6 +16,7 @@ from typing import Any
 
 from tlt_megatron.config.model_shape import read_json
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -75,6 +76,12 @@ def _by_index(index: Path) -> dict[str, StoredTensor]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ValueError(f"{index}: names files that are not there: {name_some(missing)}")
+    single = index.parent / SINGLE_NAME
+    if single.is_file() and (others := [name for name in names if name != SINGLE_NAME]):
+        raise ValueError(
+            f"{index.parent}: {SINGLE_NAME} stands beside {INDEX_NAME}, which names {name_some(others)}: "
+            f"remove {SINGLE_NAME}, which transformers would read, or the index with its files"
+        )
     headers = {name: read_header(index.parent / name) for name in names}
     absent = [tensor for tensor, name in weight_map.items() if tensor not in headers[name]]
     if absent:
@@ -105,7 +112,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, 8 + length, item) for name, item in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: has a header that is not safetensors': {error}") from error
     end = max((tensor.end for tensor in tensors.values()), default=8 + length)
     if end != size:
@@ -124,7 +131,9 @@ def _stored(file: Path, data: int, item: Mapping[str, Any]) -> StoredTensor:
 
 
 def _other_weights(folder: Path) -> str:
-    other = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+    other = sorted(
+        file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(kind)
+    )
     return f" ({name_some(other)} must be converted to safetensors)" if other else ""
 
 

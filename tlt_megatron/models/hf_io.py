@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tlt_megatron.config.weight_files import INDEX_NAME, find_tensors
+from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors
 from tlt_megatron.runtime.durable import save_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,10 +104,11 @@ def save_hf_model(
     for number, names in enumerate(written):
         file = f"model-{number + 1:05d}-of-{len(written):05d}.safetensors"
         if len(written) == 1:
-            file = "model.safetensors"
+            file = SINGLE_NAME
         (path / f"part-{number}").rename(path / file)
         weight_map |= dict.fromkeys(names, file)
     if len(written) > 1:
+        (path / SINGLE_NAME).unlink(missing_ok=True)  # an older model's
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
     else:  # remove an older model's index, which readers would prefer

@@ -88,6 +88,22 @@ def cut(path: str, num_bytes: int) -> Callable[[Path], object]:
     return change
 
 
+def shard_beside_single(folder: Path) -> None:
+    """Readers of the index get the shard, those of the single file get that."""
+    single = folder / "model/model.safetensors"
+    (folder / "model/part.safetensors").write_bytes(single.read_bytes())
+    index(**dict.fromkeys(write_model(folder / "model"), "part.safetensors"))(folder)
+
+
+def gguf(*missing: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for name in missing:
+            (folder / "model" / name).unlink()
+        (folder / "model/q4.gguf").write_bytes(b"GGUF")
+
+    return change
+
+
 def index(**weight_map: str) -> Callable[[Path], object]:
     names = {name.replace("__", "."): file for name, file in weight_map.items()}
     return text(f"model/{INDEX}", json.dumps({"weight_map": names}))
@@ -114,6 +130,10 @@ CASES = [
     Case("no model folder", r"model\.path='': must be a folder with config\.json", overrides=("model.path=",)),
     Case("absent model folder", r"model\.path='/absent': must be a folder", overrides=("model.path=/absent",)),
     Case("config is not JSON", r"config\.json: cannot be read as JSON", text("model/config.json", "{")),
+    Case("config is nested too deeply", r"model/config\.json: cannot be read as JSON: .*recursion", text("model/config.json", "[" * 200_000)),
+    Case("GGUF folder", MODEL + r"must be a folder with config\.json and safetensors \(GGUF cannot be trained\)", gguf("config.json", "model.safetensors")),
+    Case("GGUF file", r"model\.path='[^']*/model/q4\.gguf': must be a folder with config\.json and safetensors \(GGUF cannot", gguf(), ("model.path={0}/model/q4.gguf",)),
+    Case("GGUF beside config.json", MODEL + r"must hold \.safetensors files \(q4\.gguf must be converted", gguf("model.safetensors")),
     Case("config is a list", r"config\.json: must hold a JSON object, not a list", text("model/config.json", "[]")),
     Case("model type", MODEL + r"config\.json model_type='mixtral' is not supported; must be one of llama, qwen2, qwen3", model(model_type="mixtral")),
     Case("no model type", r"model_type=None is not supported", model(model_type=None)),
@@ -124,6 +144,8 @@ CASES = [
     Case("mlp bias", r"mlp_bias=True is not supported; only False", model(mlp_bias=True)),
     Case("attention bias", r"attention_bias=True is not supported for llama", model(attention_bias=True)),
     Case("sliding window", r"use_sliding_window=True is not supported", model(use_sliding_window=True)),
+    Case("other attention in some layers", MODEL + r"config\.json layer_types with chunked_attention is not supported; only full_attention", model(layer_types=["full_attention", "chunked_attention"])),
+    Case("layer_types of another type", r"layer_types='full_attention': must be a list", model(layer_types="full_attention")),
     Case("yarn", r"rope_type='yarn' is not supported; must be one of default, linear, llama3", model(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
     Case("yarn as transformers 4 wrote it", r"rope_type='yarn' is not supported", model(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
     Case("dynamic rope", r"rope_type='dynamic' is not supported", model(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
@@ -141,6 +163,7 @@ CASES = [
     Case("truncated header", MODEL + r"model\.safetensors: is truncated, or not safetensors: 100 bytes, header \d+", cut("model/model.safetensors", 100)),
     Case("empty file", MODEL + r"model\.safetensors: is truncated, or not safetensors: 0 bytes", text("model/model.safetensors", "")),
     Case("header is not JSON", MODEL + r"model\.safetensors: has a header that is not safetensors'", text("model/model.safetensors", b"\4" + bytes(7) + b"abcd")),
+    Case("header is nested too deeply", r"model\.safetensors: has a header that is not safetensors'", text("model/model.safetensors", (200_000).to_bytes(8, "little") + b"[" * 200_000)),
     Case("bytes behind", r"has bytes behind its last tensor", lambda f: (f / "model/model.safetensors").open("ab").write(b"x")),
     Case("git-lfs pointer", MODEL + r"model\.safetensors: is a git-lfs pointer", text("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
     Case("missing tensor", MODEL + r"its files lack model\.norm\.weight$", weights(drop="model.norm.weight")),
@@ -154,6 +177,7 @@ CASES = [
     Case("index names a missing file", MODEL + r"model\.safetensors\.index\.json: names files that are not there: model-00002-of-00002\.safetensors", index(model__norm__weight="model-00002-of-00002.safetensors")),
     Case("index names a missing tensor", r"index\.json: names tensors that their files do not hold: other\.weight \(model\.safetensors\)", index(other__weight="model.safetensors")),
     Case("index without a map", r"index\.json: must hold weight_map", text(f"model/{INDEX}", "{}")),
+    Case("a single file beside shards", MODEL + r"model\.safetensors stands beside model\.safetensors\.index\.json, which names part\.safetensors: remove", shard_beside_single),
     Case("two models in a folder", r"tensor \S+ stands in model\.safetensors and in old\.safetensors: remove the files", weights("old.safetensors")),
     # tokenizer
     Case("no tokenizer", MODEL + r"must hold a tokenizer, one of tokenizer\.json", remove("model/tokenizer.json")),
@@ -182,6 +206,7 @@ CASES = [
     Case("truncated parquet", r"data\.eval=.*: is truncated, or not a parquet file", text("eval.parquet", b"PAR1 and no more"), ("data.eval={0}/eval.parquet",)),
     Case("a reward that is no Python", r"reward\.function='[^']*/train\.jsonl:f': \S*train\.jsonl fails to load: SyntaxError", text("train.jsonl", "def f(:"), ("reward.function={0}/train.jsonl:f",)),
     # settings
+    Case("settings nested too deeply", r"config='[^']*/run\.yaml': is not YAML: .*recursion", text("run.yaml", "[" * 20_000)),
     Case("duplicate key", r"key 'lr' stands in line 6 and again in line 7: must stand once", lambda f: (f / "run.yaml").open("a").write("optimizer:\n  lr: 1.0\n  lr: 2.0\n")),
     Case("duplicate section", r"key 'data' stands in line 2 and again in line 5", lambda f: (f / "run.yaml").open("a").write("data: {seed: 3}\n")),
     Case("duplicate key of an override", r"override 'run=\{seed: 1, seed: 2\}': key 'seed' stands", overrides=("run={seed: 1, seed: 2}",)),

@@ -100,7 +100,7 @@ def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:
     assert reader.names() == ["a", "b"]
 
 
-def test_an_export_of_one_file_removes_an_older_index(tmp_path: Path) -> None:
+def test_an_export_replaces_an_older_one_of_another_number_of_files(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     write_model(source)
     tensors = [("a", torch.ones(4)), ("b", torch.zeros(4))]
@@ -110,3 +110,5 @@ def test_an_export_of_one_file_removes_an_older_index(tmp_path: Path) -> None:
     for stale in target.glob("model-*"):
         stale.unlink()
     assert HfReader(target)["a"].tolist() == [2.0] * 4
+    save_hf_model(target, tensors, source, dtype=torch.float32, max_shard_bytes=16)
+    assert HfReader(target)["a"].tolist() == [1.0] * 4
