@@ -70,6 +70,8 @@ class RewardSection(Section):
         names = [spec.rpartition(":")[2] for spec in self.weights]
         is_unique = len(set(names)) == len(names)
         self.require(is_unique, "functions", f"functions with different names, not {names}")
+        has_weight = any(self.weights.values())
+        self.require(has_weight, "functions", "functions of which one has a weight that is not 0")
         self.require(
             not self.functions or self.function == "math",
             "function",

@@ -69,35 +69,6 @@ def _check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def risky_settings(config: RunConfig) -> list[str]:
-    """Return a warning for each setting that is allowed but harms learning or messages."""
-    rollout, run, found = config.rollout, config.run, []
-    is_cut = rollout.top_p < 1 or rollout.top_k > 0
-    if is_cut and rollout.engine not in REGISTRY["rollout.engine"].built_in:
-        found.append(
-            f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} cut the distribution that responses are drawn"
-            f" from. Unless rollout.engine={rollout.engine!r} returns the kept tokens (Rollout.kept), log-probs of the update"
-            " are of the whole vocabulary, and the policy gradient is biased"
-        )
-    algorithm = config.algorithm
-    if algorithm.has_kl_reward and algorithm.used_kl_estimator != "k1":
-        found.append(
-            f"algorithm.kl_estimator={algorithm.kl_estimator!r} with algorithm.kl_placement='reward' hardly pulls towards the"
-            " reference: its gradient as a reward vanishes near it. Set algorithm.kl_estimator=k1"
-        )
-    if rollout.partial_rollout_tokens:
-        found.append(
-            f"rollout.partial_rollout_tokens={rollout.partial_rollout_tokens}: partial rollouts are not lossless. Responses have"
-            " tokens of several policies, and what a step trains on depends on their lengths. Set it to 0 for a lossless run"
-        )
-    if run.group_timeout_s <= run.heartbeat_timeout_s:
-        found.append(
-            f"run.group_timeout_s={run.group_timeout_s:g} is not above run.heartbeat_timeout_s={run.heartbeat_timeout_s:g}:"
-            " a rank that freezes ends the run before it is known which one it is"
-        )
-    return found
-
-
 def _check_critic(path: str, policy: ModelConfig) -> None:
     found = _check_model("critic.path", path).vocab_size
     if found < policy.vocab_size:

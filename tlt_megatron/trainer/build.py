@@ -16,7 +16,7 @@ import torch
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.config.load import dump_config
-from tlt_megatron.config.preflight import risky_settings
+from tlt_megatron.config.risky_settings import risky_settings
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.data.prompts import PromptSampler, load_held_out, load_prompts
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer

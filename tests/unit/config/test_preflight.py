@@ -10,7 +10,7 @@ import pytest
 from tests.model_files import write_drafter, write_model, write_safetensors, zeros
 from tlt_megatron.config import preflight
 from tlt_megatron.config.load import load_config
-from tlt_megatron.config.preflight import check_files, risky_settings
+from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.weight_files import INDEX_NAME
 
 
@@ -118,40 +118,6 @@ def test_a_critic_counts_only_where_it_is_used(tmp_path: Path) -> None:
         check(tmp_path, "critic.path=absent", "algorithm.advantage=gae")
     write_model(tmp_path / "critic", hidden_size=32, tie_word_embeddings=True)
     check(tmp_path, named, "algorithm.advantage=gae")
-
-
-def test_truncated_sampling_by_an_engine_that_may_not_record_it_is_named(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def engine(config, device, run_dir, world): ...\n")
-    own = f"rollout.engine={tmp_path}/own.py:engine"
-    for engine in ("rollout.engine=embedded", "rollout.engine=sglang"):
-        assert not risky_settings(load_config(None, [engine, "rollout.top_p=0.9"]))
-    assert not risky_settings(load_config(None, [own]))
-    for cut in ("rollout.top_p=0.9", "rollout.top_k=40"):
-        (line,) = risky_settings(load_config(None, [own, cut]))
-        assert cut in line
-        assert "own.py:engine' returns the kept tokens" in line
-
-
-def test_partial_rollouts_are_named_as_not_lossless() -> None:
-    settings = ["rollout.partial_rollout_tokens=64", "algorithm.rollout_rs=token"]
-    (line,) = risky_settings(load_config(None, settings))
-    assert line.startswith("rollout.partial_rollout_tokens=64: partial rollouts are not lossless")
-
-
-def test_an_estimate_of_kl_that_does_not_work_as_a_reward_is_named() -> None:
-    reward = ["algorithm.kl_placement=reward", "algorithm.kl_coef=0.1"]
-    (line,) = risky_settings(load_config(None, [*reward, "algorithm.kl_estimator=k3"]))
-    assert line.startswith("algorithm.kl_estimator='k3' with algorithm.kl_placement='reward'")
-    for allowed in ([*reward, "algorithm.kl_estimator=k1"], reward, ["algorithm.kl_coef=0.1"]):
-        assert not risky_settings(load_config(None, allowed))
-
-
-def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:
-    (line,) = risky_settings(load_config(None, ["run.group_timeout_s=60"]))
-    assert line.startswith("run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60")
-    assert not risky_settings(
-        load_config(None, ["run.group_timeout_s=60", "run.heartbeat_timeout_s=0"])
-    )
 
 
 def test_a_merged_yaml_mapping_is_no_duplicate(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""What a run is warned of: settings that are allowed, but harm learning or have no effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt_megatron.config.load import load_config
+from tlt_megatron.config.risky_settings import risky_settings
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def test_truncated_sampling_by_an_engine_that_may_not_record_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def engine(config, device, run_dir, world): ...\n")
+    own = f"rollout.engine={tmp_path}/own.py:engine"
+    for engine in ("rollout.engine=embedded", "rollout.engine=sglang"):
+        assert not risky_settings(load_config(None, [engine, "rollout.top_p=0.9"]))
+    assert not risky_settings(load_config(None, [own]))
+    for cut in ("rollout.top_p=0.9", "rollout.top_k=40"):
+        (line,) = risky_settings(load_config(None, [own, cut]))
+        assert cut in line
+        assert "own.py:engine' returns the kept tokens" in line
+
+
+def test_partial_rollouts_are_named_as_not_lossless() -> None:
+    settings = ["rollout.partial_rollout_tokens=64", "algorithm.rollout_rs=token"]
+    (line,) = risky_settings(load_config(None, settings))
+    assert line.startswith("rollout.partial_rollout_tokens=64: partial rollouts are not lossless")
+
+
+def test_an_estimate_of_kl_that_does_not_work_as_a_reward_is_named() -> None:
+    reward = ["algorithm.kl_placement=reward", "algorithm.kl_coef=0.1"]
+    (line,) = risky_settings(load_config(None, [*reward, "algorithm.kl_estimator=k3"]))
+    assert line.startswith("algorithm.kl_estimator='k3' with algorithm.kl_placement='reward'")
+    for allowed in ([*reward, "algorithm.kl_estimator=k1"], reward, ["algorithm.kl_coef=0.1"]):
+        assert not risky_settings(load_config(None, allowed))
+
+
+def test_a_group_timeout_that_hides_a_frozen_rank_is_named() -> None:
+    (line,) = risky_settings(load_config(None, ["run.group_timeout_s=60"]))
+    assert line.startswith("run.group_timeout_s=60 is not above run.heartbeat_timeout_s=60")
+    assert not risky_settings(
+        load_config(None, ["run.group_timeout_s=60", "run.heartbeat_timeout_s=0"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["eval.temperature=0", "eval.num_samples=4", "data.eval=a.jsonl"],
+            "eval.temperature=0.0 with eval.num_samples=4: all samples of a prompt are equal",
+        ),
+        (
+            ["data.train=a.jsonl", "data.eval=[b.jsonl, ./a.jsonl]"],
+            "data.eval='./a.jsonl' is data.train: its scores are those of prompts that are trained on",
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.warmup_steps=5", "run.num_steps=5"],
+            "critic.warmup_steps=5 is not below run.num_steps=5: the policy is never updated",
+        ),
+    ],
+)
+def test_a_meaningless_setting_is_named(overrides: list[str], line: str) -> None:
+    (found,) = risky_settings(load_config(None, overrides))
+    assert found.startswith(line)
+
+
+def test_settings_without_effect_are_listed_once_with_what_they_need() -> None:
+    ignored = {
+        "algorithm.lam=0.9": "algorithm.advantage=gae",
+        "critic.path=rm": "algorithm.advantage=gae",
+        "algorithm.kl_estimator=k2": "algorithm.kl_coef > 0",
+        "algorithm.rollout_rs_threshold=3": "algorithm.rollout_rs",
+        "reward.overlong_penalty=0.5": "reward.overlong_tokens > 0",
+        "speculation.draft_vocab_size=512": "speculation.enabled",
+        "optimizer.min_lr=1e-7": "optimizer.decay",
+        "sglang.start_timeout_s=5": "rollout.engine=sglang",
+    }
+    defaults = ["algorithm.gamma=1.0", "spot.seed=0"]
+    (line,) = risky_settings(load_config(None, [*ignored, *defaults]))
+    assert line.startswith("settings without effect: ")
+    for setting, need in ignored.items():
+        assert setting.partition("=")[0] in line
+        assert f"need {need}" in line
+    assert line.count("need algorithm.advantage=gae") == 1
+    assert not any(setting.partition("=")[0] in line for setting in defaults)
+    drafts = ["speculation.enabled=true", "speculation.strategies=[ngram_4]"]
+    (line,) = risky_settings(load_config(None, [*drafts, "speculation.draft_vocab_size=512"]))
+    assert line.endswith("speculation.draft_vocab_size (need a strategy with a learned drafter)")
+    used = ["algorithm.advantage=gae", "algorithm.lam=0.9", "critic.path=rm", "critic.lr=1e-4"]
+    assert not risky_settings(load_config(None, used))
+    assert not risky_settings(load_config(None, [*ignored, "run.num_steps=0"]))  # an evaluation
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_setting_of_an_example_has_an_effect(path: Path) -> None:
+    switches = ["speculation.enabled=true", "spot.enabled=true"] if "bench" in path.stem else []
+    assert "without effect" not in str(risky_settings(load_config(path, switches)))

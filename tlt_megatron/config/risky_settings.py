@@ -1,0 +1,141 @@
+"""Warnings of settings that are allowed, but harm learning or have no effect. The first rank logs them at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+from pathlib import Path
+
+from tlt_megatron.config.extensions import REGISTRY
+from tlt_megatron.config.schema import RunConfig
+
+# Settings or sections, what they need to have an effect, and whether they have it.
+_NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
+    ("algorithm.lam critic", "algorithm.advantage=gae", lambda c: c.algorithm.has_critic),
+    (
+        "algorithm.gamma",
+        "algorithm.advantage=gae or reinforce_plus_plus",
+        lambda c: c.algorithm.advantage in ("gae", "reinforce_plus_plus"),
+    ),
+    (
+        "algorithm.kl_placement algorithm.kl_estimator",
+        "algorithm.kl_coef > 0",
+        lambda c: c.algorithm.kl_coef,
+    ),
+    (
+        "algorithm.rollout_rs_threshold algorithm.rollout_rs_threshold_lower",
+        "algorithm.rollout_rs",
+        lambda c: c.algorithm.rollout_rs != "none",
+    ),
+    (
+        "algorithm.dynamic_sampling_metric algorithm.max_num_gen_batches",
+        "algorithm.dynamic_sampling",
+        lambda c: c.algorithm.dynamic_sampling,
+    ),
+    ("reward.overlong_penalty", "reward.overlong_tokens > 0", lambda c: c.reward.overlong_tokens),
+    (
+        "rollout.environment_timeout_s rollout.max_turns rollout.max_observation_tokens",
+        "rollout.environment",
+        lambda c: c.rollout.environment,
+    ),
+    (
+        "rollout.cuda_graphs rollout.keep_graphs",
+        "rollout.engine=embedded",
+        lambda c: c.rollout.engine != "sglang",
+    ),
+    ("sglang", "rollout.engine=sglang", lambda c: c.rollout.engine != "embedded"),
+    ("speculation", "speculation.enabled", lambda c: c.speculation.enabled),
+    (
+        "speculation.drafter speculation.ranking speculation.draft_vocab_size",
+        "a strategy with a learned drafter",
+        lambda c: c.speculation.is_learned or not c.speculation.enabled,
+    ),
+    (
+        "speculation.beg_thresholds",
+        "speculation.selector=beg_mab",
+        lambda c: c.speculation.selector == "beg_mab" or not c.speculation.enabled,
+    ),
+    ("drafter spot", "spot.enabled", lambda c: c.spot.enabled),
+    (
+        "drafter.unroll_decay",
+        "drafter.algorithm=hass or eagle3",
+        lambda c: c.drafter.algorithm != "eagle" or not c.spot.enabled,
+    ),
+    (
+        "optimizer.min_lr optimizer.decay_steps",
+        "optimizer.decay=linear or cosine",
+        lambda c: c.optimizer.decay != "constant",
+    ),
+    ("eval", "data.eval", lambda c: c.data.eval),
+    ("data.seed", "data.shuffle", lambda c: c.data.shuffle),
+)
+
+
+def risky_settings(config: RunConfig) -> list[str]:
+    """Return a warning for each setting that is allowed but harms learning or messages."""
+    rollout, run, found = config.rollout, config.run, []
+    is_cut = rollout.top_p < 1 or rollout.top_k > 0
+    if is_cut and rollout.engine not in REGISTRY["rollout.engine"].built_in:
+        found.append(
+            f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} cut the distribution that responses are drawn"
+            f" from. Unless rollout.engine={rollout.engine!r} returns the kept tokens (Rollout.kept), log-probs of the update"
+            " are of the whole vocabulary, and the policy gradient is biased"
+        )
+    algorithm = config.algorithm
+    if algorithm.has_kl_reward and algorithm.used_kl_estimator != "k1":
+        found.append(
+            f"algorithm.kl_estimator={algorithm.kl_estimator!r} with algorithm.kl_placement='reward' hardly pulls towards the"
+            " reference: its gradient as a reward vanishes near it. Set algorithm.kl_estimator=k1"
+        )
+    if rollout.partial_rollout_tokens:
+        found.append(
+            f"rollout.partial_rollout_tokens={rollout.partial_rollout_tokens}: partial rollouts are not lossless. Responses have"
+            " tokens of several policies, and what a step trains on depends on their lengths. Set it to 0 for a lossless run"
+        )
+    if run.group_timeout_s <= run.heartbeat_timeout_s:
+        found.append(
+            f"run.group_timeout_s={run.group_timeout_s:g} is not above run.heartbeat_timeout_s={run.heartbeat_timeout_s:g}:"
+            " a rank that freezes ends the run before it is known which one it is"
+        )
+    found += _meaningless(config)
+    if ignored := _without_effect(config):
+        found.append(f"settings without effect: {ignored}")
+    return found
+
+
+def _meaningless(config: RunConfig) -> list[str]:
+    evaluation, train, found = config.eval, config.data.train, []
+    if evaluation.temperature == 0 and evaluation.num_samples > 1 and config.data.eval:
+        found.append(
+            f"eval.temperature={evaluation.temperature} with eval.num_samples={evaluation.num_samples}: all samples of a prompt"
+            " are equal. Set eval.num_samples=1, or a temperature"
+        )
+    for file in config.data.eval_files.values():
+        if train and Path(file).resolve() == Path(train).resolve():
+            found.append(
+                f"data.eval={file!r} is data.train: its scores are those of prompts that are trained on"
+            )
+    num_warmup, num_steps = config.critic.warmup_steps, config.run.num_steps
+    if config.has_critic and num_warmup >= num_steps:
+        found.append(
+            f"critic.warmup_steps={num_warmup} is not below run.num_steps={num_steps}: the policy is never updated"
+        )
+    return found
+
+
+def _without_effect(config: RunConfig) -> str:
+    """Return the settings that differ from their default and that nothing reads; an evaluation has none."""
+    default, by_need = RunConfig(), []
+    for names, need, is_used in _NEEDS:
+        keys = [key for name in names.split() for key in _keys(default, name)]
+        changed = [k for k in keys if attrgetter(k)(config) != attrgetter(k)(default)]
+        if changed and not is_used(config):
+            by_need.append(f"{', '.join(changed)} (need {need})")
+    return "; ".join(by_need) if config.run.num_steps else ""
+
+
+def _keys(default: RunConfig, name: str) -> list[str]:
+    if "." in name:
+        return [name]
+    return [f"{name}.{field.name}" for field in fields(getattr(default, name))]
