@@ -142,6 +142,25 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
     return function
 
 
+def call_extension(key: str, spec: str, **arguments: object) -> Any:
+    """Return what the function returns. RuntimeError names the setting if a function of the user fails."""
+    function = load_extension(key, spec)
+    try:
+        return function(**arguments)
+    except Exception as error:
+        if spec in REGISTRY[key].built_in:
+            raise
+        raise RuntimeError(f"{key}={spec!r}: raised {error!r}") from error
+
+
+def shapes_of(result: object) -> Any:
+    """Return the shapes of the tensors in nested lists, and the text of anything else: for messages."""
+    if isinstance(result, list | tuple):
+        return [shapes_of(each) for each in result]
+    shape = getattr(result, "shape", None)
+    return repr(result)[:80] if shape is None else list(shape)
+
+
 def _is_file(place: str) -> bool:
     return place.endswith(".py") or "/" in place
 

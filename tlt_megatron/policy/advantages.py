@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.config.extensions import call_extension, shapes_of
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.batching import RolloutKey, key_of
 from tlt_megatron.types import Rollout, ScoredGroup
@@ -33,17 +33,22 @@ def compute_advantages(
         ]
         for s in scored
     ]
-    function = load_extension("algorithm.advantage", section.advantage)
+    name = "algorithm.advantage", section.advantage
     if values is not None:
         known = generated_tokens(scored, values)
         nested = [[known[key_of(r)] for r in s.group.rollouts] for s in scored]
-        computed, returns = function(
-            rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
+        computed, returns = call_extension(
+            *name, rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
         )
         return _by_rollout(scored, computed), _by_rollout(scored, returns)
-    computed = function(rewards=rewards)
-    for i, pair in enumerate(itertools.zip_longest(computed, rewards, fillvalue=())):
-        shapes, expected = ([list(each.shape) for each in group] for group in pair)
+    computed = call_extension(*name, rewards=rewards)
+    found = shapes_of(computed)
+    if not isinstance(found, list):
+        raise ValueError(
+            f"algorithm.advantage={section.advantage!r}: returned {found}, must be a list with an entry per prompt"
+        )
+    by_prompt = itertools.zip_longest(found, shapes_of(rewards), fillvalue=[])
+    for i, (shapes, expected) in enumerate(by_prompt):
         if shapes != expected:
             raise ValueError(
                 f"algorithm.advantage={section.advantage!r}: returned the shapes {shapes} for prompt {i} of the batch, "

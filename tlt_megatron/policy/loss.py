@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.extensions import load_extension
+from tlt_megatron.config.extensions import call_extension, shapes_of
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.correction import MAX_LOG_RATIO, correction_weights, response_mean
 from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs
@@ -34,15 +34,19 @@ def policy_loss(
     old_P = batch.old_logprobs
     if old_P is None:  # rollouts come from the policy that is updated: every ratio is 1
         old_P = predicted.logprobs.detach()
-    gradient_term = load_extension("algorithm.loss", section.loss)
-    term_P, is_clipped_P = gradient_term(
-        logprobs=predicted.logprobs, old_logprobs=old_P, batch=batch, section=section
+    terms = call_extension(
+        "algorithm.loss",
+        section.loss,
+        logprobs=predicted.logprobs,
+        old_logprobs=old_P,
+        batch=batch,
+        section=section,
     )
-    if not term_P.shape == is_clipped_P.shape == mask_P.shape:
+    if shapes_of(terms) != [list(mask_P.shape)] * 2:
         raise ValueError(
-            f"algorithm.loss={section.loss!r}: returned shapes {list(term_P.shape)} and {list(is_clipped_P.shape)}, "
-            f"must be {list(mask_P.shape)} for both"
+            f"algorithm.loss={section.loss!r}: returned {shapes_of(terms)}, must be two tensors of {list(mask_P.shape)}"
         )
+    term_P, is_clipped_P = terms
     metrics = {
         "pg_clipfrac": (is_clipped_P.detach() * mask_P).sum(),
         "ppo_kl": ((old_P - predicted.logprobs.detach()) * mask_P).sum(),

@@ -203,12 +203,22 @@ def test_a_sequence_without_a_response_token_gives_nothing_under_gspo() -> None:
     assert float(policy_loss(shifted(2.0, 2.0), batch, section).loss_sum) == 0
 
 
-def test_a_users_loss_of_the_wrong_shape_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("logprobs.sum(), logprobs", r"returned \[\[\], \[1\]\], must be two tensors of \[1\]"),
+        ("logprobs", r"returned \[1\], must be two tensors"),
+        ("None", r"returned None, must be two tensors"),
+        ("(logprobs, [0.0])", r"returned \[\[1\], \['0\.0'\]\], must be two tensors"),
+        ("logprobs.missing", r"raised AttributeError\(.*missing"),
+    ],
+)
+def test_a_users_loss_that_fails_is_named(tmp_path: Path, result: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(
-        "def total(logprobs, old_logprobs, batch, section):\n    return logprobs.sum(), logprobs\n"
+        f"def total(logprobs, old_logprobs, batch, section):\n    return {result}\n"
     )
     section = AlgorithmSection(loss=f"{tmp_path}/mine.py:total")
-    with pytest.raises(ValueError, match=r"mine\.py:total': returned shapes \[\] and \[1\]"):
+    with pytest.raises((ValueError, RuntimeError), match=r"mine\.py:total': " + message):
         policy_loss(predicted([-1.0]), micro_batch([1.0], [1.0], [1.0]), section)
 
 

@@ -291,12 +291,22 @@ def test_without_a_log_prob_pass_every_ratio_is_one_and_the_metrics_are_there() 
 
 
 @pytest.mark.parametrize(
-    "result", ["[g[:1] for g in rewards]", "rewards[:2]", "[[g[0]] * 3 for g in rewards]"]
+    ("result", "message"),
+    [
+        *(
+            (result, "returned the shapes .* for prompt . of the batch")
+            for result in (
+                *("[g[:1] for g in rewards]", "rewards[:2]", "[[g[0]] * 3 for g in rewards]"),
+                *("[None for g in rewards]", "[[1.0] * 3 for g in rewards]"),
+            )
+        ),
+        ("None", "returned None, must be a list"),
+        ("rewards[99]", r"raised IndexError\("),
+    ],
 )
-def test_a_users_advantage_of_the_wrong_shape_is_refused_by_name(
-    tmp_path: Path, result: str
-) -> None:
+def test_a_users_advantage_that_fails_is_named(tmp_path: Path, result: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(f"def wrong(rewards):\n    return {result}\n")
     section = AlgorithmSection(advantage=f"{tmp_path}/mine.py:wrong")
-    with pytest.raises(ValueError, match=r"algorithm\.advantage='.*mine\.py:wrong': returned the"):
+    name = r"algorithm\.advantage='.*mine\.py:wrong': "
+    with pytest.raises((ValueError, RuntimeError), match=name + message):
         run(section, ProcessGroups(world=SINGLE))
