@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeGuard
 
@@ -46,13 +47,19 @@ def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
 def read_result(result: object) -> tuple[float, dict[str, float]]:
     """Return the reward in a function's result, and the further numbers in it by name.
 
-    A result is a number, or a dict with the number under "score". A further entry may be a number, text or None (skipped).
+    A result is a number, or a dict with the number under "score". A further entry may be a number, text (skipped with a
+    warning, once) or None (skipped).
     ValueError names the entry if it is anything else, NaN, or more than `MAX_ABS_REWARD` in absolute value.
     """
     if not isinstance(result, Mapping):
         return _read_number("score", result), {}
     if "score" not in result:
         raise ValueError(f"the result {result!r} has no 'score'")
+    for key, value in result.items():
+        if key != "score" and isinstance(value, str):  # shown once, in the log of the rank
+            warnings.warn(
+                f"the entry {key!r} of a reward is text, so it is no metric", stacklevel=1
+            )
     details = {
         str(key): _read_number(str(key), value)
         for key, value in result.items()

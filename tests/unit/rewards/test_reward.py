@@ -128,7 +128,8 @@ def test_results_without_a_finite_score_are_refused(result: object) -> None:
 
 def test_further_numbers_of_a_result_are_read_and_text_is_skipped() -> None:
     result = {"score": True, "acc": 1, "pred": "42", "length": 2.5, "tool": None, "ok": False}
-    assert read_result(result) == (1.0, {"acc": 1.0, "length": 2.5, "ok": 0.0})
+    with pytest.warns(match="the entry 'pred' of a reward is text, so it is no metric"):
+        assert read_result(result) == (1.0, {"acc": 1.0, "length": 2.5, "ok": 0.0})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0], {"a": 1.0}, 1e7])
