@@ -19,6 +19,7 @@ from tlt_megatron.types import Message
 _BATCH_ROWS = 1024
 _VERL_LABEL = "reward_model.ground_truth"
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+_OTHER_MEDIA = ("images", "videos", "audios")  # columns of data sets of verl and TRL
 _SHOWN_CHARACTERS = 60  # of a prompt, in an error message
 
 
@@ -32,7 +33,7 @@ class Row:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, object]
-    conversions: tuple[str, ...] = ()  # values that were converted, as text for a warning
+    conversions: tuple[str, ...] = ()  # what was converted or may be a mistake, for a warning
 
 
 class _RowError(ValueError):
@@ -72,12 +73,25 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
             if not line.strip():
                 continue
             try:
-                raw = json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+                raw = json.loads(line, object_pairs_hook=_without_twins)
+            except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
                 raise ValueError(
                     f"{path} row {number}: must be one JSON object: {error}"
                 ) from error
             yield number, raw
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of a JSON text. ValueError for a key that stands twice: a value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {_twin([key for key, _ in pairs])!r} stands twice")
+    return found
+
+
+def _twin(names: list[str]) -> str:
+    """Return the first name that stands twice, or nothing."""
+    return next((name for name in names if names.count(name) > 1), "")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
@@ -89,17 +103,20 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: is not a parquet file: {error}") from error
     with file:
+        if twin := _twin(file.schema_arrow.names):
+            raise ValueError(f"{path}: the column {twin!r} stands twice")
         number = 0
         # no threads: ranks that are forked later would inherit their pool
         batches = file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
         while True:
             try:
                 batch = next(batches, None)
-            except (pyarrow.ArrowException, OSError) as error:
+                rows = [] if batch is None else batch.to_pylist()
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
                 raise ValueError(f"{path}: is damaged behind row {number}: {error}") from error
             if batch is None:
                 return
-            for raw in batch.to_pylist():
+            for raw in rows:
                 number += 1
                 yield number, raw
 
@@ -108,13 +125,16 @@ def _read_row(raw: object, number: int, stem: str, section: DataSection) -> Row:
     if not isinstance(raw, dict):
         raise _RowError(f"is a {type(raw).__name__}, must be an object with keys")
     conversions: list[str] = []
+    for key in _OTHER_MEDIA:
+        if raw.get(key):
+            raise _RowError(f"{key} is not empty: the policy reads and writes text alone")
     return Row(
         number=number,
         prompt_id=_prompt_id(raw) or f"{stem}:{number}",
         prompt=_prompt(raw, section.input_key, conversions),
         data_source=_data_source(raw),
         ground_truth=_label(raw, section.label_key, conversions),
-        extra_info={**_mapping(raw, "extra_info"), **_mapping(raw, "metadata")},
+        extra_info=_extra_info(raw, conversions),
         conversions=tuple(conversions),
     )
 
@@ -129,7 +149,7 @@ def _prompt(raw: dict[str, object], key: str, conversions: list[str]) -> str | l
         conversions.append(f"{key} is JSON text, read as chat messages")
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _RowError(
                 f"{key}={value[:_SHOWN_CHARACTERS]!r}... must be a list of messages, not the text of one that is not JSON ({error})"
             ) from error
@@ -145,6 +165,10 @@ def _prompt(raw: dict[str, object], key: str, conversions: list[str]) -> str | l
             )
         # parquet gives every message the keys of all messages, with null for missing values
         messages.append({name: part for name, part in message.items() if part is not None})
+    if messages[-1]["role"] == "assistant":
+        raise _RowError(
+            f"{key} ends with a turn of the assistant, must end with one that it answers"
+        )
     return messages
 
 
@@ -161,6 +185,8 @@ def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
     if isinstance(value, str):
         if not value.strip():
             raise _RowError(f"{key}={value!r} must not be empty: no response could match it")
+        if value.strip().lower() == "nan":
+            conversions.append(f"{key} is the text nan, as tables write a missing value")
         return value
     if isinstance(value, float | Decimal):
         return _number(value, key, conversions)
@@ -204,6 +230,16 @@ def _prompt_id(raw: dict[str, object]) -> str:
             raise _RowError(f"{key}={value!r} must be a string or a whole number")
         return str(value)
     return ""
+
+
+def _extra_info(raw: dict[str, object], conversions: list[str]) -> dict[str, object]:
+    extra_info, metadata = _mapping(raw, "extra_info"), _mapping(raw, "metadata")
+    conversions += [
+        f"metadata.{key} replaces another value of extra_info.{key}"
+        for key, value in metadata.items()
+        if extra_info.get(key) not in (None, value)
+    ]
+    return {**extra_info, **metadata}
 
 
 def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:
