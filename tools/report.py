@@ -21,7 +21,7 @@ from tlt_megatron.cli import main as run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and return 0. ValueError if a file is absent or broken, or a plotting package is absent."""
+    """Write the page and return 0. ValueError if a file is broken, or a plotting package is absent."""
     options = _parse(arguments)
     name = "report.html" if len(options.run_dirs) == 1 else "comparison.html"
     out: Path = options.out or options.run_dirs[0] / name
@@ -31,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'
         raise ValueError(needed) from None
     out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out is None:
+        out.unlink(missing_ok=True)  # it may be a link to a file elsewhere
     out.write_text(page, encoding="utf-8")
     print(f"report: {out} ({out.stat().st_size / 2**20:.1f} MiB)")
     return 0
@@ -38,9 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
     from tools.run_report.data import distinct_names, read_run
+    from tools.run_report.files import errors_named
     from tools.run_report.page import render_comparison, render_page
     from tools.run_report.panels import build_comparison, build_panels
     from tools.run_report.responses import NUM_SHOWN, read_responses
+    from tools.run_report.running import describe_end
 
     names = distinct_names(run_dirs)
     runs = [read_run(path, name=name) for path, name in zip(run_dirs, names, strict=True)]
@@ -48,13 +52,16 @@ def _render(run_dirs: Sequence[Path], steps: tuple[int, int] | None) -> str:
         if steps:
             raise ValueError("--steps: is for the timeline of one run, and a comparison has none")
         return render_comparison(runs, build_comparison(runs))
-    responses = read_responses(run_dirs[0], NUM_SHOWN)
-    return render_page(runs[0], build_panels(runs[0], steps), responses)
+    (run,), (folder,) = runs, run_dirs
+    with errors_named(folder):
+        if ending := describe_end(folder):
+            run.alarms.insert(0, ending)
+        return render_page(run, build_panels(run, steps), read_responses(folder, NUM_SHOWN))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs")
     parser.add_argument(
         "--out", type=Path, help="HTML file; default in the folder of the first run"
     )

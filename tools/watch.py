@@ -1,9 +1,11 @@
 """Serves a live page of one run or several, only on this machine (127.0.0.1).
 
-    python tools/watch.py runs/mine --port 8017
+    tlt watch runs/mine --port 8017
+    tlt watch runs
 
 The page is that of tools/report.py, without what a run writes only at its end. It reloads itself when files of the run have
-changed. Several runs are also shown side by side. The run folder is only read. From another machine: `ssh -L 8017:127.0.0.1:8017 HOST`.
+changed. Several runs are also shown side by side. A folder
+that is no run stands for the runs below it. The run folder is only read. From another machine: `ssh -L 8017:127.0.0.1:8017 HOST`.
 """
 
 from __future__ import annotations
@@ -93,15 +95,17 @@ class _Handler(BaseHTTPRequestHandler):
 def main(arguments: list[str] | None = None) -> int:
     """Serve until Ctrl-C. Return 2 for a folder that is no run, a port in use, or an absent plotting package."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run, or a folder of runs"
+    )
     parser.add_argument("--port", type=int, default=8017, help="0: any free one; default 8017")
     options = parser.parse_args(arguments)
     try:
-        from tools.run_report.data import distinct_names
+        from tools.run_report.data import distinct_names, runs_below
         from tools.run_report.live import LiveRun  # needs packages of [report]
 
-        names = distinct_names(options.run_dirs)
-        runs = [LiveRun(*each) for each in zip(options.run_dirs, names, strict=True)]
+        run_dirs = [run for folder in options.run_dirs for run in runs_below(folder)]
+        runs = [LiveRun(*each) for each in zip(run_dirs, distinct_names(run_dirs), strict=True)]
         server = WatchServer(runs, options.port)
     except ModuleNotFoundError as error:
         needed = f'needs the package {error.name}: pip install "tlt_megatron[report]"'

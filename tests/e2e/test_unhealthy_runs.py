@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tests.ranks import run_ranks
 from tests.tiny_task import metric_rows, run, run_forked
 from tlt_megatron.policy.health import UnhealthyTrainingError
 from tlt_megatron.trainer.weight_sync import ChecksummedTensors
+from tools.report import main as report
+from tools.run_report.live import LiveRun
 
 pytestmark = pytest.mark.e2e
 
@@ -84,6 +87,13 @@ def test_a_model_with_nan_in_it_is_refused_before_the_first_step(
     assert code == 1
     assert "step 0: weights of the policy are NaN or infinite, model.norm.weight" in stderr
     assert saved_steps(tmp_path / "run") == []
+    (state,) = LiveRun(tmp_path / "run").states()  # `tlt watch` quotes what the terminal says
+    (line,) = said(stderr)
+    assert state.alarm == f"The run has failed: {line.partition('launch.pretrain_rl: ')[2]}"
+    assert state.sentence == "No RL step is done."
+    assert report([str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"<li>{html.escape(state.alarm, quote=False)}</li>" in page
 
 
 @pytest.mark.parametrize("passes", ["auto", "always"])

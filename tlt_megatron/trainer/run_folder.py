@@ -107,12 +107,14 @@ def owner_has_ended(path: Path) -> bool:
 
     Asks the kernel and takes no lock. Locks of other hosts and of a file system without locks are not known.
     """
+    if not (path / LOCK_FILE).is_file():  # a pipe would block
+        return False
     try:
         with (path / LOCK_FILE).open(encoding="utf-8") as file:
             host = json.load(file)["host"]
             query = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # Linux: struct flock
             answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     return host == socket.gethostname() and struct.unpack("hhqqi", answer)[0] == fcntl.F_UNLCK
 

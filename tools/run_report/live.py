@@ -11,28 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from tlt_megatron.trainer.run_folder import LOCK_FILE, owner_has_ended
 from tools.run_report.data import RunData, read_run
-from tools.run_report.page import Live, render_comparison, render_page
+from tools.run_report.files import errors_named
+from tools.run_report.page import Live, render_comparison, render_page, render_states
 from tools.run_report.panels import build_comparison, build_panels
 from tools.run_report.responses import NUM_SHOWN, read_responses
-from tools.run_report.running import Running, State, read_ranks
+from tools.run_report.running import Running, State, describe_end, is_over, read_ranks
 from tools.run_report.trace import Trace
 
 Links = Sequence[tuple[str, str]]
-_SUMMARY = "summary.json"
-_FILES = ("config.yaml", "metrics.jsonl", "speculation.jsonl", _SUMMARY)
+_FILES = ("config.yaml", "metrics.jsonl", "speculation.jsonl", "summary.json")
 _NUM_TRACES = 8  # ranks whose files show that a step has ended
-_MARKS = (LOCK_FILE, "config.yaml", "metrics.jsonl")  # a run has one of these from its start
 
 
 class LiveRun:
-    """A run folder and its page. ValueError for a folder that is no run."""
+    """A run folder and its page."""
 
     def __init__(self, path: Path, name: str = "") -> None:
         """`name` is by default that of the folder."""
-        if not any((path / mark).is_file() for mark in _MARKS):
-            raise ValueError(f"{path}: is no run folder: must hold one of {', '.join(_MARKS)}")
         self.path = path
         self.name = name or path.resolve().name
         self._trace = Trace(path / "timeline")
@@ -48,14 +44,14 @@ class LiveRun:
         return f"{zlib.crc32(repr([_stamp(file) for file in files]).encode()):08x}"
 
     def read(self) -> RunData:
-        """Return the newest data. It is empty if a file is broken, which `states` then names."""
+        """Return the newest data, without the trace's. It is empty if a file is broken, which `states` then names."""
         with self._lock:
             self._error = ""
             try:
                 self._run = read_run(self.path, self._trace, self.name)
-            except (ValueError, FileNotFoundError) as error:
-                self._run, self._error = RunData(name=self.name), f"cannot be shown: {error}"
-            return self._run
+            except ValueError as error:
+                self._refuse(error)
+            return self._run or RunData(name=self.name)
 
     def page(self, links: Links) -> str:
         """Return the HTML; `links` are address and name of every page of the server."""
@@ -63,13 +59,21 @@ class LiveRun:
         with self._lock:
             run = self.read()
             try:
-                panels = build_panels(run, None) if run.rows else []
-                responses = read_responses(self.path, NUM_SHOWN)
-            except (ValueError, FileNotFoundError) as error:
-                run, panels, responses = RunData(name=self.name), [], []
-                self._error = f"cannot be shown: {error}"
+                with errors_named(self.path):
+                    self._trace.scan()
+                    panels = build_panels(run, None) if run.rows else []
+                    responses = read_responses(self.path, NUM_SHOWN)
+                    live = Live(version=version, states=self.states(), links=links)
+                    return render_page(run, panels, responses, live)
+            except ValueError as error:
+                self._refuse(error)
             live = Live(version=version, states=self.states(), links=links)
-        return render_page(run, panels, responses, live)
+            return render_page(RunData(name=self.name), [], [], live)
+
+    def _refuse(self, error: ValueError) -> None:
+        """Show nothing of the run but the error."""
+        self._run, self._error = RunData(name=self.name), f"cannot be shown: {error}"
+        self._trace = Trace(self.path / "timeline")
 
     def states(self) -> list[State]:
         """Return what the page shows anew every few seconds, although its version is the same."""
@@ -77,41 +81,40 @@ class LiveRun:
             run = self._run or self.read()
             error = self._error
         try:
-            ranks = read_ranks(self.path)
-        except (ValueError, FileNotFoundError) as broken:
-            ranks, error = [], f"cannot be shown: {broken}"
-        state = State(name=self.name, sentence=error or self._sentence(run))
+            with errors_named(self.path):
+                state = self._state(run)
+                render_states([state])  # files of ranks may hold anything
+        except ValueError as broken:
+            state, error = State(name=self.name, sentence=""), f"cannot be shown: {broken}"
+        return [replace(state, sentence=error)] if error else [state]
+
+    def _state(self, run: RunData) -> State:
+        ranks = read_ranks(self.path)
         steps, seconds = run.series("timing_s/step")
+        sentence = "No RL step is done yet."
+        if steps:
+            written = time.localtime(_stamp(self.path / "metrics.jsonl")[2] / 1e9)
+            num_steps = run.config.get("run", {}).get("num_steps", "?")
+            sentence = (
+                f"{steps[-1]} of {num_steps} RL steps are done, at {time.strftime('%X', written)}."
+            )
+        if is_over(self.path):
+            return State(name=self.name, sentence=f"The run has ended. {sentence}")
+        if alarm := describe_end(self.path, ranks):
+            return State(name=self.name, sentence=sentence.replace(" yet", ""), alarm=alarm)
+        if not steps:
+            sentence = f"The run is starting. {sentence}"
+        if not ranks:
+            return State(name=self.name, sentence=sentence)
         last_done = int(steps[-1]) if steps else 0
-        now = Running(ranks=ranks, now_s=time.time(), last_done=last_done) if ranks else None
-        if self._is_over():
-            return [replace(state, sentence=f"The run has ended. {state.sentence}")]
-        if owner_has_ended(self.path):
-            place = f" {now.place}" if now else ""
-            alarm = f"The run has ended without a summary: its process is gone.{place} logs/rank_*.log has the reason."
-            return [replace(state, alarm=alarm)]
-        if now is None:
-            return [state]
-        seconds = [value for value in seconds if value is not None]
+        now = Running(ranks=ranks, now_s=time.time(), last_done=last_done)
+        known = [value for value in seconds if value is not None]
         timeout_s = run.config.get("run", {}).get("group_timeout_s")
         alarm = now.hang(
-            median(seconds) if seconds else math.inf,
+            median(known) if known else math.inf,
             timeout_s if isinstance(timeout_s, int | float) else math.inf,
         )
-        return [replace(state, now=now, alarm=alarm)]
-
-    def _is_over(self) -> bool:
-        """Return whether the newest run in the folder has written its summary, its last file."""
-        summary, lock = _stamp(self.path / _SUMMARY), _stamp(self.path / LOCK_FILE)
-        return summary[2] > 0 and summary[2] >= lock[2]
-
-    def _sentence(self, run: RunData) -> str:
-        steps = run.series("timing_s/step")[0]
-        if not steps:
-            return "The run is starting: no RL step is done yet."
-        written = time.localtime(_stamp(self.path / "metrics.jsonl")[2] / 1e9)
-        num_steps = run.config.get("run", {}).get("num_steps", "?")
-        return f"{steps[-1]} of {num_steps} RL steps are done, at {time.strftime('%X', written)}."
+        return State(name=self.name, sentence=sentence, now=now, alarm=alarm)
 
 
 class LiveComparison:
@@ -140,6 +143,6 @@ class LiveComparison:
 def _stamp(path: Path) -> tuple[str, int, int]:
     try:
         stat = path.stat()
-    except FileNotFoundError:
+    except OSError:  # absent, or a link to itself
         return path.name, 0, 0
     return path.name, stat.st_size, stat.st_mtime_ns

@@ -13,7 +13,6 @@ from pathlib import Path
 import jinja2
 import plotly.offline
 
-from tools.run_report.alarms import find_alarms
 from tools.run_report.data import RunData
 from tools.run_report.figure import Panel
 from tools.run_report.palette import ON_DARK
@@ -53,7 +52,7 @@ def render_page(
         name=run.name,
         headline=_headline(run.summary),
         facts=_facts(run),
-        alarms=find_alarms(run.rows, run.config),
+        alarms=run.alarms,
         responses=responses,
         live=live,
         config=run.config_text,
@@ -64,7 +63,7 @@ def render_comparison(
     runs: Sequence[RunData], panels: Sequence[Panel], live: Live | None = None
 ) -> str:
     """Return the page of several runs side by side."""
-    alarms = [f"{run.name}: {text}" for run in runs for text in find_alarms(run.rows, run.config)]
+    alarms = [f"{run.name}: {text}" for run in runs for text in run.alarms]
     return _render(panels, name=" · ".join(run.name for run in runs), alarms=alarms, live=live)
 
 

@@ -35,8 +35,8 @@ def build_rank_panels(run: RunData, steps: tuple[int, int] | None) -> list[Panel
     """Return the timeline and the long tail of `steps`; of many ranks also how many are in each phase."""
     if run.trace is None:
         return [Panel(title="Timeline", absent="The run kept no trace (logging.trace=false).")]
-    if run.is_live and not run.trace.has_steps():
-        return [Panel(title="Timeline", absent="The trace holds no complete step yet.")]
+    if steps is None and not run.trace.has_steps():
+        return [Panel(title="Timeline", absent="The trace holds no complete step.")]
     window = run.trace.window(steps)
     # a resumed run may have fewer ranks
     ranks = {n: r for n, r in run.trace.ranks.items() if window.step_starts.keys() & r.steps.keys()}

@@ -35,8 +35,10 @@ def read_responses(run_dir: Path, limit: int) -> list[Response]:
         rows = read_lines(path, _MAX_FILE_BYTES)[-(limit - len(found)) :]
         try:
             found += [_response(int(path.stem.removeprefix("step_")), row) for _, row in rows]
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
             raise ValueError(f"{path}: a response lacks {error}; not of logging.rollouts") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: a response is not of logging.rollouts: {error}") from None
         if len(found) >= limit:
             break
     return found
@@ -48,8 +50,8 @@ def _response(step: int, row: dict[str, Any]) -> Response:
         reward=float(row["reward"]),
         length=len(row["token_ids"]),
         data_source=row.get("data_source", ""),  # older runs have none
-        logprob_diff=row.get("logprob_diff"),
-        prompt="".join(text for text, _ in _cut([(row["prompt"], False)])),
+        logprob_diff=None if row.get("logprob_diff") is None else float(row["logprob_diff"]),
+        prompt="".join(text for text, _ in _cut([(str(row["prompt"]), False)])),
         parts=_cut(_parts(row)),
     )
 
@@ -59,14 +61,14 @@ def _parts(row: dict[str, Any]) -> list[tuple[str, bool]]:
 
     Of the tokens of a verify pass, all but the last are accepted drafts. All others are the policy's.
     """
-    response, sizes = row["response"], row.get("token_characters")
+    response, sizes = str(row["response"]), row.get("token_characters")
     if not sizes:  # of an older run, or of a tokenizer whose tokens have no text of their own
         return [(response, False)]
-    drafted = {
-        index
-        for start, count in zip(row["verify_starts"], row["accept_lengths"], strict=True)
-        for index in range(start, start + count - 1)
-    }
+    drafted: set[int] = set()
+    after = 0  # passes follow each other; in a file that holds anything, no token is visited twice
+    for start, count in zip(row["verify_starts"], row["accept_lengths"], strict=True):
+        drafted.update(range(max(start, after), min(start + count - 1, len(sizes))))
+        after = max(start + count, after)
     parts, end = [], 0
     for is_drafted, indices in groupby(range(len(sizes)), drafted.__contains__):
         start, end = end, end + sum(sizes[index] for index in indices)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.runtime.status import RankStatus
-from tlt_megatron.trainer.run_folder import LOCK_FILE
+from tlt_megatron.trainer.run_folder import LOCK_FILE, owner_has_ended
+from tools.run_report.files import parse_object, read_text
 
 NUM_ROWS = 8  # of more ranks, those that are furthest behind
 _STALL_STEPS = 5  # median step times without any change
 _MIN_STALL_S = 60.0
+_LOG_BYTES = 1 << 18  # of a rank's log only the end is read
+_ENDS = re.compile(  # what a rank writes when the run ends early
+    r"^(?P<time>[\d: -]{19}) rank \d+ (?:ERROR launch\.pretrain_rl: (?P<error>.*)"
+    r"|WARNING tlt_megatron\.runtime\.stop: (?P<end>.*the run ends.*))$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +127,46 @@ def read_ranks(run_dir: Path) -> list[RankStatus]:
         if path.stat().st_mtime_ns < began_ns:
             continue
         try:
-            found.append(RankStatus(**json.loads(path.read_text(encoding="utf-8"))))
-        except (TypeError, ValueError) as error:
+            found.append(RankStatus(**parse_object(f"{path}", read_text(path))))
+        except TypeError as error:
             raise ValueError(f"{path}: is no status of a rank ({error})") from None
     # a folder without a lock may hold those of an earlier run, which had more ranks
     return [status for status in found if status.num_ranks == found[0].num_ranks]
+
+
+def is_over(run_dir: Path) -> bool:
+    """Return whether the newest run in the folder has written its summary, its last file."""
+    summary, lock = run_dir / "summary.json", run_dir / LOCK_FILE
+    return summary.exists() and (
+        not lock.exists() or summary.stat().st_mtime_ns >= lock.stat().st_mtime_ns
+    )
+
+
+def describe_end(run_dir: Path, ranks: Sequence[RankStatus] = ()) -> str:
+    """Return why the newest run in the folder ended without a summary; "" if it has one, or may still run."""
+    if is_over(run_dir):
+        return ""
+    if failure := _failure_of(run_dir):
+        return f"The run has failed: {failure}"
+    if not owner_has_ended(run_dir):
+        return ""
+    place = f" {Running(ranks=ranks, now_s=0.0).place}" if ranks else ""
+    return f"The run has ended without a summary: its process is gone.{place} logs/rank_*.log has the reason."
+
+
+def _failure_of(run_dir: Path) -> str:
+    """Return what the terminal said when the run failed; "" if no rank has written that."""
+    try:
+        started = str(parse_object("lock", read_text(run_dir / LOCK_FILE))["started"])
+    except (ValueError, KeyError):  # of a launcher that was killed
+        started = ""
+    ends = [
+        (end["error"] is None, end["time"], end["error"] or end["end"])
+        for path in sorted((run_dir / "logs").glob("rank_*.log"))[:NUM_ROWS]
+        for end in _ENDS.finditer(read_text(path, _LOG_BYTES))
+        if end["time"] >= started
+    ]
+    return min(ends)[2] if ends else ""
 
 
 def phase_of(rank: RankStatus) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.run_report.files import is_number, open_regular
+
 _FIELDS = ("name", "lane", "start_ns", "dur_ns", "args")
 _PASSES = (b'"name": "DECODE', b'"name": "VERIFY')  # most of the lines
 
@@ -81,7 +83,7 @@ class RankTrace:
 
     def scan(self) -> None:
         """Find the steps in what was appended since the last scan. ValueError names a file that is no timeline."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.size)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -106,7 +108,7 @@ class RankTrace:
             return []
         is_newest = max(self.steps) in window.step_starts
         first_byte, end_byte = steps[0].first_byte, self.size if is_newest else steps[-1].end_byte
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(first_byte)
             lines = file.read(end_byte - first_byte).splitlines()
         if not has_passes:
@@ -125,6 +127,8 @@ class RankTrace:
         absent = [name for name in _FIELDS if name not in event]
         if absent:
             raise ValueError(f"{self.path}: a span has no {', '.join(absent)}; not of a run")
+        if not (is_number(event["start_ns"]) and is_number(event["dur_ns"])):
+            raise ValueError(f"{self.path}: start_ns and dur_ns of a span must be finite numbers")
         return event
 
     def _span(self, event: dict[str, Any], origin_ns: int) -> Span:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import threading
 import urllib.error
@@ -20,7 +22,7 @@ from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, ScoredGroup
 from tools.report import main as report
 from tools.run_report.alarms import find_alarms
-from tools.run_report.data import distinct_names
+from tools.run_report.data import distinct_names, runs_below
 from tools.run_report.live import LiveRun
 from tools.run_report.palette import INK, ON_DARK, SHARES
 from tools.run_report.responses import read_responses
@@ -185,8 +187,99 @@ def test_the_numbers_of_a_heat_map_are_legible(tmp_path: Path, replaced: dict[st
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--port", "0"]) == 2
-    expected = f"watch: {tmp_path}: is no run folder: must hold one of lock, config.yaml,"
+    expected = f"watch: {tmp_path}: is no run folder and holds none: a run has lock or config.yaml"
     assert capsys.readouterr().err.startswith(expected)
+
+
+def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path: Path) -> None:
+    """Depth 1 and 2. What no run has written is left out."""
+    names = ["one", "sweep/other"]
+    for name in names:
+        make_run(tmp_path / name, with_trace=False)
+    (tmp_path / "notes").mkdir()
+    runs = runs_below(tmp_path)
+    assert sorted(distinct_names(runs)) == names
+    assert runs_below(runs[0]) == runs[:1]
+    with serving(*runs) as url:
+        page = get(url)
+        for name in names:
+            assert f">{name}</a>" in page
+            assert f"<b>{name}</b>: The run has ended. 3 of " in page
+
+
+def spoil(run_dir: Path, name: str, text: str) -> None:
+    """Put `text` in place of a file of a run: a pipe, a folder, or a new last line."""
+    path = run_dir / name
+    path.parent.mkdir(exist_ok=True)
+    if text in ("a pipe", "a folder"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if text == "a pipe" else path.mkdir()
+    else:
+        with path.open("a") as file:
+            file.write(f"{text}\n")
+
+
+SPAN = '{"name": "SYNC", "lane": "MainThread", "start_ns": 1, "dur_ns": 1, "args": '
+DEEP = "[" * 100_000
+RESPONSE = '{"reward": 1, "token_ids": [1, 2], "prompt": "p", "response": "ab", "token_characters": [1, 1], '
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        *((name, "a pipe") for name in ("config.yaml", "metrics.jsonl", "summary.json", "speculation.jsonl")),
+        *((name, "a pipe") for name in ("rollouts/step_0000001.jsonl", "status/rank_00000.json")),
+        ("metrics.jsonl", "a folder"),
+        ("metrics.jsonl", f'{{"step": {DEEP}'),
+        ("metrics.jsonl", '{"step": 4, "timing_s/step": NaN}'),
+        ("metrics.jsonl", '{"step": 4, "critic/rewards/mean": 1e999}'),
+        ("config.yaml", DEEP),
+        ("speculation.jsonl", '{"step": 4, "rank": [], "strategy": 3, "batch_size": "x"}'),
+        ("timeline/rank_00000.jsonl", f"{SPAN}3}}"),
+        ("timeline/rank_00000.jsonl", f"{SPAN}{DEEP}"),
+        ("timeline/rank_x.jsonl", ""),
+        ("status/rank_00000.json", '{"rank": "0", "num_ranks": [], "host": 1, "changed_s": "x"}'),
+        ("rollouts/step_0000001.jsonl", RESPONSE + '"logprob_diff": "x"}'),
+    ],
+    ids=lambda text: text[:60],
+)  # fmt: skip
+def test_a_run_that_holds_anything_takes_no_other_run_along(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    """Every page answers, and one line says what is wrong with that run. The report refuses it in one line."""
+    run_dir, other = make_run(tmp_path / "spoiled"), make_run(tmp_path / "other", with_trace=False)
+    spoil(run_dir, name, text)
+    if name.startswith("status"):  # is shown of a run that goes on
+        (run_dir / "summary.json").unlink()
+    with serving(run_dir, other) as url:
+        for path in ("/0/", "/0/version"):
+            answer = get(url + path)
+            assert answer.count("cannot be shown: ") == 1
+            assert str(run_dir) in answer
+        for path in ("/1/", "/all/"):
+            assert '"name": "other"' in get(url + path) or path == "/1/"
+        assert "<b>other</b>: The run has ended. 3 of " in get(f"{url}/all/version")
+    if not name.startswith("status"):  # the report has none
+        with pytest.raises(ValueError, match=re.escape(str(run_dir))):
+            report([str(run_dir)])
+
+
+def test_accept_lengths_beyond_the_response_end_with_it(tmp_path: Path) -> None:
+    """A count of 1e9 tokens held the page for minutes."""
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "rollouts").mkdir()
+    row = RESPONSE + '"verify_starts": [0, 0], "accept_lengths": [1000000000, 1000000000]}\n'
+    (run_dir / "rollouts" / "step_0000003.jsonl").write_text(row)
+    assert "<mark>ab</mark>" in LiveRun(run_dir).page([])
+
+
+def test_a_report_does_not_follow_a_link_in_the_run_folder(tmp_path: Path) -> None:
+    run_dir, precious = make_run(tmp_path / "run"), tmp_path / "precious"
+    precious.write_text("mine")
+    (run_dir / "report.html").symlink_to(precious)
+    assert report([str(run_dir)]) == 0
+    assert precious.read_text() == "mine"
+    assert (run_dir / "report.html").stat().st_size > 1000
 
 
 def test_a_port_that_does_not_exist_is_refused(
