@@ -48,6 +48,14 @@ quickstart: quickstart-policy  ## train a tiny reasoning policy by GRPO on 2 CPU
 	@$(PY) launch/torchrun.py --standalone --nproc-per-node 2 launch/pretrain_rl.py \
 	  --config examples/quickstart.yaml run.dir=$(RUN_DIR)
 
+FIGURES_RUN ?= runs/figures-$(shell date +%Y%m%d-%H%M%S)
+BROWSER ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+
+figures:  ## a quickstart run, and from it the picture and the numbers of README and docs/performance.md; needs Chromium
+	@test -n "$(BROWSER)" || { echo "figures: needs Chromium on PATH (apt-get install chromium), or make figures BROWSER=/path/to/it" >&2; exit 1; }
+	@test -d "$(FIGURES_RUN)" || $(MAKE) --no-print-directory quickstart RUN_DIR=$(FIGURES_RUN)
+	@$(PY) docs/picture.py $(FIGURES_RUN) --browser $(BROWSER)
+
 quickstart-sglang: quickstart-policy setup-sglang  ## the same run with the real SGLang engine, on a CPU with stand-ins
 	@echo "quickstart 2/2: GRPO on 2 ranks, SGLang -> $(RUN_DIR)"
 	@PYTHONPATH=tests/sglang/stand_ins $(SGLANG_PY) launch/torchrun.py --standalone --nproc-per-node 2 \
@@ -135,4 +143,4 @@ bench-gpu: setup-gpu  ## captured graphs and speculation on a GPU; tables and bu
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart quickstart-sglang small-llm llm-task drafter test faults test-gpu lint docs bench bench-llm bench-gpu clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures quickstart-sglang small-llm llm-task drafter test faults test-gpu lint docs bench bench-llm bench-gpu clean
