@@ -19,11 +19,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 
 from tlt_megatron.cli import main as run_command
+from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.schema import (
     McoreSection,
     ModelSection,
@@ -32,9 +36,11 @@ from tlt_megatron.config.schema import (
 )
 from tlt_megatron.mcore.initialize import destroy_model_parallel, initialize_model_parallel
 from tlt_megatron.mcore.policy_model import McorePolicyModel
+from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import Group, init_world
+from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.trainer.checkpoint import find_intact
 from tlt_megatron.trainer.manifest import is_checkpoint_root
 
@@ -125,9 +131,20 @@ def megatron_to_hf(
     try:
         policy.load(source)
         kept = getattr(torch, dtype or identity["model.dtype"])
-        save_hf_model(target, policy.export_hf_weights(), model, dtype=kept)
+        save_hf_model(target, _shown(policy.export_hf_weights(), model), model, dtype=kept)
     finally:
         destroy_model_parallel()
+
+
+def _shown(tensors: Iterator[tuple[str, Tensor]], model: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `model`, and show how many are done."""
+    num_tensors = len(tensor_shapes(load_model_config(model)))
+    progress = Progress("auto", num_tensors, unit="tensor", enabled=True)
+    for number, tensor in enumerate(tensors, 1):
+        yield tensor
+        if number % max(1, num_tensors // 20) == 0:
+            progress.step(number, {})
+    progress.close()
 
 
 def _build(

@@ -200,11 +200,14 @@ def train(
     """Train for `settings.steps` steps in fp32. Yields the number of steps done at each checkpoint and at the end."""
     import torch
 
+    from tlt_megatron.runtime.progress import Progress
+
+    progress = Progress("auto", settings.steps, enabled=True)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
     )
     model.train()
-    started, every = time.perf_counter(), max(1, settings.steps // 20)
+    every = max(1, settings.steps // 20)
     for step, (ids_BT, labels_BT) in zip(range(1, settings.steps + 1), batches, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * _lr_factor(step, settings.steps)
@@ -215,10 +218,9 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % every == 0:
-            seconds = time.perf_counter() - started
-            print(
-                f"step {step}/{settings.steps} loss {loss.item():.3f} {seconds:.0f} s", flush=True
-            )
+            progress.step(step, {"loss": loss.item()})
+        if step == settings.steps:
+            progress.close()
         if step in settings.checkpoint_steps or step == settings.steps:
             yield step
 

@@ -29,7 +29,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; --threads raises 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DrafterSection, RunConfig
@@ -38,6 +37,7 @@ from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_sequenc
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids
+from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 from tools.load_engine import DATA, LoadedPolicy, accept_length
@@ -51,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Generate, train, measure, save."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    console = Console()
     section, is_eagle3 = options.section, options.algorithm == "eagle3"
     aux_layer_ids: tuple[int, ...] = ()
     if is_eagle3:
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = policy.prompts(options.prompts, options.num_prompts)
     held_out = policy.prompts(options.eval, options.num_eval_prompts)
     deadline = time.monotonic() + 60 * options.minutes
-    sequences = _generate(policy, prompts, params, options.minutes, console)
+    sequences = _generate(policy, prompts, params, options.minutes)
     section = dataclasses.replace(
         section,
         algorithm=options.algorithm,
@@ -98,9 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained_s = measured[-1]["training_s"] if measured else 0.0
     if measured and measured[-1]["steps"] == trainer.num_updates:
         measured.pop()  # it is measured again
+    progress = Progress("auto", options.steps, first_step=trainer.num_updates, enabled=True)
     while True:
         accepted = _measure(policy, model, strategy, held_out, params)
-        console.print(f"accept length, after {trainer.num_updates} steps: {accepted:.2f}")
+        progress.message(f"accept length, after {trainer.num_updates} steps: {accepted:.2f}")
         steps = trainer.num_updates
         measured.append({"training_s": trained_s, "steps": steps, "accept_length": accepted})
         is_over = steps >= options.steps or time.monotonic() >= deadline
@@ -108,10 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             break
         started = time.monotonic()
         until = min(deadline, started + 60 * options.measure_minutes)
-        _train(trainer, sequences, options, until, console)
+        _train(trainer, sequences, options, until, progress)
         trained_s += time.monotonic() - started
     record.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
-    console.print(f"drafter: {out}")
+    progress.close()
+    progress.message(f"drafter: {out}")
 
 
 def _generate(
@@ -119,21 +120,21 @@ def _generate(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     minutes: float,
-    console: Console,
 ) -> list[DraftSequence]:
     """Return the responses to `prompts`, or to the first of them if half of `minutes` is over."""
-    started = time.monotonic()
+    started, progress = (
+        time.monotonic(),
+        Progress("auto", len(prompts), unit="prompt", enabled=True),
+    )
     sequences: list[DraftSequence] = []
     for first in range(0, len(prompts), _PROMPTS_AT_ONCE):
         sequences += policy.draft_sequences(prompts[first : first + _PROMPTS_AT_ONCE], params)
-        num_tokens = sum(sequence.token_ids.numel() for sequence in sequences)
-        num_done, seconds = min(first + _PROMPTS_AT_ONCE, len(prompts)), time.monotonic() - started
-        console.print(
-            f"prompts {num_done}/{len(prompts)} responses {len(sequences)} "
-            f"tokens {num_tokens:,} {seconds:.0f} s"
-        )
-        if seconds > 60 * minutes * _GENERATION_SHARE:
+        progress.step(min(first + _PROMPTS_AT_ONCE, len(prompts)), {})
+        if time.monotonic() - started > 60 * minutes * _GENERATION_SHARE:
             break
+    progress.close()
+    num_tokens = sum(sequence.token_ids.numel() for sequence in sequences)
+    progress.message(f"{len(sequences)} responses of {num_tokens:,} tokens")
     return sequences
 
 
@@ -155,11 +156,11 @@ def _train(
     sequences: Sequence[DraftSequence],
     options: argparse.Namespace,
     deadline: float,
-    console: Console,
+    progress: Progress,
 ) -> None:
     """Train on the sequences in random order, repeatedly, to step `options.steps` or the deadline. Save."""
     order, shuffle = list(sequences), random.Random(options.seed + trainer.num_updates)
-    started = printed = saved = time.monotonic()
+    printed = saved = time.monotonic()
     batches: list[DraftBatch] = []
     while trainer.num_updates < options.steps and time.monotonic() < deadline:
         if not batches:
@@ -170,10 +171,8 @@ def _train(
         now = time.monotonic()
         if now - printed > _PRINT_SECONDS or trainer.num_updates == options.steps:
             printed = now
-            console.print(
-                f"step {trainer.num_updates}/{options.steps} loss {stats.loss:.3f} "
-                f"agreement {stats.agreement[0]:.3f} {now - started:.0f} s"
-            )
+            metrics = {"loss": stats.loss, "agreement": stats.agreement[0]}
+            progress.step(trainer.num_updates, metrics)
         if now - saved > _SAVE_SECONDS:
             saved = now
             _save(trainer, Path(options.out))

@@ -31,6 +31,7 @@ def world() -> Group:
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -> None:
     source = make_tiny_hf(tmp_path / "hf", kind, tied=tied, num_layers=2)
+    (source / "made_with.json").write_text("{}")  # of tools/make_tiny_policy.py: says what it made
     megatron, back = tmp_path / "megatron", tmp_path / "back"
 
     def convert() -> None:
@@ -38,6 +39,7 @@ def test_there_and_back_is_the_identity(kind: str, tied: bool, tmp_path: Path) -
         megatron_to_hf(megatron, back, source, world())
 
     run_ranks(1, convert)
+    assert not (back / "made_with.json").exists()
     assert is_hf_folder(source)
     assert not is_hf_folder(megatron)
     before, after = HfReader(source), HfReader(back)

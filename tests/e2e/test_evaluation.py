@@ -76,6 +76,7 @@ def test_a_model_is_evaluated_on_several_files(
     assert metrics["val-core/one-test/reward/mean@3"] == one["avg@3"]
     assert metrics["val-core/sums/reward/mean@3"] == two["avg@3"]
     printed = capfd.readouterr().out
+    assert "6 of 6 responses of rank 0 | ETA 0:00:00" in printed
     names = re.findall(r"^ *(data set|one-test|two-test|mean) .*\d", printed, re.MULTILINE)
     assert names == ["data set", "one-test", "two-test", "mean"]
     with pytest.raises(ValueError, match=r"data\.eval=.*must be files with different names"):

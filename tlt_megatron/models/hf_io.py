@@ -118,7 +118,8 @@ def save_hf_model(
 
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:
     for file in source.iterdir():
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX_NAME:
+        is_companion = file.suffix in (".json", ".txt", ".model", ".jinja")
+        if is_companion and file.name not in (INDEX_NAME, "made_with.json"):
             shutil.copy2(file, path / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)

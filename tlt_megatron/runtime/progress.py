@@ -1,10 +1,11 @@
-"""The terminal output of rank 0: a live display, or one plain line per RL step, and a table at the end.
+"""The terminal output of rank 0 or a tool: a live display, or one plain line per step, and a table at the end.
 
 If the terminal closes or cannot show a character, only the display ends, with one line in the log.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -32,6 +33,8 @@ _FACTS = {  # metric -> its text in the display
     "perf/rollout_tokens_per_s": "{} tokens/s",
     "rollout/spec_accept_length": "accept length {}",
     "timing_s/step": "{} s/step",
+    "loss": "loss {}",  # of tools
+    "agreement": "agreement {}",
 }
 _HEADERS = {
     "critic/rewards/mean": "reward",
@@ -48,6 +51,7 @@ _FILE_WIDTH = 120  # of a table without a terminal
 class Progress:
     """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on a terminal, else lines.
 
+    A tool may count something else and names it in `unit`. With 0 steps (an evaluation), responses are counted.
     With `enabled` False (every rank but the first) or mode none it does nothing. `console` is for tests.
     """
 
@@ -57,13 +61,16 @@ class Progress:
         num_steps: int,
         *,
         first_step: int = 0,
+        unit: str = "step",
         enabled: bool,
         console: Console | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"logging.progress={mode!r}: must be one of {', '.join(MODES)}")
         self.num_steps = num_steps
+        self._unit = unit
         self._done = first_step
+        self._responses = 0, 0  # done and all of the rollout phase, on this rank
         self._metrics: dict[str, float] = {}
         self._phase = ""
         self._phase_started = self._started = self._step_ended = time.monotonic()
@@ -81,6 +88,7 @@ class Progress:
                 get_renderable=self._render, console=self._console, refresh_per_second=4
             )
             self._draw(lambda: live.start(refresh=True))
+            atexit.register(self.close)  # Ctrl-C of a tool: the cursor comes back
         elif mode == "live":
             log.info("logging.progress='live' needs a terminal: one line per step instead")
 
@@ -92,14 +100,22 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step. `step` counts the steps done, including this one."""
         now = time.monotonic()
-        self._step_seconds.append(metrics.get("timing_s/step", now - self._step_ended))
+        since_last_s = (now - self._step_ended) / max(1, step - self._done)  # a tool may skip some
+        self._step_seconds.append(metrics.get("timing_s/step", since_last_s))
         self._step_ended = now
         self._done = step
         self._metrics |= metrics
         self._refresh()
         if self._live is None:
-            facts = [f"step {step}/{self.num_steps}", *self._facts(), self._eta()]
+            facts = [f"{self._unit} {step}/{self.num_steps}", *self._facts(), self._eta()]
             self.message(" | ".join(facts))
+
+    def responses(self, num_done: int, num_all: int) -> None:
+        """Show how many responses of the phase are done on this rank. Lines show it of a run of 0 steps, by tenths."""
+        self._responses = num_done, num_all
+        is_tenth = num_done and num_done * 10 // num_all > (num_done - 1) * 10 // num_all
+        if self._live is None and self.num_steps == 0 and is_tenth:
+            self.message(f"{self._responses_text()} | {self._eta()}")
 
     def message(self, text: str) -> None:
         """Print a line of text, above the live display if there is one."""
@@ -159,14 +175,19 @@ class Progress:
     def _render(self) -> RenderableType:
         """Return the live display. It is called again at every refresh, so its clocks advance."""
         now = time.monotonic()
+        done, total = (self._done, self.num_steps) if self.num_steps else self._responses
+        responses = self._responses_text()
         head = Table.grid(padding=(0, 2), expand=False)
         head.add_row(
-            Text(f"step {self._done}/{self.num_steps}", style="bold"),
-            ProgressBar(total=max(1, self.num_steps), completed=self._done, width=30),
+            Text(f"{self._unit} {done}/{total}" if self.num_steps else responses, style="bold"),
+            ProgressBar(total=max(1, total), completed=done, width=30),
             Text(f"elapsed {_clock(now - self._started)}"),
             Text(self._eta(), style="cyan"),
         )
-        facts = Text("  ".join(self._facts()) or "no step has ended yet", style="dim")
+        parts = self._facts() or [f"no {self._unit} has ended yet"] * bool(self.num_steps)
+        if self.num_steps and self._responses[0] < self._responses[1]:
+            parts.append(responses)
+        facts = Text("  ".join(parts), style="dim")
         if not self._phase:
             return Group(head, facts)
         self._spinner.update(
@@ -181,7 +202,13 @@ class Progress:
             if name in self._metrics
         ]
 
+    def _responses_text(self) -> str:
+        return "{:,} of {:,} responses of rank 0".format(*self._responses)
+
     def _eta(self) -> str:
+        if self.num_steps == 0 and self._responses[0]:
+            done, total = self._responses
+            return f"ETA {_clock((time.monotonic() - self._phase_started) / done * (total - done))}"
         if not self._step_seconds:
             return "ETA -"
         mean_s = sum(self._step_seconds) / len(self._step_seconds)

@@ -153,10 +153,11 @@ class RolloutWorker:
         step: int,
     ) -> _Share:
         """Return this rank's scored part of the batch. GenerationStopped if this rank was told to stop first."""
-        status = self.phases.timeline.status
+        status, progress = self.phases.timeline.status, self.phases.progress
 
         def score(part: Rollout) -> None:
             status.add_response(part.num_generated)
+            progress.responses(status.status.num_done, status.status.num_responses)
             if responses.is_cut(part):
                 return
             rollout = responses.join(part)
@@ -170,6 +171,7 @@ class RolloutWorker:
 
         mine = self.share_of(prompts)
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
+        progress.responses(0, status.status.num_responses)
         generate = (self.conversations or self.engine).generate
         with self.phases("ROLLOUT", "gen", prompts=len(mine)):
             groups = generate(

@@ -147,6 +147,37 @@ def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
     assert text_of(console) == ""
 
 
+def test_an_evaluation_shows_its_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 0 steps said "step 0/0 ... no step has ended yet" until its end."""
+    for is_terminal in (False, True):
+        console = make_console(terminal=is_terminal, width=120)
+        now = iter(range(1000))
+        monkeypatch.setattr("time.monotonic", lambda now=now: float(next(now)))
+        progress = Progress("auto", 0, enabled=True, console=console)
+        progress.phase("EVAL ROLLOUT")
+        for count in range(31):
+            progress.responses(count, 30)
+        progress.close()
+        text = text_of(console)
+        assert "0/0" not in text
+        assert "no step has ended" not in text
+        assert "30 of 30 responses of rank 0" in text
+        if not is_terminal:
+            assert [line.split()[0] for line in text.splitlines()] == [
+                f"{n}" for n in range(3, 31, 3)
+            ]
+            assert all(" | ETA 0:00:" in line for line in text.splitlines())
+
+
+def test_a_tool_counts_what_it_names_and_may_skip_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = make_console(terminal=False)
+    times = iter([0.0, 10.0, 10.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    progress = Progress("auto", 100, unit="tensor", enabled=True, console=console)
+    progress.step(5, {"loss": 0.5})
+    assert text_of(console) == "tensor 5/100 | loss 0.5 | ETA 0:03:10\n"
+
+
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"logging\.progress='bar': must be one of auto, live"):
         Progress("bar", 4, enabled=False)
