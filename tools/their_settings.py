@@ -238,7 +238,8 @@ VERL: dict[str, Convert] = _same("verl") | {
     "algorithm.kl_penalty": _kl_type("algorithm.use_kl_in_reward", _REWARD_KL),
     "algorithm.use_kl_in_reward": _kl("reward", "algorithm.kl_ctrl.kl_coef"),
     "algorithm.filter_groups.metric": _to(
-        "algorithm.dynamic_sampling_metric", lambda value: value if value == "acc" else "reward"
+        "algorithm.dynamic_sampling_metric",
+        lambda name: "reward" if name in ("seq_reward", "seq_final_reward") else name,
     ),
     f"{_CORRECTION}rollout_is": _rollout_is,
     f"{_CORRECTION}rollout_is_batch_normalize": _only(False),

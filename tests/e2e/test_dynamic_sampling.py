@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_task import answers, metric_rows, patient_engine, rollouts, run, weights
+from tests.tiny_task import (
+    answers,
+    metric_rows,
+    patient_engine,
+    rollouts,
+    run,
+    run_forked,
+    weights,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -100,3 +108,27 @@ def test_a_resumed_run_equals_the_straight_one(
     assert answers(tmp_path / "resumed") == answers(straight)[12:]
     for name, tensor in weights(straight).items():
         assert torch.equal(weights(tmp_path / "resumed")[name], tensor), name
+
+
+@pytest.mark.parametrize("metric", [(), ("algorithm.dynamic_sampling_metric=acc",)], ids=str)
+def test_a_punishment_makes_no_group_differ(
+    config: Path, tmp_path: Path, metric: tuple[str, ...]
+) -> None:
+    """Nearly all responses are punished, each by its length. Few are right: some end with a 4 by chance."""
+    data = (config.parent / "train.jsonl").read_text().replace('"label": "5"', '"label": "4"')
+    (tmp_path / "fours.jsonl").write_text(data)
+    settings = (
+        *(*COMMON, *metric, "reward.function=math", "reward.overlong_tokens=23"),
+        *("algorithm.dynamic_sampling=true", "algorithm.max_num_gen_batches=2", "run.num_steps=1"),
+        f"data.train={tmp_path}/fours.jsonl",
+    )
+    arguments = ("--config", config, f"run.dir={tmp_path}/run", *settings)
+    [(code, stderr)] = run_forked(1, *arguments)
+    assert code == 0, stderr[-5000:]
+    [row] = metric_rows(tmp_path / "run")
+    found = rollouts(tmp_path / "run")
+    right = [round(r["reward"] + (len(r["token_ids"]) - 1) / 23) for r in found]
+    num_different = sum(len(set(right[i : i + 4])) == 2 for i in range(0, 12, 4))
+    assert num_different > 0
+    assert row["rollout/filler_groups"] == 3 - num_different
+    assert row["rollout/kept_group_share"] < 1

@@ -83,6 +83,19 @@ class RewardSection(Section):
         """Return the weight of every function by its setting."""
         return self.functions or {self.function: 1.0}
 
+    @property
+    def is_built_in(self) -> bool:
+        """Return whether no function is the user's."""
+        return self.weights.keys() <= REGISTRY["reward.function"].built_in.keys()
+
+    def may_return(self, number: str) -> bool:
+        """Return whether results may have a further number of this name: the user's functions return any."""
+        if list(self.weights.values()) == [1]:
+            return not self.is_built_in
+        name, _, further = number.partition("/")
+        own = [spec for spec in self.weights if spec.rpartition(":")[2] == name]
+        return bool(own) and (not further or ":" in own[0])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection(Section):
@@ -117,10 +130,10 @@ class AlgorithmSection(Section):
     rollout_rs_threshold_lower: NonNegative = 0.0  # < 1; 0: 1 / upper
     # a response with a token whose ratio is below gets no gradient; 0: off
     rollout_token_veto_threshold: Share = 0.0
-    # DAPO: draw further prompts instead of groups whose responses do not differ in the metric: the
-    # reward, or a further number of the reward function
+    # DAPO: draw further prompts instead of groups whose responses do not differ in the metric
     dynamic_sampling: bool = False
-    dynamic_sampling_metric: str = "reward"  # or acc, for a reward function that returns one
+    # score | reward (less the overlong punishment) | acc or another further number of the function
+    dynamic_sampling_metric: str = "score"
     max_num_gen_batches: PositiveInt = 10  # generation rounds per step, at most
     num_minibatches: PositiveInt = 1  # optimizer updates per pass over a batch of rollouts
     num_epochs: PositiveInt = 1  # passes over a batch of rollouts
@@ -134,6 +147,7 @@ class AlgorithmSection(Section):
     def check(self) -> None:
         check_extension("algorithm.advantage", self.advantage)
         check_extension("algorithm.loss", self.loss)
+        self.require(bool(self.dynamic_sampling_metric), "dynamic_sampling_metric", "a name")
         self.require(
             self.kl_estimator != "k1" or self.kl_placement == "reward",
             "kl_estimator",

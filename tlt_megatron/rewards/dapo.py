@@ -24,9 +24,9 @@ class BatchRules:
 
     num_prompts: int  # of the batch
     max_rounds: int = 1  # generation rounds of a step, at most
-    metric: str = (
-        ""  # that must differ within a group: reward, or a further number; "": no dynamic sampling
-    )
+    # that must differ within a group: score, reward (with the punishment), or a further number;
+    # "": no dynamic sampling
+    metric: str = ""
     round_tokens: int = 0  # partial rollouts: most tokens of a response in a round; 0: off
     num_drawn: int = 0  # partial rollouts: prompts drawn at the start of a step; 0: num_prompts
     max_prompt_tokens: int = 0
@@ -73,7 +73,7 @@ class BatchRules:
         return min(self.num_prompts, math.ceil(missing * len(groups) / max(num_kept, 1)))
 
     def select(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the batch in the order of the draws: the first num_prompts groups that are kept (eq. 11).
+        """Return the batch in the order of the draws: the first num_prompts groups that are kept (eq. 11), punished.
 
         If there are fewer, the first of the others fill it up, as without dynamic sampling.
         """
@@ -81,23 +81,22 @@ class BatchRules:
         kept = {group.group.prompt.draw_index for group in chosen}
         others = [group for group in groups if group.group.prompt.draw_index not in kept]
         chosen += others[: self.num_prompts - len(chosen)]
-        return sorted(chosen, key=lambda group: group.group.prompt.draw_index)
+        chosen.sort(key=lambda group: group.group.prompt.draw_index)
+        return [self.punish_overlong(group) for group in chosen]
 
     def carry(
         self, groups: Sequence[ScoredGroup], batch: Sequence[ScoredGroup]
     ) -> list[ScoredGroup]:
         """Return the groups for the next step: those with open responses, and kept ones that the batch has no place for.
 
-        `groups` are all groups, without punishments. [] without partial rollouts.
+        `groups` are all groups. [] without partial rollouts.
         """
         if not self.round_tokens:
             return []
         done = {group.group.prompt.draw_index for group in batch}
         rest = [group for group in groups if group.group.prompt.draw_index not in done]
-        waiting = {
-            group.group.prompt.draw_index
-            for group in self.kept([self.punish_overlong(g) for g in rest if g.is_complete])
-        }
+        kept = self.kept([group for group in rest if group.is_complete])
+        waiting = {group.group.prompt.draw_index for group in kept}
         return [g for g in rest if not g.is_complete or g.group.prompt.draw_index in waiting]
 
     def still_fit(self, carried: Sequence[ScoredGroup], *, num_samples: int) -> list[ScoredGroup]:
@@ -131,34 +130,26 @@ class BatchRules:
         }
 
     def kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups whose responses differ in the metric; without dynamic sampling all.
+        """Return the groups, not punished yet, whose responses differ in the metric; without dynamic sampling all.
 
         ValueError if results of the function lack the metric.
         """
         if not self.metric:
             return list(groups)
-        if self.metric == "reward":
-            return [group for group in groups if min(group.rewards) < max(group.rewards)]
-        names = {name for group in groups for details in group.details for name in details}
-        if self.metric not in names and any(map(_has_result, groups)):
-            raise ValueError(
-                f"algorithm.dynamic_sampling_metric={self.metric!r}: must be reward or a further number of the reward "
-                f"function, which returned {sorted(names)}"
-            )
         # a response whose scoring failed has no further numbers, and reward 0
-        values = [[details.get(self.metric, 0.0) for details in g.details] for g in groups]
+        if self.metric == "score":
+            values = [group.rewards for group in groups]
+        elif self.metric == "reward":
+            values = [self.punish_overlong(group).rewards for group in groups]
+        else:
+            names = {name for group in groups for details in group.details for name in details}
+            if self.metric not in names and (names or any(any(g.rewards) for g in groups)):
+                raise ValueError(
+                    f"algorithm.dynamic_sampling_metric={self.metric!r}: must be score, reward or a further number of the "
+                    f"reward function, which returned {sorted(names)}"
+                )
+            values = [[details.get(self.metric, 0.0) for details in g.details] for g in groups]
         return [group for group, row in zip(groups, values, strict=True) if min(row) < max(row)]
-
-
-def _has_result(group: ScoredGroup) -> bool:
-    """Return whether the reward function certainly returned something for a response of the group.
-
-    A response whose scoring failed has reward 0 and no further numbers, apart from the punishment.
-    """
-    return any(
-        details.keys() - {_OVERLONG} or reward != details.get(_OVERLONG, 0.0)
-        for details, reward in zip(group.details, group.rewards, strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

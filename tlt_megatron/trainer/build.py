@@ -306,12 +306,15 @@ def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) ->
 
 def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
     rollout, algorithm = config.rollout, config.algorithm
+    metric = algorithm.dynamic_sampling_metric
+    if metric == "acc" and config.reward.is_built_in:
+        metric = "score"
     return LoopSettings(
         num_steps=config.run.num_steps,
         batch=BatchRules(
             num_prompts=rollout.num_prompts,
             max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
-            metric=algorithm.dynamic_sampling_metric if algorithm.dynamic_sampling else "",
+            metric=metric if algorithm.dynamic_sampling else "",
             round_tokens=rollout.partial_rollout_tokens,
             num_drawn=rollout.over_sampling_prompts,
             max_prompt_tokens=config.data.max_prompt_tokens,

@@ -96,7 +96,7 @@ class RolloutWorker:
                 self._run_round(prompts, responses, policy_version, drafter, step, len(rounds))
             )
             responses.add(part for share in rounds[-1].shares for part in share.parts)
-            complete = [rules.punish_overlong(g) for g in responses.groups() if g.is_complete]
+            complete = [group for group in responses.groups() if group.is_complete]
             if rules.is_complete(complete, len(rounds)):
                 break
             missing = rules.num_missing(complete, len(rounds))

@@ -143,9 +143,36 @@ def test_another_metric_decides_and_a_wrong_name_is_refused() -> None:
     rules = BatchRules(num_prompts=1, max_rounds=2, metric="acc")
     assert draws(rules.select(groups)) == [1]
     rules = BatchRules(num_prompts=1, max_rounds=2, metric="accuracy")
-    expected = "algorithm.dynamic_sampling_metric='accuracy': must be reward or a further number"
+    expected = (
+        "algorithm.dynamic_sampling_metric='accuracy': must be score, reward or a further number"
+    )
     with pytest.raises(ValueError, match=re.escape(expected) + r".*\['acc'\]"):
         rules.select(groups)
+
+
+def test_the_score_decides_unless_the_punished_reward_is_named() -> None:
+    groups = [group(0, 1, 1, lengths=(5, 18)), group(1, 0, 1, lengths=(18, 5))]
+    limits = {"max_new_tokens": 20, "overlong_tokens": 4}
+    for metric, expected in (("score", [1]), ("reward", [0, 1])):
+        rules = BatchRules(num_prompts=1, max_rounds=2, metric=metric, **limits)
+        assert draws(rules.kept(groups)) == expected
+        assert rules.select(groups)[0].rewards == ((-0.5, 1) if metric == "score" else (1, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("functions", "metric"),
+    [
+        ("reward.function=mine.py:style", "anything"),
+        ("reward.functions={'math':0.5,'mine.py:style':0.5}", "math"),
+        ("reward.functions={'math':0.5,'mine.py:style':0.5}", "style/length"),
+        ("reward.functions={'math':0.7,'exact':0.3}", "acc"),
+        ("reward.functions={'math':0.7,'exact':0.3}", "exact"),
+        ("algorithm.dynamic_sampling=false", "anything"),
+    ],
+)
+def test_a_metric_that_results_may_have_is_taken(functions: str, metric: str) -> None:
+    metric = f"algorithm.dynamic_sampling_metric={metric}"
+    load_config(None, ["algorithm.dynamic_sampling=true", metric, functions])
 
 
 def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
@@ -153,7 +180,7 @@ def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
     rules = BatchRules(
         num_prompts=1, max_rounds=2, metric="acc", max_new_tokens=20, overlong_tokens=4
     )
-    failed = [rules.punish_overlong(group(i, 0, 0, lengths=(5, 18))) for i in range(2)]
+    failed = [group(i, 0, 0, lengths=(5, 18)) for i in range(2)]
     assert rules.num_missing(failed, 1) == 1
     assert draws(rules.select(failed)) == [0]
 
@@ -172,6 +199,19 @@ def test_soft_overlong_punishment_by_hand() -> None:
         (
             "algorithm.dynamic_sampling=true rollout.num_samples=1 algorithm.advantage=reinforce_plus_plus",
             "algorithm.dynamic_sampling=True: must be false where rollout.num_samples=1",
+        ),
+        (
+            "algorithm.dynamic_sampling_metric=",
+            "algorithm.dynamic_sampling_metric='': must be a name",
+        ),
+        (
+            "algorithm.dynamic_sampling=true algorithm.dynamic_sampling_metric=accuracy",
+            "algorithm.dynamic_sampling_metric='accuracy': must be one of score, reward, acc, or a further number of math",
+        ),
+        (
+            "algorithm.dynamic_sampling=true algorithm.dynamic_sampling_metric=maths"
+            " reward.functions={'math':0.5,'mine.py:style':0.5}",
+            "algorithm.dynamic_sampling_metric='maths': must be one of score, reward, or a further number of math, mine.py:style",
         ),
         (
             "reward.overlong_tokens=512",
