@@ -55,6 +55,8 @@ class RewardSection(Section):
     function: str = "math"  # math | exact | path/to/file.py:function | package.module:function
     # instead of `function`: name or path -> weight in the reward, which is the weighted sum
     functions: dict[str, float] = field(default_factory=dict)
+    # a score from which a response counts as right: in pass@k, maj@k and rollout/solve_all
+    right_score: float = 1.0
     num_workers: PositiveInt = 1  # worker processes per rank
     timeout_s: Positive = 30.0  # for one response
     # raise: end the run, naming the prompt; zero: reward 0, counted

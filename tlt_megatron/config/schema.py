@@ -236,6 +236,13 @@ class RunConfig:
         return self.critic.path or self.model.path
 
     @property
+    def used_sampling_metric(self) -> str:
+        """Return what must differ within a group; "" without dynamic sampling."""
+        metric, is_score = self.algorithm.dynamic_sampling_metric, self.reward.is_built_in
+        metric = "score" if metric == "acc" and is_score else metric
+        return metric if self.algorithm.dynamic_sampling else ""
+
+    @property
     def longest_context(self) -> int:
         """Return the most positions before and between the policy's own tokens."""
         return self.data.max_prompt_tokens + self.rollout.observation_tokens

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tlt_megatron.types import FinishReason, Prompt, ScoredGroup
 
 _OVERLONG = "overlong_reward"  # the punishment, among the further numbers
+_ROUNDING = 1e-6  # of a weighted sum of scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class BatchRules:
     """How the batch of an RL step is made. With the defaults, it is the prompts of one round with their rewards."""
 
     num_prompts: int  # of the batch
+    right_score: float = 1.0  # as in `right_responses`
     max_rounds: int = 1  # generation rounds of a step, at most
     # that must differ within a group: score, reward (with the punishment), or a further number;
     # "": no dynamic sampling
@@ -150,6 +152,17 @@ class BatchRules:
                 )
             values = [[details.get(self.metric, 0.0) for details in g.details] for g in groups]
         return [group for group, row in zip(groups, values, strict=True) if min(row) < max(row)]
+
+
+def scores(group: ScoredGroup) -> list[float]:
+    """Return the rewards of a group without the punishments."""
+    details = group.details or ({},) * len(group.rewards)
+    return [r - own.get(_OVERLONG, 0.0) for r, own in zip(group.rewards, details, strict=True)]
+
+
+def right_responses(group: ScoredGroup, right_score: float) -> list[bool]:
+    """Return for each response whether its score is at least `right_score`, up to rounding."""
+    return [score >= right_score - _ROUNDING for score in scores(group)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,9 +123,9 @@ class WeightedRewards:
     ) -> tuple[float, dict[str, float]]:
         if len(results) == 1 and self._parts[0][1] == 1:
             return results[0]
-        total, details = 0.0, {}
+        parts, details = [], {}
         for (spec, weight, _), (score, further) in zip(self._parts, results, strict=True):
             name = spec.rpartition(":")[2]
-            total += weight * score
+            parts.append(weight * score)
             details |= {name: score} | {f"{name}/{key}": value for key, value in further.items()}
-        return _read_number("score", total), details
+        return _read_number("score", math.fsum(parts)), details

@@ -14,8 +14,8 @@ _TABLES = {
     "Rewards, lengths and evaluations": """
 step | | RL steps done: the key of a row
 critic/{rewards,score}/{mean,max,min} | reward | of all responses of the step; both are without a KL penalty
-rollout/solve_{all,none} | share of prompts | all responses have reward 1 or more; none has more than 0. Such a
-  group has no advantage under `grpo`
+rollout/solve_{all,none} | share of prompts | all responses are right (`reward.right_score`); none has a score above 0.
+  Without punishments of long responses, such a group has no advantage under `grpo`
 response_length/{mean,max,min,median} | tokens | of the policy, without observations
 response_length/clip_ratio | share | responses that were cut at `rollout.max_new_tokens`
 prompt_length/{mean,max,min} | tokens |
@@ -23,8 +23,8 @@ prompt_length/clip_ratio | share | prompts of exactly `data.max_prompt_tokens`; 
   set, never cut
 eval/accuracy | reward | mean reward on `data.eval`; the accuracy for rewards of 0 and 1. With several files this
   and the next three are means over the files, each with the same weight
-eval/pass@* | share of prompts | chance that one of that many responses has reward 1 or more; unbiased
-eval/maj@* | share of prompts | the most frequent answer of that many responses has reward 1 or more
+eval/pass@* | share of prompts | chance that one of that many responses is right (`reward.right_score`); unbiased
+eval/maj@* | share of prompts | the most frequent answer of that many responses is right
 eval/response_length/mean | tokens |
 eval/*/{accuracy,pass@*,maj@*,response_length/mean} | as above | with several files: of each by its name, as
   slime's `eval/<name>`

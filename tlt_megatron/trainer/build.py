@@ -178,7 +178,9 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
         sampler=sampler,
         worker=worker,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
-        evaluator=Evaluator(worker, held_out, _eval_sampling(config, tokenizer)),
+        evaluator=Evaluator(
+            worker, held_out, _eval_sampling(config, tokenizer), config.reward.right_score
+        ),
         checkpoints=checkpoints,
         drafter=drafter,
         # last: it cuts what an earlier run wrote after the checkpoint
@@ -306,15 +308,13 @@ def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) ->
 
 def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
     rollout, algorithm = config.rollout, config.algorithm
-    metric = algorithm.dynamic_sampling_metric
-    if metric == "acc" and config.reward.is_built_in:
-        metric = "score"
     return LoopSettings(
         num_steps=config.run.num_steps,
         batch=BatchRules(
             num_prompts=rollout.num_prompts,
+            right_score=config.reward.right_score,
             max_rounds=algorithm.max_num_gen_batches if algorithm.dynamic_sampling else 1,
-            metric=metric if algorithm.dynamic_sampling else "",
+            metric=config.used_sampling_metric,
             round_tokens=rollout.partial_rollout_tokens,
             num_drawn=rollout.over_sampling_prompts,
             max_prompt_tokens=config.data.max_prompt_tokens,

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from math import comb
 from statistics import fmean
 
+from tlt_megatron.rewards.dapo import right_responses
 from tlt_megatron.trainer.rollout_metrics import details_by_source
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
@@ -21,7 +22,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Evaluator:
     """Measures mean reward (accuracy for 0/1 rewards), pass@k and maj@k over fixed prompts.
 
-    `data_sets` has the prompts of each file by its name (`data.prompts.load_held_out`).
+    `data_sets` has the prompts of each file by its name (`data.prompts.load_held_out`). `right_score` as in `right_responses`.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class Evaluator:
         worker: RolloutWorker,
         data_sets: Mapping[str, Sequence[Prompt]],
         params: SamplingParams,
+        right_score: float = 1.0,
     ) -> None:
         self.worker = worker
         self.data_sets = data_sets
         self.params = params
+        self.right_score = right_score
 
     def evaluate(self, policy_version: int) -> dict[str, float]:
         """Return the eval/* and val-* metrics, {} without prompts. A collective of all ranks.
@@ -57,7 +60,7 @@ class Evaluator:
     def _measure(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
-        num_right = [sum(reward >= 1 for reward in g.rewards) for g in groups]
+        right = [right_responses(group, self.right_score) for group in groups]
         decode = self.worker.decode  # without what an environment wrote
         answers = [
             [final_answer(decode(r.generated(r.token_ids).tolist())) for r in g.group.rollouts]
@@ -66,8 +69,8 @@ class Evaluator:
         lengths = [r.num_generated for g in groups for r in g.group.rollouts]
         return {
             "eval/accuracy": fmean(rewards),
-            **pass_at_k(num_right, self.params.num_samples),
-            f"eval/maj@{self.params.num_samples}": majority(answers, [g.rewards for g in groups]),
+            **pass_at_k([sum(row) for row in right], self.params.num_samples),
+            f"eval/maj@{self.params.num_samples}": majority(answers, right),
             "eval/response_length/mean": fmean(lengths),
         }
 
@@ -105,16 +108,15 @@ def _in_braces(text: str, start: int) -> str:
     return ""
 
 
-def majority(answers: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]]) -> float:
+def majority(answers: Sequence[Sequence[str]], right: Sequence[Sequence[bool]]) -> float:
     """Return the share of prompts whose most frequent answer is right: maj@k of all k responses.
 
-    Of equally frequent answers the first counts. If its responses have several rewards, their share of right ones counts.
+    Of equally frequent answers the first counts. If only some of its responses are right, their share counts.
     """
     shares = []
-    for texts, row in zip(answers, rewards, strict=True):
+    for texts, row in zip(answers, right, strict=True):
         chosen = Counter(texts).most_common(1)[0][0]
-        votes = [reward >= 1 for text, reward in zip(texts, row, strict=True) if text == chosen]
-        shares.append(fmean(votes))
+        shares.append(fmean(r for text, r in zip(texts, row, strict=True) if text == chosen))
     return fmean(shares)
 
 

@@ -51,6 +51,7 @@ _FREE = (
     "logging.",
     "eval.",
     "reward.num_workers",
+    "reward.right_score",
     "data.train",
     "data.eval",
 )

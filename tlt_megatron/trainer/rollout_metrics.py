@@ -9,13 +9,19 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from tlt_megatron.rewards.dapo import right_responses, scores
 from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.speculation_log import PassTotals
 from tlt_megatron.types import FinishReason, ScoredGroup
 
 
-def rollout_metrics(groups: Sequence[ScoredGroup], max_prompt_tokens: int) -> dict[str, float]:
-    """Return the metrics of rewards and lengths of a batch, whose prompts have at most `max_prompt_tokens`."""
+def rollout_metrics(
+    groups: Sequence[ScoredGroup], max_prompt_tokens: int, right_score: float = 1.0
+) -> dict[str, float]:
+    """Return the metrics of rewards and lengths of a batch, whose prompts have at most `max_prompt_tokens`.
+
+    `right_score` as in `right_responses`.
+    """
     rollouts = [r for g in groups for r in g.group.rollouts]
     rewards = torch.tensor([reward for g in groups for reward in g.rewards], dtype=torch.float64)
     lengths = torch.tensor([r.num_generated for r in rollouts], dtype=torch.float64)
@@ -49,8 +55,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup], max_prompt_tokens: int) -> di
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())
     for (source, name), rows in details_by_source(groups).items():
         metrics[f"reward/{source}/{name}/mean"] = fmean(value for row in rows for value in row)
-    metrics["rollout/solve_none"] = _share(groups, lambda g: max(g.rewards) <= 0)
-    metrics["rollout/solve_all"] = _share(groups, lambda g: min(g.rewards) >= 1)
+    metrics["rollout/solve_none"] = _share(groups, lambda g: max(scores(g)) <= 0)
+    metrics["rollout/solve_all"] = _share(groups, lambda g: all(right_responses(g, right_score)))
     return metrics
 
 

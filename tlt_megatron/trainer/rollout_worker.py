@@ -102,7 +102,7 @@ class RolloutWorker:
             missing = rules.num_missing(complete, len(rounds))
             prompts = plan.draw(missing) if missing else ()
         batch = rules.select(complete)
-        metrics = rollout_metrics(batch, rules.max_prompt_tokens)
+        metrics = rollout_metrics(batch, rules.max_prompt_tokens, rules.right_score)
         metrics |= rules.metrics(complete, len(rounds))
         carried = rules.carry(responses.groups(), batch)
         if rules.round_tokens:

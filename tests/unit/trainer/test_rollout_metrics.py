@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tlt_megatron.rewards.dapo import right_responses
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.evaluate import (
     Evaluator,
@@ -68,6 +69,17 @@ def test_rollout_metrics_by_hand() -> None:
     assert (metrics["rollout/solve_all"], metrics["rollout/solve_none"]) == (0.5, 0.5)
 
 
+def test_right_is_a_score_and_not_the_punished_reward() -> None:
+    group = scored((2, 4), (1 - 2e-16, 0.25), 8)
+    group = replace(group, details=({"overlong_reward": 0.0}, {"overlong_reward": -0.5}))
+    for right_score, share in ((0.75, 1.0), (1.0, 0.0)):
+        metrics = rollout_metrics([group], 2, right_score)
+        assert metrics["rollout/solve_all"] == share
+    assert right_responses(group, 1.0) == [True, False]
+    unlucky = replace(group, rewards=(-1.0, 0.0), details=({"overlong_reward": -2.0}, {}))
+    assert rollout_metrics([unlucky], 2)["rollout/solve_none"] == 0
+
+
 def test_metrics_of_kept_sets_by_hand() -> None:
     """3, 1 and 2 tokens were kept; the fourth set was too large to be recorded."""
     group = scored((4,), (1.0,), 8)
@@ -107,9 +119,9 @@ def test_the_answer_of_a_response(text: str, answer: str) -> None:
 
 def test_majority_by_hand() -> None:
     answers = [["1", "2", "2", "3"], ["4", "5", "6", "7"], ["8", "8", "9", "9"]]
-    rewards = [[1, 0, 0, 0], [1, 0, 0, 0], [0.9, 1, 0, 1]]
+    right = [[True, False, False, False], [True, False, False, False], [False, True, False, True]]
     # 2 is wrong; of four answers once each the first, 4, is right; 8 is right in one of its two responses
-    assert majority(answers, rewards) == pytest.approx((0 + 1 + 0.5) / 3)
+    assert majority(answers, right) == pytest.approx((0 + 1 + 0.5) / 3)
 
 
 def test_votes_are_what_the_policy_wrote_and_not_an_observation() -> None:
