@@ -118,14 +118,15 @@ class _Launch:
         config = self._config
         device = select_device(config.run.device)
         world = init_world(device.backend, config.run.group_timeout_s)
-        ledger = make_ledger(config, world.size, device)
-        if world.is_first:
-            lines = [*ledger.lines(), describe_checkpoint(config, world.size)]
-            print("\n".join(lines), flush=True)
-        free_bytes = device.free_bytes() + device.process_bytes()
-        check_memory(ledger, free_bytes, device.host_free_bytes(), world)
         self._run_dir = Path(broadcast_object(str(folder.path) if folder else "", world))
         configure_logging(world.rank, self._run_dir)
+        ledger = make_ledger(config, world.size, device)
+        free_bytes = device.free_bytes() + device.process_bytes()
+        if world.is_first:
+            lines = ["memory ledger:", *ledger.lines(), describe_checkpoint(config, world.size)]
+            log.info("%s", "\n".join(lines), extra=FILE_ONLY)
+            print(ledger.headline(free_bytes), flush=True)
+        check_memory(ledger, free_bytes, device.host_free_bytes(), world)
         self._run = build_run(config, self._run_dir, world, device, stack, self._stop)
         self._run.trainer.report.history.add_memory_plan(ledger)
         with self._run.explaining():

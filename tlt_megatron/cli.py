@@ -110,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tlt_megatron {__version__}" if name == "--version" else _help())
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)
-        print(f"tlt: {name!r} is no command; did you mean {near[0]}?", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        advice = f"did you mean {near[0]}?" if near else "tlt --help lists them"
+        print(f"tlt: {name!r} is no command; {advice}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     is_help = bool({"-h", "--help"} & set(rest))

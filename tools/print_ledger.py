@@ -2,12 +2,13 @@
 
     tlt plan examples/qwen2_5_7b_8gpu.yaml --ranks 8 model.path=/models/Qwen2.5-7B-Instruct
 
-It needs no GPU and reads only config.json of the model. `run.device=cpu` gives the memory of a CPU rank.
+It needs no GPU, and of the model a folder with config.json alone. `run.device=cpu` gives the memory of a CPU rank.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
-    parser.add_argument("words", nargs="+", metavar="CONFIG.yaml | key=value")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="CONFIG.yaml | key=value",
+        help="model.path needs config.json alone",
+    )
     given = parser.parse_intermixed_args(arguments)
     if given.ranks < 1:
         parser.error(f"--ranks {given.ranks}: must be >= 1")
@@ -29,6 +35,10 @@ def main(arguments: list[str] | None = None) -> None:
     if not files:
         parser.error("CONFIG.yaml is missing")
     config = load_config(files, [word for word in given.words if "=" in word])
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise ValueError(
+            f"model.path={config.model.path!r}: must be a folder with config.json, which is enough for a plan"
+        )
     check_layout(config, given.ranks)
     kind = "cpu" if config.run.device == "cpu" else "cuda"
     device = Device(torch_device=torch.device(kind, 0), backend="gloo")  # nothing communicates

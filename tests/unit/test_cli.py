@@ -83,6 +83,7 @@ def test_train_starts_the_launcher(given: str, launcher: str, program: str) -> N
     ("arguments", "said"),
     [
         (("trian",), "tlt: 'trian' is no command; did you mean train?"),
+        (("foo",), "tlt: 'foo' is no command; tlt --help lists them"),
         (("train", "run.num_steps=3"), "tlt train: CONFIG is missing: name a .yaml file"),
         (("train", EXAMPLE, "steps"), "tlt train: 'steps' is no section.key=value and no option"),
         (
@@ -115,6 +116,10 @@ def test_bad_input_is_answered_in_one_line_before_torch(
     ("arguments", "said"),
     [
         ("plan no.yaml --ranks 2", "config='no.yaml': no such file"),
+        (
+            f"plan {EXAMPLE} --ranks 2 model.path=absent",
+            "model.path='absent': must be a folder with config.json, which is enough for a plan",
+        ),
         ("compare no_run no_other", "no_run, no_other: no such run folder"),
         (
             "export-drafter --from no --to new --format vllm",

@@ -132,9 +132,7 @@ def _critic_claims(
         MemoryClaim("critic", own * _ITEM_BYTES[model.dtype], lower=layout),
         MemoryClaim("critic's gradients", grads, phases=held_in, lower=offload),
         MemoryClaim("critic's optimizer", states, phases=held_in, lower=offload),
-        MemoryClaim(
-            "critic's optimizer outside of its updates", outside, in_host=True, lower=_OFFLOADED
-        ),
+        MemoryClaim("critic's, outside of updates", outside, in_host=True, lower=_OFFLOADED),
     ]
 
 

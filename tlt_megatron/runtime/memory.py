@@ -68,15 +68,17 @@ class MemoryLedger:
         return self.bytes_in(self.peak_phase)
 
     def lines(self) -> list[str]:
-        """Return a table in MiB: one row per claim, one column per phase, and the sums. Host memory is below."""
+        """Return a table in MiB of 80 columns: one row per claim, and the sums. Host memory is below."""
         rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
         rows += self._rows()
         if any(claim.in_host for claim in self.claims):
             rows.append(("in host memory", ("",) * len(Phase)))
             rows += self.of_host()._rows()
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}" + "".join(f"{c:>13}" for c in cells) for name, cells in rows]
-        return [line.rstrip() for line in lines]
+        names, table = zip(*rows, strict=True)
+        columns = [[f"{name:<{max(map(len, names))}}" for name in names]]
+        for cells in zip(*table, strict=True):
+            columns.append([f"{cell:>{max(map(len, cells)) + 2}}" for cell in cells])
+        return ["".join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _rows(self) -> list[tuple[str, tuple[str, ...]]]:
         rows = []
@@ -87,6 +89,13 @@ class MemoryLedger:
                 rows.append((claim.name, cells))
         sums = tuple(f"{self.bytes_in(phase) / _MIB:,.0f}" for phase in Phase)
         return [*rows, ("sum", sums)]
+
+    def headline(self, free_bytes: int) -> str:
+        """Return the largest sum in a line."""
+        return (
+            f"memory of a rank: {self.peak_bytes / _MIB:,.0f} MiB planned in the {self.peak_phase}"
+            f" phase, {free_bytes / _MIB:,.0f} MiB free"
+        )
 
     def check(self, free_bytes: int, where: str = "") -> None:
         """Raise ValueError if the fullest phase takes more than is free. It names the settings of the largest claims."""

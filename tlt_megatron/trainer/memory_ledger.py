@@ -77,7 +77,7 @@ def make_ledger(config: RunConfig, world_size: int, device: Device) -> MemoryLed
 
 
 def describe_checkpoint(config: RunConfig, world_size: int) -> str:
-    """Return a line about the bytes of a checkpoint and the seconds for which it blocks the run."""
+    """Return two lines about the bytes of a checkpoint and the seconds for which it blocks the run."""
     total = fullest = 0
     for sizes in (ModelSizes(load_model_config(config.model.path)), _critic_sizes(config)):
         if sizes is not None:
@@ -90,7 +90,7 @@ def describe_checkpoint(config: RunConfig, world_size: int) -> str:
             )
             total, fullest = total + part[0], fullest + part[1]
     return (
-        f"A checkpoint has {total / 1e9:,.1f} GB. The fullest rank writes {fullest / 1e9:,.1f} GB:"
+        f"A checkpoint has {total / 1e9:,.1f} GB.\nThe fullest rank writes {fullest / 1e9:,.1f} GB:"
         f" {fullest / _WRITE_BYTES_PER_S:,.0f} s at {_WRITE_BYTES_PER_S / 1e9:g} GB/s of a rank."
     )
 

@@ -91,6 +91,12 @@ def test_a_checkpoint_takes_host_memory(
     assert not on_cpu.of_host().claims
 
 
+def test_the_table_fits_80_columns(tmp_path: Path) -> None:
+    overrides = "algorithm.advantage=gae mcore.offload_in_rollouts=True rollout.engine=embedded"
+    lines = ledger_of(tmp_path, overrides, 4).lines()
+    assert max(map(len, lines)) <= 80, lines
+
+
 def test_the_bytes_and_seconds_of_a_checkpoint_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
     config = load_config(None, [f"model.path={tmp_path}", "model.dtype=bfloat16"])
