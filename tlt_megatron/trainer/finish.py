@@ -114,7 +114,8 @@ def result_lines(summary: Mapping[str, float | None]) -> list[str]:
     for names, text in _RESULTS.items():
         values = [summary.get(name) for name in names]
         if None not in values:
-            lines.append(text.format(*map(format_number, values)))
+            is_above = names[0] == "memory_peak_gb" and values[0] > values[1]
+            lines.append(text.format(*map(format_number, values)) + ", above plan" * is_above)
     return lines
 
 

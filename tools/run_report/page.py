@@ -90,10 +90,16 @@ def _render(panels: Sequence[Panel], **values: object) -> str:
 def _headline(summary: dict[str, object]) -> list[dict[str, object]]:
     """Return the numbers of summary.json, in its order."""
     return [
-        {"key": key, "name": _NAMES.get(key, _words(key)), "value": value, "text": _text(key, value)}
+        {"key": key, "name": _NAMES.get(key, _words(key)), "value": value, "text": _text(key, value) + _above_plan(key, value, summary)}
         for key, value in summary.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]  # fmt: skip
+
+
+def _above_plan(key: str, value: float, summary: dict[str, object]) -> str:
+    planned = summary.get("memory_planned_gb")
+    is_above = key == "memory_peak_gb" and isinstance(planned, float) and value > planned
+    return ", above plan" if is_above else ""
 
 
 def _words(key: str) -> str:

@@ -29,6 +29,8 @@ SUMMARY = {
     "num_steps": 3,
     "step_time_s_median": 2.03125,
     "spot_preempt_ms": 3.5,
+    "memory_peak_gb": 2.43,
+    "memory_planned_gb": 2.11,
     "kind": "a word",
 }
 
@@ -213,6 +215,7 @@ def test_headline_figures_are_those_of_the_summary(run_dir: Path) -> None:
     texts = {key: text for key, _, text in found}
     assert texts["step_time_s_median"] == "2.03 s"
     assert texts["spot_preempt_ms"] == "3.5 ms"
+    assert texts["memory_peak_gb"] == "2.43 GB, above plan"
 
 
 def test_shares_of_strategies_are_those_of_the_passes(run_dir: Path) -> None:

@@ -35,6 +35,10 @@ def test_the_end_of_a_run_has_units_and_leaves_out_what_is_unknown() -> None:
         "held-out accuracy: 0.417 -> 0.583",
         "rollouts: 15,312 generated tokens/s",
     ]
+    memory = "memory of a rank: 2.4 GB at its peak, {} GB planned{}"
+    for planned, note in ((2.5, ""), (2.1, ", above plan")):
+        taken = {"memory_peak_gb": 2.4, "memory_planned_gb": planned}
+        assert result_lines(taken) == [memory.format(planned, note)]
 
 
 def test_the_end_of_a_run_names_a_tlt_that_a_shell_finds(
