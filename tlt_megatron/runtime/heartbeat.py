@@ -5,8 +5,7 @@ A daemon thread of each rank writes a count and the rank's phase several times p
 second with 1,000 ranks.
 
 A rank is lost if
-- its process has ended without a farewell. Its neighbour on the machine sees this within two intervals, and rank 0 sees a
-  process of another machine by its closed connection (lifelines.py);
+- its process has ended without a farewell. Its neighbour on the machine sees this within two intervals;
 - its count has not changed for `timeout_s`, measured in the watcher's own beats. Clocks are never compared, so ranks that were
   all suspended together continue. On the watcher's machine, a process that uses CPU time is alive: a long call that holds
   Python's lock must not end a run;
@@ -31,7 +30,6 @@ from tlt_megatron.runtime.collective_errors import describe_collective_error, is
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.job_store import JobStore
-from tlt_megatron.runtime.lifelines import Lifelines, connect_lifelines
 from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
@@ -82,7 +80,6 @@ class Heartbeat:
         stop: StopRequest,
         *,
         timeout_s: float,
-        lifelines: Lifelines,
         end_process: Callable[..., None] = end_process,
     ) -> None:
         """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does not end by itself."""
@@ -105,7 +102,6 @@ class Heartbeat:
         self._events = EventLog(self._store)
         self._main_store = store.part("heartbeat")
         machines = [process.machine for process in ranks]
-        self._lifelines = lifelines
         self._watched = [
             _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
             for other in (watched_by(rank, machines) if timeout_s else ())
@@ -164,7 +160,6 @@ class Heartbeat:
         except dist.DistError as lost:
             why = str(lost).partition("\n")[0] or repr(lost)
             log.info("no farewell: the store of rank 0 is gone (%s)", why, extra=FILE_ONLY)
-        self._lifelines.close()
 
     def _run(self) -> None:
         while not self._is_closed.wait(self.interval_s):
@@ -175,8 +170,6 @@ class Heartbeat:
                     self._read_beat(0)  # its phase, to report if its store stops answering
                 for watched in self._watched:
                     self._watch(watched)
-                if self.rank == 0:
-                    self._read_lifelines()
             except dist.DistError as error:
                 if self._is_closed.is_set():
                     return
@@ -217,13 +210,6 @@ class Heartbeat:
         if watched.num_silent * self.interval_s >= self.timeout_s:
             how = "its process is stopped" if state and state.is_stopped else "it does not answer"
             self._report(f"{process} has been {self._silence()} in phase {phase}: {how}")
-
-    def _read_lifelines(self) -> None:
-        for rank in self._lifelines.take_closed():
-            beat = self._read_beat(rank)
-            if beat is not None:
-                process = self.ranks[rank]
-                self._report(f"{process} is gone: its connection was closed in phase {beat[2]}")
 
     def _silence(self) -> str:
         return f"silent for run.heartbeat_timeout_s={self.timeout_s:g} s"
@@ -326,8 +312,7 @@ def running_heartbeat(
     `stop` hears of the requests of other ranks, and tells them of its own.
     """
     ranks = gather_objects(RankProcess.own(world.rank), world)
-    lifelines = connect_lifelines(store.host, ranks if timeout_s else [], world)
-    heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s=timeout_s, lifelines=lifelines)
+    heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s=timeout_s)
     if world.size > 1:
         stop.share(EventLog(store.connect("heartbeat")))
         barrier(world)

@@ -32,9 +32,8 @@ class JobStore:
     A call fails with a DistError after `answer_timeout_s` (a read after twice that), or at once if rank 0 is gone.
     """
 
-    def __init__(self, store: dist.Store, answer_timeout_s: float, host: str = "") -> None:
-        """`store` is the connection of this rank's main thread. `host` is the address where rank 0 listens."""
-        self.host = host
+    def __init__(self, store: dist.Store, answer_timeout_s: float) -> None:
+        """`store` is the connection of this rank's main thread."""
         self._store = store
         self._answer_timeout_s = answer_timeout_s
 
@@ -78,7 +77,7 @@ def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
         timeout=datetime.timedelta(seconds=answer_timeout_s),
     )
     _bound_exchanges(store, answer_timeout_s)
-    return JobStore(dist.PrefixStore(token, store), answer_timeout_s, host)
+    return JobStore(dist.PrefixStore(token, store), answer_timeout_s)
 
 
 def _listen(addresses: Sequence[tuple[str, list[str]]]) -> socket.socket:

@@ -14,7 +14,6 @@ from tlt_megatron.runtime.collective_errors import describe_collective_error, is
 from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, watched_by
 from tlt_megatron.runtime.job_store import JobStore
-from tlt_megatron.runtime.lifelines import Lifelines
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
 from tlt_megatron.runtime.stop import StopRequest
 
@@ -29,9 +28,7 @@ class Neighbours:
         self.beats = store.part("heartbeat")
         self.other_beat(1)
         self.stop = StopRequest()
-        self.heartbeat = Heartbeat(
-            store, [own, other], 0, self.stop, timeout_s=8.0, lifelines=Lifelines({})
-        )
+        self.heartbeat = Heartbeat(store, [own, other], 0, self.stop, timeout_s=8.0)
 
     def other_beat(self, count: int) -> None:
         self.beats.set("beat/1", f"{count} 4 ROLLOUT")
