@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of one rank starve the others
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps by launch order
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost rank prints 30 lines of C++
 
 from tlt_megatron.config.layout import check_layout

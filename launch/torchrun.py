@@ -7,7 +7,6 @@ that they are done or have saved. A second Ctrl-C kills them.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -18,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torch prints a warning; ranks do the same
+if "SLURM_NODEID" in os.environ:
+    os.environ.setdefault("PET_NODE_RANK", os.environ["SLURM_NODEID"])  # the default of --node-rank
 
 from tlt_megatron.runtime.parent import AGENT_PID
 from tlt_megatron.runtime.stop import SIGNALS
@@ -39,14 +40,21 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"pretrain_rl: {error}", file=sys.stderr)
         return 2
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import run
+    from torch.distributed.run import parse_args, run
 
-    options = parse_options(arguments)
+    from tlt_megatron.runtime.rendezvous import with_rendezvous
+
+    options = with_rendezvous(parse_args(arguments))
+    options.signals_to_handle = "SIGQUIT"
     # Ranks print in one line why they end. This hides torchrun's own report after it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(options)
+    except (OSError, DistError) as error:
+        print(f"torchrun.py: the ranks cannot start: {error}", file=sys.stderr)
+        return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -66,17 +74,6 @@ def _check_program(arguments: list[str]) -> None:
     names = [Path(word).name for word in arguments]
     if "pretrain_rl.py" in names:
         read_command(arguments[names.index("pretrain_rl.py") + 1 :])
-
-
-def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Return torchrun's options. With --standalone, ranks meet on the loopback: the host's name need not resolve."""
-    from torch.distributed.run import parse_args
-
-    options = parse_args(arguments)
-    options.signals_to_handle = "SIGQUIT"
-    if options.standalone and options.local_addr is None:
-        options.local_addr = "127.0.0.1"
-    return options
 
 
 class _Forwarder:

@@ -31,17 +31,25 @@ def hold():
 
 
 class Job:
-    """A run on two ranks under launch/torchrun.py, or under plain torchrun, and all that it says."""
+    """A run on two ranks under launch/torchrun.py, plain torchrun or `tlt train`, and all that it says."""
 
     def __init__(
-        self, config: Path, run_dir: Path, *arguments: str, is_plain: bool = False
+        self,
+        config: Path,
+        run_dir: Path,
+        *arguments: str,
+        is_plain: bool = False,
+        is_tlt: bool = False,
     ) -> None:
         self.folder, self.run_dir = config.parent, run_dir
         (self.folder / "called").unlink(missing_ok=True)
         (self.folder / "hold").touch()  # before the start, so that no step comes too early
         command = torchrun(2, "--config", config, f"run.dir={run_dir}", *arguments)
         if not is_plain:
-            command[1:3] = ["launch/torchrun.py"]
+            command[1:6] = ["launch/torchrun.py", "--standalone"]
+        if is_tlt:
+            command[1:2] = ["-m", "tlt_megatron.cli", "train"]
+            command.remove("launch/pretrain_rl.py")
         self._output = run_dir.with_suffix(".out")
         self._skip = self._output.stat().st_size if self._output.exists() else 0
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
@@ -84,6 +92,11 @@ class Job:
         assert self.process.wait(timeout=LIMIT_S) == code, self.output
         assert "Traceback" not in self.output, self.output
         (self.folder / "hold").unlink(missing_ok=True)
+
+    def open_ports(self) -> set[tuple[str, int]]:
+        """The addresses at which its processes listen."""
+        connections = [c for process in self.family() for c in process.net_connections("tcp")]
+        return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
     def family(self) -> list[psutil.Process]:
         """torchrun, ranks, reward workers, resource trackers."""

@@ -100,7 +100,7 @@ usage: tlt train CONFIG.yaml ... [section.key=value ...] [--resume auto|never|FO
   --resume            sets checkpoint.resume; needs run.dir
   --print-config      print every setting and end
   --nproc-per-node N  ranks of this node, one per GPU; default 1
-  --nnodes, --rdzv-*  as torchrun has them; without them the run has this node only"""
+  --nnodes N          machines; each needs --node-rank (default: SLURM_NODEID) and --master-addr; default this one only"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,8 +22,8 @@ def start_job() -> Iterator[Callable[..., Job]]:
     """`Job`; what still runs after the test is killed."""
     jobs: list[Job] = []
 
-    def start(config: Path, run_dir: Path, *arguments: str, is_plain: bool = False) -> Job:
-        jobs.append(Job(config, run_dir, *arguments, is_plain=is_plain))
+    def start(config: Path, run_dir: Path, *arguments: str, **door: bool) -> Job:
+        jobs.append(Job(config, run_dir, *arguments, **door))
         return jobs[-1]
 
     yield start

@@ -208,15 +208,16 @@ def test_a_risky_setting_is_warned_of_and_an_unusable_row_is_named_once(
 
 def test_refusals_come_before_torch_is_imported(config: Path) -> None:
     program = (
-        "import runpy, sys; sys.argv[1:] = ['--config', 'x.yaml']\n"
+        "import os, runpy, sys; sys.argv[1:] = ['--config', 'x.yaml']\n"
         "try: runpy.run_path('launch/pretrain_rl.py', run_name='__main__')\n"
-        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
+        "print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     )
     command = [torchrun(1)[0], "-c", program]
     done = subprocess.run(
         command, cwd=REPO, capture_output=True, text=True, env=plain_environment()
     )
-    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert done.stdout.split() == ["2", "False", "1"], done.stderr
 
 
 def test_printed_config_is_a_config(config: Path, tmp_path: Path) -> None:

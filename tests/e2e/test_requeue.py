@@ -27,10 +27,10 @@ pytestmark = pytest.mark.e2e
 # As Slurm's own: SIGUSR1 goes to the tasks of all nodes, a SIGTERM kills them; the exit code is that of a task that failed.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift; done
-command=("${@/node1:29500/127.0.0.1:$RENDEZVOUS_PORT}")
+command=("${@/%node1/127.0.0.1}")
 tasks=()
-for node in 1 2; do
-  "${command[@]:0:2}" --local-addr 127.0.0.1 "${command[@]:2}" &
+for node in 0 1; do
+  SLURM_NODEID=$node "${command[@]/%29500/$RENDEZVOUS_PORT}" &
   tasks+=($!)
 done
 trap 'kill -USR1 "${tasks[@]}"' USR1

@@ -6,8 +6,10 @@ and a pipe in place of a step's record of rollouts keeps rank 0 inside that step
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import select
 import signal
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.tiny_task import answers, make_tiny_task, run, weights
 from tests.torchrun_job import HOLDING, LIMIT_S, Job, saved_step
@@ -54,8 +57,8 @@ def task(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(task: Path, start_job: Callable[..., Job]) -> Callable[..., Job]:
-    def start(name: str, *arguments: str, is_plain: bool = False) -> Job:
-        return start_job(task, task.parent / name, *SETTINGS, *arguments, is_plain=is_plain)
+    def start(name: str, *arguments: str, **door: bool) -> Job:
+        return start_job(task, task.parent / name, *SETTINGS, *arguments, **door)
 
     return start
 
@@ -129,11 +132,34 @@ def test_a_stop_keeps_the_warm_up_that_a_resumed_run_did(
     assert written_ns[0] < written_ns[1]
 
 
+def check_loopback(job: Job) -> None:
+    ports = job.open_ports()
+    assert ports
+    assert {address.removeprefix("::ffff:") for address, _ in ports} <= {"127.0.0.1", "::1"}, ports
+
+
+class _Planted:
+    """A pickle that creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (str(self.path), "w")
+
+
 def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..., Job]) -> None:
+    """And until then nothing listens beyond the loopback, and nobody loads a pickle from a store."""
     job = start("frozen", SLOW)
     job.wait_until_held()
     family = job.family()
     ranks = [p for p in family if os.getpgid(p.pid) == p.pid and p.ppid() == job.process.pid]
+    check_loopback(job)
+    state = base64.b64encode(pickle.dumps(_Planted(job.folder / "loaded")))
+    launcher = psutil.Process(job.process.pid).net_connections("tcp")
+    for port in {c.laddr.port for c in launcher if c.status == psutil.CONN_LISTEN}:
+        store = dist.TCPStore("127.0.0.1", port)
+        store.set(f"torch.rendezvous.{ranks[0].environ()['TORCHELASTIC_RUN_ID']}", state)
     ranks[1].suspend()
     os.killpg(job.process.pid, signal.SIGINT)
     job.wait_until(lambda: job.lines("Ctrl-C again ends it at once"), "the first is heard")
@@ -141,6 +167,7 @@ def test_second_ctrl_c_ends_at_once_although_a_rank_is_frozen(start: Callable[..
     job.end(128 + signal.SIGKILL)
     job.line("second Ctrl-C: nothing more is saved")
     assert not psutil.wait_procs(family, timeout=LIMIT_S)[1]
+    assert not (job.folder / "loaded").exists()
 
 
 def test_no_process_outlives_a_killed_torchrun(start: Callable[..., Job]) -> None:
@@ -156,8 +183,9 @@ def test_no_process_outlives_a_killed_torchrun(start: Callable[..., Job]) -> Non
 
 
 def test_an_error_of_a_rank_is_one_line_and_ends_all(start: Callable[..., Job]) -> None:
-    job = start("failed", SLOW)
+    job = start("failed", SLOW, is_tlt=True)
     job.wait_until_held()
+    check_loopback(job)
     (job.folder / "fail").touch()
     (job.folder / "hold").unlink()
     job.end(1)

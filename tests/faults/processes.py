@@ -199,16 +199,14 @@ def start_torchrun(
     }
     rendezvous = ["--standalone"]
     if num_agents > 1:
-        endpoint = f"127.0.0.1:{free_port()}"
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-        rendezvous += ["--rdzv-id", "faults", "--nnodes", str(num_agents)]
-    command = [sys.executable, str(LAUNCHER), *rendezvous, "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(num_ranks // num_agents)]
+        rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        rendezvous += ["--nnodes", str(num_agents)]
+    command = ["--nproc-per-node", str(num_ranks // num_agents)]
     command += [str(REPO / "tests" / "faults" / "rank.py"), *arguments]
     with open(folder / "terminal.txt", "ab") as terminal:
         agents = [
             subprocess.Popen(
-                command,
+                [sys.executable, str(LAUNCHER), *rendezvous, "--node-rank", str(node), *command],
                 cwd=REPO,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -216,7 +214,7 @@ def start_torchrun(
                 stderr=terminal,
                 start_new_session=True,
             )
-            for _ in range(num_agents)
+            for node in range(num_agents)
         ]
     return Job(folder=folder, agents=agents, num_ranks=num_ranks, is_torchrun=True)
 

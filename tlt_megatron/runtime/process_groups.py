@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,15 +87,19 @@ def group_of(handle: object) -> Group:
 
 
 def init_world(backend: str, timeout_s: float) -> Group:
-    """Join the world that torchrun describes in the environment. Without torchrun, the process is a world of one."""
-    for name, default in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "0"),
-    ):
+    """Join the world that torchrun describes in the environment. Without torchrun, the process is a world of one.
+
+    The ranks of one machine listen on its loopback alone, unless the user names another interface.
+    """
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault(name, default)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    size = int(os.environ["WORLD_SIZE"])
+    if size == int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, **(alone if size == 1 else {}))
     return Group(
         handle=dist.group.WORLD,
         rank=dist.get_rank(),

@@ -1,12 +1,10 @@
-"""launch/torchrun.py: its options, and what must not end the thread that passes signals on."""
+"""launch/torchrun.py: what must not end the thread that passes signals on."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-
-from launch.torchrun import parse_options
 
 REPO = Path(__file__).resolve().parents[3]
 # A rank that ends at SIGUSR1. The launcher is stopped for longer than one look and continued before it gets the signal.
@@ -41,10 +39,3 @@ def test_signals_are_passed_on_after_the_launcher_was_stopped_and_threads_ended(
         [sys.executable, "-c", PROGRAM, str(REPO)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_ranks_of_one_machine_do_not_need_its_name_to_resolve() -> None:
-    """torchrun gives them the name of the machine, and they wait for minutes where that has no address."""
-    assert parse_options(["--standalone", "x.py"]).local_addr == "127.0.0.1"
-    assert parse_options(["--standalone", "--local-addr", "::1", "x.py"]).local_addr == "::1"
-    assert parse_options(["--nnodes", "2", "x.py"]).local_addr is None

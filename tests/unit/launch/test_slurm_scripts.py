@@ -101,6 +101,9 @@ def test_a_job_resumes_in_a_run_folder_of_its_own(tmp_path: Path, script: str) -
     arguments = (tmp_path / "arguments").read_text().split()
     assert job.end(None) == 0
     assert arguments[0] == "launch/torchrun.py"
+    if script == "multi_node.sbatch":
+        assert "--rdzv-backend" not in arguments  # c10d unpickles what it is sent
+        assert "--master-addr" in arguments
     trainer = arguments[arguments.index("launch/pretrain_rl.py") :]
     assert trainer[1:] == [
         *("--resume", "auto", "--config", "my.yaml"),

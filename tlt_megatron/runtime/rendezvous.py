@@ -1,0 +1,106 @@
+"""Where the ranks of a job meet: torchrun's static rendezvous, but its stores listen on one address of node 0.
+
+torchrun's own rendezvous listen on every interface. That of `--standalone`, `c10d`, also unpickles what it reads from its store,
+so any process that reaches the port can run code. This one reads text and numbers alone. launch/torchrun.py selects it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import parse_min_max_nnodes
+
+_BACKLOG = 2048  # connections that may wait to be accepted: all ranks connect at once
+_LOOPBACK = "127.0.0.1"
+_NAME = "one address"  # of this rendezvous among torchrun's
+_STATIC_PORT = 29500  # torchrun's default for several nodes
+
+
+def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
+    """Return torchrun's options with this rendezvous: for a job on one machine, and for `static` on several.
+
+    A rendezvous that the user selects for several machines stays torchrun's.
+    """
+    _, num_nodes = parse_min_max_nnodes(options.nnodes)
+    if num_nodes == 1:
+        host, rank = options.local_addr or _LOOPBACK, 0
+        port = 0 if options.standalone else options.master_port or 0
+    elif options.rdzv_backend == "static":
+        endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or ''}"
+        host, port = parse_rendezvous_endpoint(endpoint, _STATIC_PORT)
+        rank = options.node_rank
+    else:
+        return options
+
+    def create(parameters: RendezvousParameters) -> JobRendezvous:
+        timeout_s = int(parameters.config["timeout"])
+        return JobRendezvous(host, port, rank, num_nodes, parameters.run_id, timeout_s)
+
+    rendezvous_handler_registry.register(_NAME, create)
+    chosen = {"rdzv_backend": _NAME, "rdzv_endpoint": f"{host}:{port}"}
+    # torchrun warns of other values, which this rendezvous has taken already.
+    return argparse.Namespace(**vars(options) | chosen | {"standalone": False, "node_rank": 0})
+
+
+class JobRendezvous(StaticTCPRendezvous):
+    """The store of the launchers, and one for each start of the ranks: old keys would mislead restarted ranks."""
+
+    _num_starts = 0
+    _ranks_store: dist.TCPStore | None = None  # on node 0
+
+    def get_backend(self) -> str:
+        return _NAME
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return this node's place, and the address of the store of its ranks. OSError if node 0 cannot listen there."""
+        is_alone = self.world_size == 1
+        if self._store is None:
+            self._store = dist.HashStore() if is_alone else self._open(self.master_port)
+        self._num_starts += 1
+        store = dist.PrefixStore(f"start {self._num_starts}", self._store)
+        if self.rank == 0:
+            self._ranks_store = None  # closes that of the start before
+            self._ranks_store = self._open(self.master_port if is_alone else 0)
+            store.set("port", str(self._ranks_store.port))
+        place = RendezvousStoreInfo(self.master_addr, int(store.get("port")))
+        return RendezvousInfo(store, self.rank, self.world_size, place)
+
+    def _open(self, port: int) -> dist.TCPStore:
+        """Open a store on node 0; connect to it on the others."""
+        listening = _listen(self.master_addr, port) if self.rank == 0 else None
+        return dist.TCPStore(
+            self.master_addr,
+            listening.getsockname()[1] if listening else port,
+            is_master=listening is not None,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach() if listening else None,
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `port` of the address that `host` has here.
+
+    It listens on all addresses where the machine's name is its loopback, as Debian's 127.0.1.1: others reach another one.
+    """
+    family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
+        address = ""
+    try:
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at port {port} of {host}: {os.strerror(error.errno or 0)}"
+        ) from None
