@@ -40,6 +40,7 @@ GENERATED = {
 }
 PAGE_OF = {file: page for page, file in (INCLUDED | GENERATED).items()}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+_SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 _LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]* (?:src|href)=\"?https?:[^>]*>")
 
 
@@ -58,9 +59,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Refuse a page that loads a file from another host."""
+    """Refuse a page that loads a file from another host. What the offline search would load is replaced by docs/file_worker.js."""
     from mkdocs.exceptions import PluginError
 
+    script = (REPO / "docs" / "file_worker.js").read_text(encoding="utf-8")
+    output = output.replace(_SHIM, f"<script>{script}</script>")
     if loaded := _LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads {loaded.group()}: must load local files only")
     return output

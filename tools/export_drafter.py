@@ -57,8 +57,11 @@ _VLLM_NAMES = {
     "LlamaForCausalLMEagle3": "Eagle3LlamaForCausalLM",
 }
 _USAGE = {
-    "sglang": "--speculative-algorithm {upper} --speculative-draft-model-path {path}",
-    "vllm": '--speculative-config \'{{"method": "{lower}", "model": "{path}", "num_speculative_tokens": 4}}\'',
+    "sglang": "python -m sglang.launch_server --model-path {policy} --speculative-algorithm {upper}"
+    " --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1"
+    " --speculative-num-draft-tokens 5",
+    "vllm": "vllm serve {policy} --speculative-config"
+    ' \'{{"method": "{lower}", "model": "{path}", "num_speculative_tokens": 4}}\'',
 }
 # Of the outputs of fc with a folded bias, relative to the largest one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -105,8 +108,9 @@ def main() -> None:
         f"checked: names, shapes, dtypes, values after reload (largest difference of outputs of fc {difference:.1e})"
     )
     method = "eagle3" if layout.is_eagle3 else "eagle"
-    usage = _USAGE[options.format].format(upper=method.upper(), lower=method, path=options.to)
-    print(f"{options.format}: {usage}")
+    served = policy or find_target(source) or "POLICY"
+    names = {"upper": method.upper(), "lower": method, "path": options.to, "policy": served}
+    print(_USAGE[options.format].format(**names))
 
 
 def find_drafter(path: Path) -> Path:

@@ -23,6 +23,7 @@ from tools.export_drafter import (
     find_drafter,
     find_target,
     frequent_ids,
+    main,
     read_layout,
 )
 
@@ -240,3 +241,32 @@ def test_a_reduced_head_has_the_most_frequent_ids_of_all_ranks(format: str, tmp_
     with pytest.raises(ValueError, match="must be 0 for EAGLE"):
         export_drafter(eagle, tmp_path / "no", format, target, ids_C=ids)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("sglang", "python -m sglang.launch_server --model-path {run}/hf --speculative-algorithm EAGLE"),
+        ("vllm", "vllm serve {run}/hf --speculative-config '{{\"method\": \"eagle\", "),
+    ],
+)  # fmt: skip
+def test_the_last_line_is_a_command_that_serves_policy_and_drafter(
+    form: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, run = make_draft_model("eagle"), tmp_path / "run"
+    (run / "hf").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    tensors = {"model.embed_tokens.weight": model.embedding_VD, "lm_head.weight": model.lm_head_VD}
+    save_file(
+        {n: t.detach().float().contiguous().clone() for n, t in tensors.items()},
+        run / "hf" / "model.safetensors",
+    )
+    drafter = save(run / "drafter", model)
+    words = ["tlt", "--from", drafter, "--to", tmp_path / "out", "--format", form]
+    monkeypatch.setattr("sys.argv", [*map(str, words)])
+    main()
+    assert capsys.readouterr().out.splitlines()[-1].startswith(said.format(run=run))
