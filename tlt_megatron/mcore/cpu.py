@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ def install() -> None:
         raise RuntimeError(
             "megatron.core was imported before tlt_megatron.mcore.cpu.install(); without CUDA it must come first"
         )
+    # With a CUDA build of torch and an nvcc, Megatron's imports warn that there is no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     sys.meta_path.insert(0, _Finder())
 
 

@@ -43,6 +43,7 @@ def import_problem() -> str:
     They import what they find, such as SGLang's kernels, which fail without a GPU's driver.
     """
     try:
+        cpu.install()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
