@@ -39,6 +39,7 @@ from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import save_hf_model
 from tlt_megatron.runtime.device import select_device
+from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.process_groups import Group, init_world
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.trainer.checkpoint import find_intact
@@ -99,13 +100,16 @@ def find_model(path: Path) -> Path:
 
 
 def hf_to_megatron(source: Path, target: Path, world: Group, *, dtype: str = "float32") -> None:
-    """Write the Hugging Face model in `source` as a torch_dist checkpoint to `target`, a new or empty folder.
+    """Write the Hugging Face model in `source` as a torch_dist checkpoint to the new folder `target`.
 
     A run can load it only if its model.dtype is `dtype`.
     """
+    if target.exists():
+        raise ValueError(f"--to {target}: must not exist")
     policy = _build(source, dtype, world)
     try:
-        policy.save(target)
+        with new_folder(target) as temporary:
+            policy.save(temporary)
     finally:
         destroy_model_parallel()
 

@@ -23,7 +23,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from tlt_megatron.drafter.checkpoint import (
 )
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
-from tlt_megatron.runtime.durable import save_tensors
+from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.spot.checkpoint import find_best, find_newest
 from tlt_megatron.trainer.checkpoint import STATE_FILE
@@ -171,12 +170,9 @@ def export_drafter(
     layout, difference = convert(read_layout(source), format, target, dtype)
     if ids_C is not None:
         layout = reduce_vocabulary(layout, ids_C, target)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as beside:
-        written = Path(beside) / "drafter"
+    with new_folder(folder) as written:
         write_layout(written, layout)
         check_export(written, layout)
-        written.rename(folder)
     return difference
 
 
@@ -236,8 +232,7 @@ def read_layout(folder: Path) -> Layout:
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
-    """Write a folder: the inverse of `read_layout`."""
-    folder.mkdir(parents=True)
+    """Write into a folder: the inverse of `read_layout`."""
     save_tensors(layout.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(layout.config, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,23 @@ def seal(folder: Path) -> None:
     """The manifest that a run writes."""
     files = {name: hash_file(folder / name) for name in list_files(folder)}
     write_manifest(folder, Manifest(step=1, order=1, files=files))
+
+
+def test_a_conversion_that_is_cut_short_leaves_no_model(tmp_path: Path) -> None:
+    """By a full disk (here the limit of a file's size), in both directions. A kill leaves `back.tmp`."""
+    source = make_tiny_hf(tmp_path / "hf", "llama", num_layers=2)
+
+    def convert() -> None:
+        hf_to_megatron(source, tmp_path / "megatron", world())
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, most))
+        with pytest.raises(OSError, match="File too large"):
+            hf_to_megatron(source, tmp_path / "other", world())
+        with pytest.raises(OSError, match="File too large"):
+            megatron_to_hf(tmp_path / "megatron", tmp_path / "back", source, world())
+
+    run_ranks(1, convert)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]
 
 
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:

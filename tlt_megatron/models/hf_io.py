@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tlt_megatron.config.weight_files import INDEX_NAME, SINGLE_NAME, find_tensors
-from tlt_megatron.runtime.durable import save_tensors
+from tlt_megatron.runtime.durable import new_folder, save_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 1 << 22  # on a GPU, where each chunk costs kernel launches
@@ -81,9 +81,16 @@ def save_hf_model(
 ) -> None:
     """Write `tensors` as sharded safetensors, and copy config and tokenizer files of `source`.
 
-    Holds one shard in memory.
+    Holds one shard in memory. Replaces an older folder as a whole: see `new_folder`.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    with new_folder(path) as temporary:
+        _write_shards(temporary, tensors, dtype, max_shard_bytes)
+        _copy_companions(source, temporary, dtype)
+
+
+def _write_shards(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_shard_bytes: int
+) -> None:
     shard: dict[str, Tensor] = {}
     written: list[list[str]] = []  # the names in each file
     total_bytes = 0
@@ -108,12 +115,8 @@ def save_hf_model(
         (path / f"part-{number}").rename(path / file)
         weight_map |= dict.fromkeys(names, file)
     if len(written) > 1:
-        (path / SINGLE_NAME).unlink(missing_ok=True)  # an older model's
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    else:  # remove an older model's index, which readers would prefer
-        (path / INDEX_NAME).unlink(missing_ok=True)
-    _copy_companions(source, path, dtype)
 
 
 def _copy_companions(source: Path, path: Path, dtype: torch.dtype) -> None:

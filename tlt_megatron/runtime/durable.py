@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,28 @@ def sync_tree(folder: Path) -> None:
     """Flush `folder` and everything in it."""
     for path in [*folder.rglob("*"), folder]:
         sync_path(path)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield the empty folder `<path>.tmp`. If the body succeeds, it is flushed and replaces `path`.
+
+    After a crash `path` is the whole old or the whole new folder, or not there.
+    """
+    temporary, old = (path.with_name(path.name + ending) for ending in (".tmp", ".old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_tree(temporary)
+        if path.exists():
+            shutil.rmtree(path.rename(old))
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # frees the space if the disk is full
+        raise
+    sync_path(path.parent)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -62,10 +86,17 @@ def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the access rights of a normal new file. safetensors itself uses 0600."""
+    """Write a safetensors file with the access rights of a normal new file. safetensors itself uses 0600.
+
+    OSError if it cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path.touch()  # takes umask and default access lists; reading the umask would change it for all threads
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    try:
+        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
     path.chmod(mode)

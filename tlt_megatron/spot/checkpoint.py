@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from tlt_megatron.drafter.checkpoint import (
 )
 from tlt_megatron.models.draft_model import DraftModel, TargetFingerprint, fingerprint_target
 from tlt_megatron.runtime.device import HostCopies
-from tlt_megatron.runtime.durable import replace_text, save_tensors, sync_path, sync_tree
+from tlt_megatron.runtime.durable import new_folder, replace_text, save_tensors
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def logging_failed_writes(path: Path) -> Iterator[None]:
     """Log a failed write of `path` instead of raising it, and remove the file."""
     try:
         yield
-    except (OSError, SafetensorError):
+    except OSError:
         log.exception("drafter: %s was not written; the run continues without it", path)
         if path.is_file():
             path.unlink()
@@ -93,19 +92,14 @@ def write_checkpoint(
     files = {WEIGHTS_FILE: _weights_of(state, model)}
     files[TRAINER_FILE] = {n: t for n, t in state.items() if not n.startswith(_WEIGHT_PREFIX)}
     files |= {f"training/{name}.safetensors": dict(part) for name, part in (extra or {}).items()}
-    temporary = folder.with_name(folder.name + ".tmp")
-    try:
-        (temporary / TRAINER_FILE).parent.mkdir(parents=True)
+    if folder.exists():
+        raise FileExistsError(f"{folder}: must not exist")
+    with new_folder(folder) as temporary:
+        (temporary / TRAINER_FILE).parent.mkdir()
         for file, tensors in files.items():
             save_tensors(tensors, temporary / file, metadata={"format": "pt"})
         (temporary / _RECORD_FILE).write_text(json.dumps(record), encoding="utf-8")
         save_draft_config(temporary, model.config, target, model.fc.weight.dtype)
-        sync_tree(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # frees the space if the disk is full
-        raise
-    sync_path(folder.parent)
 
 
 def _weights_of(state: Mapping[str, Tensor], model: DraftModel) -> dict[str, Tensor]:

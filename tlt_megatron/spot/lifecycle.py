@@ -35,7 +35,7 @@ from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.models.draft_model import fingerprint_target
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.collectives import gather_objects
-from tlt_megatron.runtime.durable import save_tensors
+from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.spot.checkpoint import (
@@ -300,7 +300,8 @@ class DrafterLifecycle:
     def export(self, folder: Path) -> None:
         """Write the published drafter for SGLang and vLLM. Overwrites the training weights."""
         self.trainer.model.load_state_dict(self.publisher.published.weights)
-        save_drafter(folder, self.trainer.model)
+        with new_folder(folder) as temporary:
+            save_drafter(temporary, self.trainer.model)
 
     def close(self) -> None:
         """Wait for the checkpoints that are still being written."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model_files import CONFIG, write_model
+from tests.ranks import run_ranks
 from tests.tiny_models import KINDS, make_tiny_hf, tiny_config
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.weight_files import INDEX_NAME
@@ -100,15 +103,24 @@ def test_the_index_says_which_file_a_tensor_comes_from(tmp_path: Path) -> None:
     assert reader.names() == ["a", "b"]
 
 
-def test_an_export_replaces_an_older_one_of_another_number_of_files(tmp_path: Path) -> None:
+def test_an_export_replaces_an_older_one_as_a_whole(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     write_model(source)
     tensors = [("a", torch.ones(4)), ("b", torch.zeros(4))]
     save_hf_model(target, tensors, source, dtype=torch.float32, max_shard_bytes=16)
     assert (target / INDEX_NAME).is_file()
+
+    def killed() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors
+        os._exit(9)
+
+    def export() -> None:
+        save_hf_model(target, killed(), source, dtype=torch.float32, max_shard_bytes=16)
+
+    before = {file.name: file.stat().st_mtime_ns for file in target.iterdir()}
+    run_ranks(1, export, killed=(0,), has_world=False)
+    assert {file.name: file.stat().st_mtime_ns for file in target.iterdir()} == before
     save_hf_model(target, [("a", torch.full((4,), 2.0))], source, dtype=torch.float32)
-    for stale in target.glob("model-*"):
-        stale.unlink()
+    assert [file.name for file in target.glob("*model*")] == ["model.safetensors"]
     assert HfReader(target)["a"].tolist() == [2.0] * 4
-    save_hf_model(target, tensors, source, dtype=torch.float32, max_shard_bytes=16)
-    assert HfReader(target)["a"].tolist() == [1.0] * 4
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["source", "target"]

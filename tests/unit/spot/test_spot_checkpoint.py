@@ -206,7 +206,7 @@ def test_a_checkpoint_never_replaces_another(model: DraftModel, tmp_path: Path) 
     folder = tmp_path / "iter_0000001.tmp" / "drafter"
     folder.parent.mkdir()
     write_checkpoint(folder, model, state_of(model, 7), {"step": 7}, target=target)
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(OSError, match="must not exist"):
         write_checkpoint(folder, model, state_of(model, 9), {"step": 9}, target=target)
     assert load_checkpoint(folder).record == {"step": 7}
     assert list(folder.parent.iterdir()) == [folder]  # nothing half done
