@@ -44,10 +44,11 @@ from tlt_megatron.drafter.checkpoint import (
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import new_folder, save_tensors
+from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.spot.checkpoint import find_best, find_newest
-from tlt_megatron.trainer.checkpoint import STATE_FILE
-from tlt_megatron.trainer.manifest import read_pointer
+from tlt_megatron.trainer.checkpoint import STATE_FILE, find_intact
+from tlt_megatron.trainer.manifest import is_checkpoint, is_checkpoint_root
 
 FORMATS = ("sglang", "vllm")
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -113,11 +114,15 @@ def main() -> None:
 
 
 def find_drafter(path: Path) -> Path:
-    """Return the drafter's folder in `path`: itself, of a run's last checkpoint, or the best (else newest) saved one."""
+    """Return the drafter's folder in `path`: itself, of the checkpoint that a resume takes, or the best (else newest) saved one.
+
+    ValueError for a checkpoint with a broken file.
+    """
     for root in (path, path / "checkpoints"):
-        step = read_pointer(root)
-        if step is not None:
-            path = root / f"iter_{step:07d}"
+        if is_checkpoint_root(root):
+            path = find_intact(root, SINGLE) or path
+    if is_checkpoint(path.absolute().parent):
+        find_intact(path.absolute().parent, SINGLE)
     for folder in (path, path / "drafter"):
         if (folder / "config.json").is_file() and (folder / WEIGHTS_FILE).is_file():
             return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, fingerprint_target
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, write_checkpoint
+from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.export_drafter import (
     Target,
     check_export,
@@ -199,6 +201,7 @@ def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
         {},
         target=fingerprint_target(model.embedding_VD),
     )
+    seal(folder, step=4)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("4")
     assert find_drafter(tmp_path / "drafter").name == "save_0000000"  # the best, not the newest
     for path in (tmp_path / "run", folder.parent, folder, folder / "drafter"):
@@ -208,6 +211,34 @@ def test_a_run_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
         find_drafter(tmp_path / "none")
     with pytest.raises(ValueError, match=r"--to .* must not exist"):
         export_drafter(folder / "drafter", tmp_path / "out", "sglang")
+
+
+def seal(folder: Path, *, step: int) -> None:
+    """The manifest that a run writes."""
+    files = {name: hash_file(folder / name) for name in list_files(folder)}
+    write_manifest(folder, Manifest(step=step, order=step, files=files))
+
+
+def test_a_run_is_exported_from_the_checkpoint_that_a_resume_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        save(root / f"iter_000000{step}" / "drafter", make_draft_model("eagle"))
+        seal(root / f"iter_000000{step}", step=step)
+    newest = root / "iter_0000002" / "drafter"
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+    options = ["--to", str(tmp_path / "out"), "--format", "sglang"]
+    for damaged in (newest, newest.parent):
+        monkeypatch.setattr(sys, "argv", ["export", "--from", str(damaged), *options])
+        with pytest.raises(ValueError, match=r"drafter/model\.safetensors is damaged"):
+            main()
+    monkeypatch.setattr(sys, "argv", ["export", "--from", str(tmp_path / "run"), *options])
+    main()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "iter_0000001 is the newest intact checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("format", ["sglang", "vllm"])
