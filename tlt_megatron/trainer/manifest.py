@@ -86,6 +86,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenCheckpoint(f"{path} is damaged: it is not the JSON that was written") from error
     if written != _hash_content(content):
         raise BrokenCheckpoint(f"{path} is damaged: its own checksum is wrong")
+    for name in files:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise BrokenCheckpoint(f"{path} names {name!r}: must be in its folder")
     return manifest
 
 
@@ -93,6 +96,8 @@ def verify_file(folder: Path, name: str, record: FileRecord) -> None:
     """Raise BrokenCheckpoint if the file differs from its record."""
     path = folder / name
     try:
+        if not path.is_file():  # a pipe would block
+            raise BrokenCheckpoint(f"{path} is missing or not a regular file")
         size = path.stat().st_size
         if size != record.num_bytes:
             raise BrokenCheckpoint(f"{path} has {size} bytes, {record.num_bytes} were written")
@@ -100,8 +105,6 @@ def verify_file(folder: Path, name: str, record: FileRecord) -> None:
             raise BrokenCheckpoint(
                 f"{path} is damaged: its SHA-256 is not the one that was written"
             )
-    except FileNotFoundError:
-        raise BrokenCheckpoint(f"{path} is missing") from None
     except OSError as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +20,11 @@ from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_sa
 from tlt_megatron.trainer.manifest import (
     MANIFEST,
     POINTER,
+    FileRecord,
     checkpoint_folders,
     read_manifest,
     read_pointer,
+    write_manifest,
 )
 
 
@@ -207,6 +212,26 @@ def _unseal(folder: Path) -> None:
     (folder / MANIFEST).unlink()
 
 
+def _craft(folder: Path, name: str) -> None:
+    empty = FileRecord(num_bytes=0, sha256=hashlib.sha256().hexdigest())
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, files={**manifest.files, name: empty}))
+
+
+def _name_outside(folder: Path) -> None:
+    _craft(folder, "policy/../../outside")
+    (folder.parent / "outside").touch()
+
+
+def _name_absolute(folder: Path) -> None:
+    _craft(folder, "/dev/null")
+
+
+def _make_pipe(folder: Path) -> None:
+    _craft(folder, "policy/pipe")
+    os.mkfifo(folder / "policy" / "pipe")
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -216,6 +241,9 @@ def _unseal(folder: Path) -> None:
         (_flip_state, "trainer_state.json is damaged"),
         (_flip_order, "manifest.json is damaged"),
         (_unseal, "manifest.json is missing"),
+        (_name_outside, "manifest.json names 'policy/../../outside': must be in its folder"),
+        (_name_absolute, "manifest.json names '/dev/null': must be in its folder"),
+        (_make_pipe, "policy/pipe is missing"),
     ],
 )
 def test_the_newest_intact_one_is_taken_and_the_broken_file_is_named(
