@@ -1,21 +1,15 @@
-"""The job's store: where it listens, what a stranger sees, and that no call waits without end."""
+"""The job's store: where it listens, and what a stranger sees."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import signal
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tests.spot_phases import Markers, world_group
-from tlt_megatron.runtime.collectives import gather_objects
+from tests.spot_phases import world_group
 from tlt_megatron.runtime.job_store import bind_first, open_job_store
 
 pytestmark = pytest.mark.waits
@@ -62,60 +56,6 @@ def test_keys_of_two_jobs_never_meet_and_parts_of_one_do_not_either() -> None:
         return *seen, is_in_b, is_plain
 
     assert run_ranks(2, body) == [(b"one", b"other", False, False)] * 2
-
-
-def test_sockets_of_other_kinds_are_left_alone() -> None:
-    """Netlink is what RDMA libraries hold open; its address has no host. Nor have sockets with an abstract name."""
-
-    def body() -> bool:
-        netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
-        netlink.bind((0, 0))
-        server, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
-        server.bind(f"\0job-store-{os.getpid()}")
-        server.listen()
-        client.connect(server.getsockname())
-        store = open_job_store(world_group(), 60.0)
-        store.connect("a").set(str(dist.get_rank()), "here")
-        dist.barrier()
-        return all(os.fstat(kind.fileno()) for kind in (netlink, server, client))  # still open
-
-    assert run_ranks(2, body) == [True, True]
-
-
-def test_every_call_to_a_frozen_host_ends(tmp_path: Path) -> None:
-    markers = Markers(tmp_path)
-
-    def body() -> list[str]:
-        world = world_group()
-        store = open_job_store(world, 4.0)
-        pids = gather_objects(os.getpid(), world)
-        part, *others = store.part("x"), *(store.connect("x") for _ in range(4))
-        part.set(f"key {world.rank}", "1")
-        dist.barrier()
-        if world.is_first:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        while Path(f"/proc/{pids[0]}/stat").read_text().split()[2] != "T":
-            time.sleep(0.01)
-        with ThreadPoolExecutor() as pool:  # each call waits on a connection of its own
-            waiting = [
-                pool.submit(*call)
-                for call in (
-                    (part.get, "key 1"),
-                    (others[0].check, ["key 1"]),
-                    (others[1].wait, ["none"], datetime.timedelta(seconds=4.0)),
-                    (others[2].multi_get, ["key 1"]),
-                    (others[3].add, "count", 1),
-                )
-            ]
-        errors = [call.exception() for call in waiting]
-        assert all(isinstance(error, dist.DistError) for error in errors)
-        os.kill(pids[0], signal.SIGKILL)
-        markers.set("ended")
-        return [str(error).splitlines()[0] for error in errors]
-
-    _, said = run_ranks(2, body, killed=(0,))
-    assert said is not None
-    assert all("imeout" in text for text in said)
 
 
 def test_the_first_address_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ def test_a_dead_rank_is_named_with_host_and_phase(
 def test_a_frozen_rank_is_named_by_ranks_that_poll(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 hosts the store in a native thread: every call used to wait for it without end."""
-    # On a busy machine a rank may need longer to leave its calls to the frozen store, and would be ended.
+    """Rank 0 hosts the store in a native thread: every call waits for it without end."""
+    # On a busy machine a rank may need longer to end, and would be ended.
     monkeypatch.setattr("tlt_megatron.runtime.heartbeat._GRACE_S", 60.0)
     said = what_they_say(
         victim, freeze, tmp_path, waits_in="store", killed=(victim,), timeout_s=TIMEOUT_S

@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.spot_phases import Markers, make_spot, run_spot_ranks, world_group
-from tlt_megatron.runtime import heartbeat
 from tlt_megatron.runtime.collectives import barrier, gather_objects
-from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
+from tlt_megatron.runtime.heartbeat import RanksLost, running_heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.stop import StopRequest
 from tlt_megatron.spot.session import SessionEnd, StopWatch
@@ -100,59 +99,52 @@ def test_a_clock_that_jumps_an_hour_changes_nothing(tmp_path: Path) -> None:
     assert reports[0].used_s == 0  # of the last rank to finish
 
 
-def test_idle_ranks_name_a_rank_that_froze_while_it_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 is idle and trains, rank 0, which hosts the store, trains with it or is frozen; so is rank 2."""
-    # On a busy machine a rank may need longer to leave its calls to the frozen store. It would be ended with the same line.
-    monkeypatch.setattr(heartbeat, "_GRACE_S", 60.0)
-    for victim in (0, 2):
-        said = idle_ranks_say(victim, tmp_path / str(victim))
-        for message in (text for rank, text in enumerate(said) if rank != victim):
-            assert message is not None
-            assert message.startswith(f"rank {victim} (host ")
-            assert "in phase ROLLOUT: its process is stopped" in message
+@pytest.mark.parametrize("victim", [0, 2])
+def test_idle_ranks_name_a_rank_that_froze_while_it_generated(victim: int, tmp_path: Path) -> None:
+    """Rank 1 is idle and trains, rank 0, which hosts the store, trains with it or is frozen; so is rank 2. A call to a
+    frozen store does not return: then the heartbeat ends the process."""
+    markers = Markers(tmp_path)
+    others = {0, 1, 2} - {victim}
 
-
-def idle_ranks_say(victim: int, folder: Path) -> list[str | None]:
-    folder.mkdir()
-    markers = Markers(folder)
-
-    def body() -> str:
+    def body() -> None:
         world = world_group()
         job_store = open_job_store(world, TIMEOUT_S)
         pids = gather_objects(os.getpid(), world)
 
-        def idle(heartbeat: Heartbeat) -> None:
-            def before(count: int) -> None:
-                if count == 3:
-                    markers.set("trains")
+        def before(count: int) -> None:
+            if count == 3:
+                markers.set("trains")
 
-            store = job_store.part("spot")
-            spot = make_spot(before=before, store=store, check_ranks=heartbeat.check)
-            heartbeat.enter("ROLLOUT")
-            while world.rank and heartbeat._last_phases[0] != "ROLLOUT":
-                time.sleep(0.01)
-            barrier(world)
-            if world.rank == victim:
-                markers.await_("trains")
-                os.kill(os.getpid(), signal.SIGSTOP)
-            heartbeat.enter("WAIT")
-            with heartbeat.explaining(60.0):
-                spot.run_until_preempted(0)
+        def leave(code: int, text: str, *, is_shown: bool = True) -> None:
+            (tmp_path / f"rank {world.rank} says").write_text(text)
+            markers.set(f"rank {world.rank} has ended")
+            for rank in others:
+                markers.await_(f"rank {rank} has ended")
+            os.kill(pids[victim], signal.SIGKILL)
+            os._exit(code)
 
         try:
             with running_heartbeat(
                 job_store, world, TIMEOUT_S, 60.0, StopRequest(world.rank)
             ) as heartbeat:
-                idle(heartbeat)
+                heartbeat._end_process = leave
+                store = job_store.part("spot")
+                spot = make_spot(before=before, store=store, check_ranks=heartbeat.check)
+                heartbeat.enter("ROLLOUT")
+                while world.rank and heartbeat._last_phases[0] != "ROLLOUT":
+                    time.sleep(0.01)
+                barrier(world)
+                if world.rank == victim:
+                    markers.await_("trains")
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                heartbeat.enter("WAIT")
+                with heartbeat.explaining(60.0):
+                    spot.run_until_preempted(0)
         except RanksLost as error:
-            markers.set(f"rank {world.rank} has ended")
-            others = sorted(set(range(3)) - {victim})
-            if world.rank == others[0]:
-                markers.await_(f"rank {others[1]} has ended")
-                os.kill(pids[victim], signal.SIGKILL)
-            return str(error)
-        return "nothing"
+            leave(1, f"the run ends: {error}")
 
-    return run_spot_ranks(3, body, killed=(victim,))
+    assert run_spot_ranks(3, body, killed=(0, 1, 2)) == [None] * 3
+    for rank in others:
+        text = (tmp_path / f"rank {rank} says").read_text()
+        assert text.startswith(f"the run ends: rank {victim} (host ")
+        assert "in phase ROLLOUT: its process is stopped" in text

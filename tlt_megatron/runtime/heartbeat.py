@@ -80,12 +80,17 @@ class Heartbeat:
         stop: StopRequest,
         *,
         timeout_s: float,
+        store_timeout_s: float,
         end_process: Callable[..., None] = end_process,
     ) -> None:
-        """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does not end by itself."""
+        """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does not end by itself.
+
+        Rank 0 is lost if its store has not answered for `store_timeout_s`.
+        """
         self.ranks = ranks
         self.rank = rank
         self.timeout_s = timeout_s
+        self._store_timeout_s = store_timeout_s
         shortest_s, longest_s = _INTERVAL_RANGE_S
         per_timeout_s = timeout_s / _BEATS_PER_TIMEOUT if timeout_s else longest_s
         self.interval_s = max(
@@ -110,12 +115,15 @@ class Heartbeat:
         self._is_unwinding = False
         self._is_closed = threading.Event()
         self._has_loss = threading.Event()
+        self._num_answers = 0  # of the store
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
         self._beat(self._store)
 
     def start(self) -> None:
         """Start watching. Call it after all ranks have been created."""
         self._thread.start()
+        self._store_watch.start()
 
     def enter(self, phase: str) -> None:
         """Record a new phase of this rank. Raises RanksLost if a rank is lost."""
@@ -148,8 +156,10 @@ class Heartbeat:
     def close(self) -> None:
         """Stop watching and being watched. Rank 0 keeps its store open until the others have read why a run ends."""
         self._is_closed.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._stop_request.has_lost_store:
             self._thread.join(max(self.timeout_s, 1.0))
+        if self._thread.is_alive():
+            return  # the store does not answer
         try:
             self._store.set(f"beat/{self.rank}", _FAREWELL)
             if self.rank == 0 and EventKind.END in self._events.firsts():
@@ -171,21 +181,36 @@ class Heartbeat:
                 for watched in self._watched:
                     self._watch(watched)
             except dist.DistError as error:
-                if self._is_closed.is_set():
-                    return
-                self._stop_request.lose_store(error)
-                loss = RanksLost(self._describe_lost_store(error))
-                self._lose(loss, is_first=self._stop_request.speaks_alone)
+                self._lose_store(error)
             if self.loss is not None:
                 self._see_the_end(self.loss)
                 return
+
+    def _watch_store(self) -> None:
+        """Watch the other thread: a call to the store of a frozen rank 0 does not return."""
+        count = num_silent = 0  # silent: beats of this thread since `count` changed
+        while self.loss is None and not self._is_closed.wait(self.interval_s):
+            num_silent = num_silent + 1 if self._num_answers == count else 0
+            count = self._num_answers
+            if num_silent * self.interval_s >= self._store_timeout_s:
+                self._lose_store(dist.DistError("Timeout"))
+                if self.loss is not None:
+                    self._see_the_end(self.loss)
+
+    def _lose_store(self, error: dist.DistError) -> None:
+        if not self._is_closed.is_set():
+            self._stop_request.lose_store(error)
+            loss = RanksLost(self._describe_lost_store(error))
+            self._lose(loss, is_first=self._stop_request.speaks_alone)
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
         store.set(f"beat/{self.rank}", f"{self._num_beats} {self._num_phases} {self.phase}")
 
     def _read_events(self) -> None:
-        for event in self._events.firsts().values():
+        events = self._events.firsts()
+        self._num_answers += 1
+        for event in events.values():
             self._stop_request.hear(event)
             if event.kind == EventKind.END:
                 self._lose(RanksLost(event.text, event.code), is_first=event.rank == self.rank)
@@ -217,6 +242,7 @@ class Heartbeat:
     def _read_beat(self, rank: int) -> tuple[int, int, str] | None:
         """Return the count, the number of phases and the phase; None after the rank's farewell."""
         text = self._store.get(f"beat/{rank}").decode()
+        self._num_answers += 1
         if text == _FAREWELL:
             return None
         count, num_phases, phase = text.split(" ", 2)
@@ -312,7 +338,14 @@ def running_heartbeat(
     `stop` hears of the requests of other ranks, and tells them of its own.
     """
     ranks = gather_objects(RankProcess.own(world.rank), world)
-    heartbeat = Heartbeat(store, ranks, world.rank, stop, timeout_s=timeout_s)
+    heartbeat = Heartbeat(
+        store,
+        ranks,
+        world.rank,
+        stop,
+        timeout_s=timeout_s,
+        store_timeout_s=timeout_s or group_timeout_s,
+    )
     if world.size > 1:
         stop.share(EventLog(store.connect("heartbeat")))
         barrier(world)

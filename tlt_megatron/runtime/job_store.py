@@ -1,4 +1,4 @@
-"""The store of one job: a TCPStore that rank 0 hosts on the job's own interface. No call waits without a limit.
+"""The store of one job: a TCPStore that rank 0 hosts on the job's own interface.
 
 A job on one machine listens on the loopback, a larger one on the address by which the other hosts reach MASTER_ADDR. All keys
 start with a random token of the job, so two jobs never mix up their keys. This is no authentication: any process that can
@@ -12,7 +12,6 @@ import os
 import resource
 import secrets
 import socket
-import struct
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -29,13 +28,12 @@ _LOOPBACK = "127.0.0.1"
 class JobStore:
     """A rank's access to the job's store.
 
-    A call fails with a DistError after `answer_timeout_s` (a read after twice that), or at once if rank 0 is gone.
+    A call fails with a DistError if rank 0 is gone. If rank 0 is frozen, it does not return: the heartbeat ends the process.
     """
 
-    def __init__(self, store: dist.Store, answer_timeout_s: float) -> None:
+    def __init__(self, store: dist.Store) -> None:
         """`store` is the connection of this rank's main thread."""
         self._store = store
-        self._answer_timeout_s = answer_timeout_s
 
     def part(self, name: str) -> dist.Store:
         """Return the keys under `name`, over the main thread's connection."""
@@ -45,19 +43,17 @@ class JobStore:
         """Return the keys under `name`, over a new connection. On a shared one, a waiting thread blocks the others."""
         if not isinstance(self._store, dist.PrefixStore):  # of a single rank
             return self.part(name)
-        # Neither is in torch's stubs.
-        store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        _bound_exchanges(store._underlying_non_prefix_store, self._answer_timeout_s)
+        store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         return dist.PrefixStore(name, store)
 
 
-def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
+def open_job_store(world: Group, timeout_s: float) -> JobStore:
     """Open the store on rank 0 and connect every rank. A collective of the world.
 
-    The store lives as long as rank 0 keeps the returned value.
+    A key that does not exist is waited for `timeout_s`. The store lives as long as rank 0 keeps the returned value.
     """
     if world.size == 1:
-        return JobStore(dist.HashStore(), answer_timeout_s)
+        return JobStore(dist.HashStore())
     addresses = gather_objects((machine_id(), _master_addresses()), world)
     listening = _listen(addresses) if world.is_first else None
     token, host, port = broadcast_object(
@@ -74,10 +70,9 @@ def open_job_store(world: Group, answer_timeout_s: float) -> JobStore:
         is_master=listening is not None,
         wait_for_workers=False,
         master_listen_fd=listening.detach() if listening else None,
-        timeout=datetime.timedelta(seconds=answer_timeout_s),
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
-    _bound_exchanges(store, answer_timeout_s)
-    return JobStore(dist.PrefixStore(token, store), answer_timeout_s)
+    return JobStore(dist.PrefixStore(token, store))
 
 
 def _listen(addresses: Sequence[tuple[str, list[str]]]) -> socket.socket:
@@ -117,28 +112,3 @@ def _master_addresses() -> list[str]:
     """Return the addresses that MASTER_ADDR resolves to on this host."""
     found = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
-
-
-def _bound_exchanges(store: dist.TCPStore, answer_timeout_s: float) -> None:
-    """Make every exchange with a host that does not answer fail after `answer_timeout_s`.
-
-    torch limits only the wait for a key: it reads the answer itself from the socket without a limit. So this sets the limit on
-    the sockets connected to the store. A call that exceeds it raises DistNetworkError ("Socket Timeout").
-    """
-    store.set_timeout(datetime.timedelta(seconds=answer_timeout_s))
-    limit = struct.pack("ll", *divmod(round(answer_timeout_s * 1e6), 1_000_000))  # struct timeval
-    for descriptor in os.listdir("/dev/fd"):
-        try:
-            connection = socket.socket(fileno=int(descriptor))
-        except OSError:  # no socket
-            continue
-        try:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            address, port, *_ = connection.getpeername()
-            if (address.removeprefix("::ffff:"), port) == (store.host, store.port):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        except OSError:  # not connected
-            pass
-        finally:
-            connection.detach()

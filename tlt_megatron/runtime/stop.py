@@ -34,7 +34,7 @@ class StopRequest:
         self._is_training = self._has_ended = self._is_closed = False
         self._first: signal.Signals | None = None  # that this rank received
         self._events: EventLog | None = None
-        self._has_lost_store = False
+        self.has_lost_store = False
         self._ended_by: int | None = None  # the first rank that told why the run ends
         self._thread: threading.Thread | None = None
 
@@ -44,7 +44,7 @@ class StopRequest:
 
         That is the first rank of each node, and rank 1 if rank 0 is gone with its store.
         """
-        return self._is_first_of_node or (self._has_lost_store and self._rank == 1)
+        return self._is_first_of_node or (self.has_lost_store and self._rank == 1)
 
     def listen(self) -> None:
         """Take the signals from now on. Call it in the main thread before any other thread starts.
@@ -61,7 +61,7 @@ class StopRequest:
 
     def lose_store(self, error: RuntimeError) -> None:
         """Drop the store: it does not answer, so rank 0 is gone, and no rank can be told anything."""
-        self._events, self._has_lost_store = None, True
+        self._events, self.has_lost_store = None, True
         log.warning("the store of the run's events is gone: %s", error, extra=FILE_ONLY)
 
     def begin_training(self) -> None:
@@ -131,7 +131,7 @@ class StopRequest:
         if self._ended_by is not None:
             return self._ended_by == self._rank
         if self._events is None:
-            is_own_failure = code == 1 and not self._has_lost_store
+            is_own_failure = code == 1 and not self.has_lost_store
             return self.speaks_alone or is_own_failure
         try:
             # torchrun sends SIGTERM when one rank has failed: that is not a request to stop.

@@ -22,13 +22,15 @@ class Neighbours:
     """Two ranks on two machines (no process is seen) or on one. Rank 0 watches rank 1, whose beats are played here."""
 
     def __init__(self, *, is_local: bool = False) -> None:
-        store = JobStore(dist.HashStore(), 10.0)
+        store = JobStore(dist.HashStore())
         own = RankProcess.own(0)
         other = replace(own, rank=1, machine=own.machine if is_local else "elsewhere", host="far")
         self.beats = store.part("heartbeat")
         self.other_beat(1)
         self.stop = StopRequest()
-        self.heartbeat = Heartbeat(store, [own, other], 0, self.stop, timeout_s=8.0)
+        self.heartbeat = Heartbeat(
+            store, [own, other], 0, self.stop, timeout_s=8.0, store_timeout_s=8.0
+        )
 
     def other_beat(self, count: int) -> None:
         self.beats.set("beat/1", f"{count} 4 ROLLOUT")
