@@ -134,13 +134,10 @@ test-gpu: setup-gpu  ## the tests that need a GPU; without one each is skipped a
 	@$(PY) -m pytest -m gpu -rs tests/gpu
 	@$(PY) -m pytest -rs tests/kernels
 
-bench-gpu: setup-gpu  ## captured graphs and speculation on a GPU; tables and build/bench/gpu.json
-	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("bench-gpu needs a CUDA device: torch " + torch.__version__ + " sees none here")'
-	@$(PY) tools/make_tiny_policy.py --out build/tiny_policy
-	@test -d build/tiny_drafter || $(MAKE) --no-print-directory drafter
-	@$(PY) -m tools.bench gpu
+gpu-check:  ## what works on this GPU and how fast, without installing anything; build/gpu_check/
+	@$(or $(wildcard $(PY)),python3) tools/gpu_check.py
 
 clean:  ## everything that can be made again, but not runs/
 	rm -rf build $(VENV) $(SGLANG_VENV)
 
-.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures quickstart-sglang small-llm llm-task drafter test faults test-gpu lint docs bench bench-llm bench-gpu clean
+.PHONY: help doctor setup setup-sglang test-sglang quickstart-policy quickstart figures quickstart-sglang small-llm llm-task drafter test faults test-gpu lint docs bench bench-llm gpu-check clean

@@ -33,7 +33,6 @@ from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer
-from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.measure import (
     add_policy_options,
     cpu_seconds,
@@ -43,6 +42,7 @@ from tools.bench.measure import (
     spread,
     wall_seconds,
 )
+from tools.gpu.shapes import QWEN_2_5_7B
 from tools.load_engine import LoadedPolicy
 
 PACKED, PADDED, SORTED = "packed", "padded", "padded, sorted"

@@ -11,27 +11,10 @@ from rich.console import Console
 
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
-from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.bench.measure import print_table
+from tools.gpu.shapes import QWEN_2_5_7B
 
-# Values from its config.json.
-QWEN_2_5_7B = ModelConfig(
-    model_type="qwen2",
-    vocab_size=152064,
-    hidden_size=3584,
-    ffn_size=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=False,
-    has_qkv_bias=True,
-    has_qk_norm=False,
-)
 _MAX_BATCH_SIZE, _MAX_LENGTH = 64, 16384
 _SETS = {
     "default": tuple(SpeculationSection().strategies),

@@ -20,8 +20,9 @@ from rich.console import Console
 from tlt_megatron.drafter.memory import drafter_parameters
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
-from tools.bench.graph_bytes import QWEN_2_5_7B, bench_graph_bytes
+from tools.bench.graph_bytes import bench_graph_bytes
 from tools.bench.measure import print_table
+from tools.gpu.shapes import QWEN_2_5_7B
 
 QWEN_2_5_32B = replace(
     QWEN_2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_size=27648

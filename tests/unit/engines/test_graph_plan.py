@@ -28,8 +28,8 @@ from tlt_megatron.models.draft_model import DraftConfig, DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.strategy import SpeculationStrategy
-from tools.bench.graph_bytes import QWEN_2_5_7B as QWEN_7B
 from tools.bench.graph_bytes import bytes_naive, bytes_single
+from tools.gpu.shapes import QWEN_2_5_7B as QWEN_7B
 
 TINY = dataclasses.replace(
     QWEN_7B, hidden_size=128, ffn_size=384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32

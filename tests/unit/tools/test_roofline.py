@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from tools.bench.graph_bytes import QWEN_2_5_7B
 from tools.bench.roofline import GPUS, Decoding
+from tools.gpu.shapes import QWEN_2_5_7B
 
 H100 = GPUS["H100"]
 DECODING = Decoding(model=QWEN_2_5_7B, num_gpus=1, batch=1, context=2048)

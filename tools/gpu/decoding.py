@@ -1,0 +1,114 @@
+"""Stage 2b: plain decode passes of a 7B with random weights, as the engine runs them, and where their time goes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tools.gpu.machine import Figures, Machine, seconds_of
+from tools.gpu.random_engine import CapturingDevice, generate, make_engine
+from tools.gpu.shapes import QWEN_2_5_7B, TINY
+
+_PROFILED = 10  # passes
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a trace
+_TOP = 15
+
+
+def plain(machine: Machine, context: str) -> Iterator[Figures]:
+    """Yield, by batch size, milliseconds of a pass, of its graph's replay and of its kernels, and the bytes of graphs."""
+    config, sizes = machine.pick((QWEN_2_5_7B, (1, 8, 64)), (TINY, (1, 3)))
+    num_new = machine.pick(64, 16)
+    num_prompt = machine.pick(int(context), 128) - num_new
+    with machine.gpu() as inner, torch.no_grad():
+        device, started = CapturingDevice.over(inner), time.perf_counter()
+        given = {"num_prompt": num_prompt, "num_new": num_new}
+        engine = make_engine(config, device, batch_size=max(sizes), **given)
+        plan, free = engine.memory_plan(), device.free_bytes()
+        yield {"load_s": time.perf_counter() - started}
+        summary = ""
+        for batch_size in sizes:
+            generate(engine, batch_size=batch_size, **given)  # captures
+            replay, num_eager = device.replays[-1], engine.stats().eager_passes
+            tokens, passes = generate(engine, batch_size=batch_size, **given)
+            seconds = statistics.median(record.seconds for record in passes)
+            device.release_cached()
+            with torch.inference_mode():  # a pretended GPU runs the pass again
+                replay_s = seconds_of(inner, replay)
+            figures = {
+                "pass_ms": 1e3 * seconds,
+                "replay_ms": 1e3 * replay_s,
+                "tokens_per_s": batch_size / seconds,
+                "eager": num_eager,
+                "distinct_tokens": len({token for row in tokens for token in row}),
+                "graphs_gb": 1e-9 * (free - device.free_bytes() - plan.kv_bytes),
+            }
+            summary += f" b{batch_size}: {1e3 * seconds:.2f} ms, graph {1e3 * replay_s:.2f} ms,"
+            summary += f" {batch_size / seconds:.0f} tok/s"
+            yield {f"b{batch_size}": figures, "summary": summary}
+            figures |= _profiled(engine, batch_size, given, seconds)
+            if "nodes" in figures:
+                summary += f", {figures['nodes']:.0f} nodes, idle {figures['idle_share']:.0%}"
+            yield {f"b{batch_size}": figures, "summary": summary}
+        yield {
+            "captures": len(device.capture_s),
+            "capture_s": sum(device.capture_s),
+            "planned_shared_gb": 1e-9 * plan.graphs.shared_bytes(),
+            "planned_pool_gb": 1e-9 * plan.graphs.bytes_pool(),
+            "kv_gb": 1e-9 * plan.kv_bytes,
+            "weights_gb": 1e-9 * plan.weights_bytes,
+        }
+
+
+def _profiled(
+    engine: EmbeddedEngine, batch_size: int, given: Mapping[str, int], seconds: float
+) -> Figures:
+    """Return what the GPU did in a few passes that take `seconds` each without the profiler."""
+    if ProfilerActivity.CUDA not in supported_activities():
+        return {"profiler": "none"}
+    profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
+
+    def between_passes() -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            profiler.start()
+        elif count == 2 + _PROFILED:
+            profiler.stop()
+
+    generate(engine, batch_size=batch_size, **given, between_passes=between_passes)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    return kernel_figures(trace["traceEvents"], _PROFILED, seconds)
+
+
+def kernel_figures(
+    events: list[dict[str, Any]], num_passes: int, seconds: float, top: int = _TOP
+) -> Figures:
+    """Return kernels of a pass, their milliseconds, the share of `seconds` in which none runs, and the longest ones."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in _ON_GPU:
+            by_name[event["name"]].append(event["dur"])
+    if not by_name:
+        return {"profiler": "saw no kernel"}
+    sums = {name: sum(durations) / num_passes for name, durations in by_name.items()}
+    longest = sorted(sums, key=lambda name: -sums[name])[:top]
+    busy_s = 1e-6 * sum(sums.values())
+    return {
+        "nodes": sum(map(len, by_name.values())) / num_passes,
+        "kernels_ms": 1e3 * busy_s,
+        "idle_share": 1.0 - busy_s / seconds,
+        "top_us": {f"{n[:70]} x{len(by_name[n]) / num_passes:g}": sums[n] for n in longest},
+    }

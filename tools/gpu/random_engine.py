@@ -1,0 +1,157 @@
+"""An embedded engine with random weights, made where they are used, and long contexts that nobody had to compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tlt_megatron.config.model_shape import tensor_shapes
+from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.engines.base import PassRecord
+from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.prefill import prefill
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk
+from tlt_megatron.models.config import ModelConfig
+from tlt_megatron.models.hf_io import Checksum
+from tlt_megatron.models.kv_cache import KvCache
+from tlt_megatron.models.transformer import Transformer
+from tlt_megatron.runtime.device import Device
+from tlt_megatron.types import Prompt, SamplingParams
+
+_VERSION = 0  # of the weights
+
+
+class _Capturing:
+    """A GPU's memory of graphs that notes what is captured."""
+
+    def __init__(self, memory: object, noted: CapturingDevice) -> None:
+        self._memory, self._noted = memory, noted
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `runtime.device.GraphMemory`."""
+        started = time.perf_counter()
+        replay = self._memory.capture(work)
+        self._noted.capture_s.append(time.perf_counter() - started)
+        self._noted.replays.append(replay)
+        return replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturingDevice(Device):
+    """A device that keeps the replays of its captured graphs, newest last."""
+
+    inner: Device
+    replays: list[Callable[[], None]] = field(default_factory=list)
+    capture_s: list[float] = field(default_factory=list)
+
+    @classmethod
+    def over(cls, inner: Device) -> CapturingDevice:
+        """Return a device like `inner`."""
+        return cls(torch_device=inner.torch_device, backend=inner.backend, inner=inner)
+
+    def graph_memory(self) -> _Capturing | None:
+        """See `Device`."""
+        memory = self.inner.graph_memory()
+        return None if memory is None else _Capturing(memory, self)
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        return self.inner.free_bytes()
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        self.inner.synchronize()
+
+
+def make_engine(
+    config: ModelConfig,
+    device: Device,
+    *,
+    batch_size: int,
+    num_prompt: int,
+    num_new: int,
+    zeros: Sequence[str] = (),
+) -> EmbeddedEngine:
+    """Return an engine in bfloat16 for prompts and responses of these lengths.
+
+    Weights whose names end with one of `zeros` are 0.
+    """
+    section = RolloutSection(
+        dtype="bfloat16",
+        max_batch_size=batch_size,
+        num_samples=batch_size,
+        max_new_tokens=num_new,
+        prefill_chunk_tokens=num_prompt,
+    )
+    engine = EmbeddedEngine(config, section, device, max_prompt_tokens=num_prompt)
+    checksum = Checksum()
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        """One at a time: two copies of a 7B need not fit."""
+        for name, shape in tensor_shapes(config).items():
+            tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
+            if name.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            elif not name.endswith(tuple(zeros)):
+                tensor.normal_(std=0.02)
+            checksum.add(name, tensor)
+            yield name, tensor
+
+    engine.load_weights(weights(), version=_VERSION, checksum=checksum.value)
+    device.release_cached()
+    return engine
+
+
+class _NoLayers:
+    """A model for `prefill` whose layers add nothing and cost nothing."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.arithmetic = model.arithmetic
+        self._embedding = model.embedding
+
+    def forward_tapped(self, token_ids_P: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """See `Transformer`."""
+        x_PD = self._embedding.index_select(0, token_ids_P)
+        scale_P1 = x_PD.float().square().mean(dim=1, keepdim=True).rsqrt()
+        hidden_PD = x_PD * scale_P1.to(x_PD.dtype)
+        return hidden_PD, hidden_PD
+
+
+def _prefill_nothing(
+    model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]
+) -> tuple[int, int]:
+    """In place of `prefill.prefill`: random keys and values."""
+    cache.kv_LKTH.normal_()
+    return prefill(_NoLayers(model), cache, chunks)
+
+
+@contextmanager
+def without_prefill() -> Iterator[None]:
+    """Within it, prompts cost nothing: a context of 1M tokens takes a 7B half a minute."""
+    with patch("tlt_megatron.engines.embedded.generation.prefill", _prefill_nothing):
+        yield
+
+
+def generate(
+    engine: EmbeddedEngine,
+    *,
+    batch_size: int,
+    num_prompt: int,
+    num_new: int,
+    between_passes: Callable[[], None] | None = None,
+) -> tuple[list[list[int]], list[PassRecord]]:
+    """Return tokens and passes of `batch_size` responses to one prompt, of low token ids and 0 at its end."""
+    ids = (*((7 * i + 3) % 64 for i in range(num_prompt - 1)), 0)
+    prompt = Prompt(prompt_id="0", draw_index=0, token_ids=ids)
+    params = SamplingParams(num_samples=batch_size, max_new_tokens=num_new, seed=1)
+    with without_prefill():
+        (group,) = engine.generate(
+            [prompt], params, policy_version=_VERSION, between_passes=between_passes
+        )
+    return [r.token_ids.tolist() for r in group.rollouts], engine.take_passes()
