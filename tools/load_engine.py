@@ -41,7 +41,6 @@ class LoadedPolicy:
         dtype: str = "float32",
         num_identity_layers: int = 0,
         tap_layers: tuple[int, ...] = (),
-        device: str = "cpu",
         data: DataSection = DATA,
         **settings: int,
     ) -> None:
@@ -55,7 +54,7 @@ class LoadedPolicy:
         self.engine = EmbeddedEngine(
             dataclasses.replace(self._config, num_layers=self.num_layers),
             RolloutSection(dtype=dtype, **settings),
-            select_device(device),
+            select_device("cpu"),
             max_prompt_tokens=data.max_prompt_tokens,
             tap_layers=tap_layers,
         )

@@ -26,7 +26,6 @@ _BENCHES = {
     "llm": "TLT on a real language model, SmolLM2-135M-Instruct",
     "drafter": "packed drafter training, and checkpoints in the background",
     "gate": "selectors over recorded passes, without the noise of the machine",
-    "gpu": "captured graphs and speculation on a GPU",
     "coupling": "acceptance of noise-keyed drafts and of rejection sampling",
     "costs": "what sampling noise and a draft step cost beside a decode pass on a CPU",
     "roofline": "tokens per second and graph pool that follow from bytes on a GPU, computed",

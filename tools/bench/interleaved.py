@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
-from tools.bench.measure import Spread, cpu_seconds, first_differences, spread, wall_seconds
+from tools.bench.measure import Spread, cpu_seconds, first_differences, spread
 from tools.load_engine import LoadedPolicy, accept_length
 
 PLAIN = "off"
@@ -46,16 +46,11 @@ class Record:
 class Comparison:
     """All variants and plain decoding on the same requests.
 
-    On a GPU, wall time counts, and each variant answers its batches once before it is timed: it captures its graphs then. On
-    a CPU, only the time of this process counts.
+    Only the CPU time of this process counts.
     """
 
-    def __init__(
-        self, policy: LoadedPolicy, variants: Mapping[str, Variant], *, is_cuda: bool
-    ) -> None:
+    def __init__(self, policy: LoadedPolicy, variants: Mapping[str, Variant]) -> None:
         self._policy = policy
-        self._clock = wall_seconds if is_cuda else cpu_seconds
-        self._num_warm_ups = int(is_cuda)
         self._variants = variants
         self.records = {name: Record() for name in variants}
         self.plain = Record()
@@ -90,12 +85,10 @@ class Comparison:
         policy.engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
         policy.generate(batches[0][:1], warm_up)  # allocates the KV
-        for prompts in [*batches] * self._num_warm_ups:
-            policy.generate(prompts, params)
         groups: list[RolloutGroup] = []
         seconds = 0.0
         for prompts in batches:
-            seconds += self._clock(lambda p=prompts: groups.extend(policy.generate(p, params)))
+            seconds += cpu_seconds(lambda p=prompts: groups.extend(policy.generate(p, params)))
         record.accept_lengths.append(accept_length(groups))
         return seconds, [r.token_ids.tolist() for group in groups for r in group.rollouts]
 

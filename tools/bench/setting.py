@@ -30,7 +30,6 @@ class Setting:
     policy: LoadedPolicy
     prompts: Sequence[Prompt]
     dtype: str
-    is_cuda: bool
 
     @property
     def engine(self) -> EmbeddedEngine:
@@ -53,20 +52,17 @@ def add_setting_options(add: Callable[..., object]) -> None:
     add("--rounds", type=int, default=4, help="after one that warms up")
 
 
-def make_setting(
-    options: argparse.Namespace, dtype: str, *, device: str = "cpu", **settings: int
-) -> Setting:
+def make_setting(options: argparse.Namespace, dtype: str, **settings: int) -> Setting:
     """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection."""
     policy = LoadedPolicy(
         options.model,
         dtype=dtype,
         num_identity_layers=options.deepen,
         max_new_tokens=options.max_new_tokens,
-        device=device,
         **settings,
     )
     prompts = policy.prompts(options.prompts)
-    return Setting(policy=policy, prompts=prompts, dtype=dtype, is_cuda=device == "cuda")
+    return Setting(policy=policy, prompts=prompts, dtype=dtype)
 
 
 def make_drafts(setting: Setting, drafter: str) -> dict[str, DraftInference]:

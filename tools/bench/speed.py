@@ -33,7 +33,7 @@ def bench_batch_sizes(
     measured: dict[int, Comparison] = {}
     rows = []
     for size in options.batch_sizes:
-        comparison = Comparison(setting.policy, variants, is_cuda=setting.is_cuda)
+        comparison = Comparison(setting.policy, variants)
         # Large batches generate many tokens with few passes.
         num_tokens = options.num_tokens if size <= 16 else max(options.num_tokens // 2, 1)
         for index in range(num_rounds):
@@ -69,7 +69,7 @@ def bench_long_tail(
     prompts = setting.prompts[: max(options.num_requests // options.num_samples, 1)]
     num_rounds = min(options.rounds, _LONG_TAIL_ROUNDS)
     variants = {n: dataclasses.replace(v, num_rounds=num_rounds) for n, v in variants.items()}
-    comparison = Comparison(setting.policy, variants, is_cuda=setting.is_cuda)
+    comparison = Comparison(setting.policy, variants)
     for index in range(num_rounds + 1):
         params = setting.policy.params(
             options.max_new_tokens,
