@@ -55,7 +55,9 @@ def _suite(stage: str, name: str, limit_s: float, *needs: str) -> Item:
     return Item(stage, name, "tools.gpu.suites:suite", limit_s, file, ("pytest", *needs))
 
 
-_TRITON, _MEGATRON = ("triton",), ("megatron.core", "transformers", "yaml", "psutil", "safetensors")
+# What a process of an item imports that cannot say so itself; of other missing packages the import tells.
+_HF = ("transformers", "tokenizers", "safetensors", "psutil")
+_TRITON, _MEGATRON = ("triton",), ("megatron.core", *_HF, "yaml", "rich", "packaging")
 ITEMS = (
     Item("0", "machine", "tools.gpu.basics:machine", 40),
     Item("0", "rates", "tools.gpu.basics:rates", 40, "", ("torch",)),
@@ -67,7 +69,7 @@ ITEMS = (
     Item("1", "rows", "tools.gpu.kernels:rows", 60, "", _TRITON),
     Item("1", "graph_pool", "tools.gpu.passes:graph_pool", 60),
     _suite("2a", "graph_pool_cuda", 90),
-    _suite("2a", "graph_engine_cuda", 180, "transformers"),
+    _suite("2a", "graph_engine_cuda", 180, *_HF),
     _suite("2a", "noise_kernel", 60, "triton"),
     _suite("2a", "attention_kernel", 60, "triton"),
     Item("2b", "plain_2048", "tools.gpu.decoding:plain", 120, "2048"),
@@ -76,7 +78,7 @@ ITEMS = (
     Item("2c", "planted_8", "tools.gpu.planted:planted", 90, "8"),
     Item("2c", "planted_64", "tools.gpu.planted:planted", 90, "64"),
     _suite("3", "private_groups_cuda", 90),
-    _suite("3", "spot_session_cuda", 180, "safetensors"),
+    _suite("3", "spot_session_cuda", 180, "safetensors", "psutil"),
     _suite("3", "mcore_cuda", 240, *_MEGATRON),
     Item("3", "rl_quickstart", "tools.gpu.rl_step:rl_step", 240, "quickstart", _MEGATRON),
     Item("3", "rl_half_b", "tools.gpu.rl_step:rl_step", 240, "half_b", _MEGATRON),
