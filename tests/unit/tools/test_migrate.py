@@ -279,6 +279,14 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
                 "mcore": {"recompute": "full", "transformer": {"recompute_num_layers": 1}},
             },
         ),
+        (  # of the engine that a migrated run has
+            "actor_rollout_ref.rollout.enforce_eager=True",
+            {"sglang": {"engine_args": {"disable_cuda_graph": True}}},
+        ),
+        (
+            "--sglang-disable-cuda-graph --n-samples-per-prompt 8",
+            {"sglang": {"engine_args": {"disable_cuda_graph": True}}},
+        ),
         (  # kl_loss_type is of the loss; kl_penalty is kl by default, the coefficient 0.001
             "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.kl_loss_type=low_var_kl",
             {"algorithm": {"kl_placement": "reward", "kl_coef": 0.001, "used_kl_estimator": "k1"}},
