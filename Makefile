@@ -6,7 +6,6 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PY := $(SGLANG_VENV)/bin/python
-CPU_TORCH ?= torch==2.13.0
 RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -25,12 +24,11 @@ endef
 
 setup: $(VENV)/.done  ## virtual environment with everything that the run and the tests need
 
-$(VENV)/.done: setup.py
+$(VENV)/.done: pyproject.toml requirements/install_torch.sh
 	@$(find_python); \
 	echo "set-up: $(VENV) with $$($$python --version)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
-	@if command -v nvidia-smi >/dev/null 2>&1; then echo "set-up: torch (CUDA)"; $(PY) -m pip install -q "torch>=2.11,<2.15"; \
-	else echo "set-up: $(CPU_TORCH) (CPU)"; $(PY) -m pip install -q "$(CPU_TORCH)"; fi
+	@requirements/install_torch.sh $(PY)
 	@echo "set-up: tlt_megatron and what it needs"
 	@$(PY) -m pip install -q -e ".[dev,report]"
 	@touch $@; echo "set-up: done"
@@ -73,10 +71,11 @@ drafter: setup  ## an EAGLE drafter for the quickstart's policy, in build/tiny_d
 	@$(PY) tools/warmup_drafter.py --model build/tiny_policy --out build/tiny_drafter
 
 test: setup  ## the whole test suite (CPU): what computes two files at a time, what waits two tests at a time, the rest
-	@echo "test: pytest"
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not gpu and not waits" tests/unit tests/distributed
-	@$(PY) -m pytest -n 2 -m waits tests/distributed
-	@$(PY) -m pytest --ignore tests/unit --ignore tests/distributed
+	@echo "test: pytest"; code=0; \
+	$(PY) -m pytest -n 2 --dist loadfile -m "not gpu and not waits" tests/unit tests/distributed || code=1; \
+	$(PY) -m pytest -n 2 -m waits tests/distributed || code=1; \
+	$(PY) -m pytest --ignore tests/unit --ignore tests/distributed || code=1; \
+	exit $$code
 
 FAULT_SCHEDULES ?= 500
 FAULT_SEED ?= 1
@@ -96,11 +95,11 @@ docs: setup  ## the documentation site, in build/site; a broken link is an error
 
 setup-sglang: $(SGLANG_VENV)/.done  ## environment of its own with SGLang on CPU torch, for test-sglang
 
-$(SGLANG_VENV)/.done: tests/sglang/requirements.txt setup.py
+$(SGLANG_VENV)/.done: tests/sglang/requirements.txt pyproject.toml requirements/install_torch.sh
 	@$(find_python); \
 	test -x $(SGLANG_PY) || $$python -m venv $(SGLANG_VENV)
-	@echo "set-up: $(CPU_TORCH) (CPU) and SGLang without its CUDA-only packages"
-	@$(SGLANG_PY) -m pip install -q "$(CPU_TORCH)"
+	@requirements/install_torch.sh $(SGLANG_PY) cpu
+	@echo "set-up: SGLang without its CUDA-only packages"
 	@$(SGLANG_PY) -m pip install -q --no-deps -r tests/sglang/requirements.txt
 	@$(SGLANG_PY) -m pip install -q --no-deps -e .
 	@touch $@; echo "set-up: done"

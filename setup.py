@@ -1,11 +1,16 @@
-"""Packaging. CPU set-up installs torch==2.13.0 first (see Makefile); megatron-core is pinned: mcore/cpu.py adapts
-exactly that version. NVIDIA apex is detected at run time; the package of that name on the registry is another."""
+"""What pyproject.toml cannot say: the programs inside a wheel, and a README with absolute links."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.build_py import build_py
+
+URL = os.environ.get("REPO_URL", "").rstrip(
+    "/"
+)  # of the repository that publishes; docs use it too
 
 
 class BuildWithPrograms(build_py):
@@ -25,50 +30,21 @@ class BuildWithPrograms(build_py):
             )
 
 
+def readme() -> str:
+    """Return README.md. With REPO_URL set, its links and pictures also work on a package registry's page."""
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    if not URL:
+        return text
+    kind = {"": "blob", "!": "raw"}
+    return re.sub(
+        r"(!?)(\[[^]]*\])\((?!https?:|#)", lambda m: f"{m[1]}{m[2]}({URL}/{kind[m[1]]}/main/", text
+    )
+
+
 setup(
-    name="tlt_megatron",
-    version="0.1.0",
-    description="Reasoning-RL training that tames the long tail: TLT on Megatron-core, one torchrun program",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["tlt_megatron", "tlt_megatron.*"]),
-    package_data={"tlt_megatron": ["py.typed", "config/other_names.txt"]},
-    install_requires=[
-        "torch>=2.11,<2.15",
-        "megatron-core==0.16.1",
-        "transformers>=5.10,<6",
-        "numpy",
-        "safetensors",
-        "pyyaml",
-        "tensorboard",
-        "rich",
-        "math-verify>=0.8",
-        "pyarrow",
-        "psutil",
-        "packaging",
-    ],
+    project_urls={"Paper": "https://arxiv.org/abs/2511.16665"}
+    | ({"Repository": URL} if URL else {}),
     cmdclass={"build_py": BuildWithPrograms},
-    entry_points={
-        "console_scripts": ["tlt = tlt_megatron.cli:main"],
-        # SGLang loads it in each of its processes; it acts in engines that this package starts, and in no other.
-        "sglang.srt.plugins": ["tlt_megatron = tlt_megatron.engines.sglang.plugin:register"],
-    },
-    extras_require={
-        "dev": [
-            "pytest>=9",
-            "pytest-xdist",
-            "hypothesis",
-            "ruff==0.17.6",
-            "basedpyright==1.40.2",
-            "pre-commit",
-        ],
-        "report": ["jinja2>=3.1", "plotly>=6"],
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
-        "wandb": ["wandb"],
-        "sglang": ["sglang==0.5.23"],
-        # The range of megatron-core 0.16.1. It builds against the torch that is there: --no-build-isolation.
-        "cuda": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
-    },
 )

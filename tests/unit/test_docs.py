@@ -191,7 +191,7 @@ def test_the_configuration_page_explains_every_setting() -> None:
 
 
 def test_every_place_names_the_same_version() -> None:
-    for file in ("setup.py", "CITATION.cff", "CHANGELOG.md", "docs/releasing.md"):
+    for file in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md", "docs/releasing.md"):
         assert __version__ in text(REPO / file), file
 
 
