@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import Decision, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 ARMS = tuple(
     SpeculationStrategy.parse(text)

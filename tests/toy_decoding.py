@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
 from tlt_megatron.speculation.verify import Verdict
 

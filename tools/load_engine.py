@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tlt_megatron.config.schema import DataSection, RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
 from tlt_megatron.drafter.checkpoint import load_drafter
@@ -22,7 +23,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 from tools.expand_layers import with_identity_layers

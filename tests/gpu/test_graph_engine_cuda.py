@@ -14,6 +14,7 @@ import torch
 from tests.gpu.cuda_ranks import needs_gpus
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import engine_over, load_from
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -23,7 +24,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import Decision, FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
 pytestmark = needs_gpus()

@@ -7,10 +7,10 @@ import torch
 
 from tests.gpu.cuda_ranks import needs_gpus
 from tests.graph_passes import LANE, LanePasses, capture_all, make_lane_passes
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, addresses_read
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 pytestmark = needs_gpus()
 MAX_BATCH_SIZE = 8

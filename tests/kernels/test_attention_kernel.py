@@ -34,6 +34,7 @@ from tests.pretend_cuda import pretend_device
 from tests.tiny_models import tiny_config
 from tests.unit.engines.conftest import checksum
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks, wide_dtype
@@ -42,7 +43,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

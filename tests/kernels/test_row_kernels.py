@@ -27,6 +27,7 @@ from tests.pretend_cuda import PretendTensor, pretend_device
 from tests.tiny_models import tiny_config
 from tests.unit.engines.conftest import checksum
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.attention.kernels import attend_in_chunks
@@ -39,7 +40,6 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.row_kernels import multiply, normalize
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]

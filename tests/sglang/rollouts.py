@@ -19,6 +19,7 @@ from tlt_megatron.config.schema import (
     SglangSection,
     SpeculationSection,
 )
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
 from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
@@ -32,7 +33,6 @@ from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 VERSION = 1

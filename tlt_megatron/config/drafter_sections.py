@@ -17,6 +17,7 @@ from tlt_megatron.config.ranges import (
     Share,
     one_of,
 )
+from tlt_megatron.config.strategy import SpeculationStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +49,20 @@ class SpeculationSection(Section):
         self.require(size is None or size == 0 or size >= 256, "draft_vocab_size", "0 or >= 256")
         is_set = bool(self.strategies) and len(set(self.strategies)) == len(self.strategies)
         self.require(is_set, "strategies", "not empty, with each strategy once")
+        try:
+            _ = self.parsed_strategies
+        except ValueError as error:
+            raise ValueError(f"speculation.strategies: {error}") from error
         check_extension("speculation.selector", self.selector)
+
+    @property
+    def parsed_strategies(self) -> list[SpeculationStrategy]:
+        return [SpeculationStrategy.parse(text) for text in self.strategies]
 
     @property
     def is_learned(self) -> bool:
         """Return whether any strategy uses a learned drafter. Only off and plain n-grams do not."""
-        return any(s != "off" and not s.startswith("ngram") for s in self.strategies)
+        return any(strategy.is_learned for strategy in self.parsed_strategies)
 
     def num_draft_ids(self, vocab_size: int) -> int:
         """Return the number of token ids that the learned drafter proposes; 0: all."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
+from tlt_megatron.config.strategy import SpeculationStrategy
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
@@ -95,12 +95,6 @@ def draft_slack(strategies: Sequence[str]) -> int:
     Two passes are in flight. Each writes the rows of the widest strategy, or all candidates of the
     deepest one. SGLang itself needs 4, also without drafts. Example: `["6_1_6"]` gives 18.
     """
-    widest = 0
-    for text in strategies:
-        rows, reach = 1, 0
-        for part in text.split("+"):
-            numbers = [int(number) for number in re.findall(r"\d+", part)]
-            rows += numbers[-1] if numbers else 0
-            reach = max(reach, numbers[0] * numbers[1] if len(numbers) == 3 else 0)
-        widest = max(widest, rows if rows > 1 else 0, reach)
+    parsed = [SpeculationStrategy.parse(text) for text in strategies]
+    widest = max((max(s.num_rows, s.num_steps * s.topk) for s in parsed if not s.is_off), default=0)
     return 2 * widest + 4

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.selector import Decision, fits
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 
 def automatic_thresholds(

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.pass_cost import PassCost
 from tlt_megatron.speculation.selector import Decision, fits
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 # ---- acceptance; counts are in independent requests, see `_CORRELATION`
 _CORRELATION = 0.1  # between requests of one pass: n of them tell as much as n / (1 + (n - 1) / 10); of recorded runs

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.config.strategy import SpeculationStrategy
 
 _WINDOW = 9  # passes of a median: it survives 4 disturbed ones
 _STALE = 300.0  # passes after which a median weighs half: machine and context lengths change

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tlt_megatron.config.extensions import load_extension
-from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.config.strategy import SpeculationStrategy
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.sampling import add_noise, cut_logits
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 ROOT = -1  # as a parent: the last committed token
 UNUSED = -1  # as a token: a node that is never accepted

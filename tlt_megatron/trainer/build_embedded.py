@@ -16,7 +16,6 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.selector import make_selector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers, make_drafter
 
@@ -37,7 +36,7 @@ def build_embedded_engine(
         tap_layers=drafter_tap_layers(config, model),
         make_speculation=partial(_speculation_over, config, model) if is_on else None,
     )
-    strategies = [SpeculationStrategy.parse(text) for text in config.speculation.strategies]
+    strategies = config.speculation.parsed_strategies
     graphs = engine.memory_plan(strategies if is_on else ()).graphs
     if engine.has_graphs:
         log.info("graphs of the rollout engine: %s", "\n  ".join(graphs.lines()))
@@ -61,7 +60,7 @@ def _speculation_over(
 def make_speculation(config: RunConfig, draft: DraftInference | None) -> Speculation:
     """Build the speculation of `config.speculation`. `draft` is the learned drafter, or None."""
     section = config.speculation
-    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
+    strategies = section.parsed_strategies
     selector = make_selector(
         section.selector,
         strategies,

@@ -10,7 +10,6 @@ import argparse
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.preflight import check_files
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 
 def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Namespace]:
@@ -27,11 +26,6 @@ def read_command(arguments: list[str] | None) -> tuple[RunConfig, argparse.Names
         return config, options
     if config.checkpoint.resume == "auto" and not config.run.dir:
         raise ValueError("run.dir='': must name the run folder where checkpoint.resume='auto'")
-    for text in config.speculation.strategies:
-        try:
-            SpeculationStrategy.parse(text)
-        except ValueError as error:
-            raise ValueError(f"speculation.strategies: {error}") from error
     check_files(config)
     return config, options
 

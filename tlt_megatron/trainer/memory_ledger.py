@@ -21,7 +21,6 @@ from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 
 # Measured on x86-64: libraries that load after the check (Megatron-core, transformers, gloo), and
@@ -122,8 +121,7 @@ def _engine_claims(
     if config.rollout.engine == "sglang":
         return _sglang_claims(config, sizes, device)
     rollout = config.rollout
-    texts = config.speculation.strategies if config.speculation.enabled else []
-    strategies = [SpeculationStrategy.parse(text) for text in texts]
+    strategies = config.speculation.parsed_strategies if config.speculation.enabled else []
     has_graphs = rollout.cuda_graphs and device.is_cuda
     plan = plan_memory(
         model,
@@ -186,7 +184,7 @@ def _sglang_claims(config: RunConfig, sizes: ModelSizes, device: Device) -> list
     tp = f"sglang.engine_args.tp_size={ranks}"
     num_states = 1  # an adaptive engine captures its graphs for each strategy
     if config.speculation.enabled:
-        num_states = max(1, len([text for text in config.speculation.strategies if text != "off"]))
+        num_states = max(1, sum(not s.is_off for s in config.speculation.parsed_strategies))
     workspace_mib = 512 + 1.5 * max(rollout.prefill_chunk_tokens, 2048) + 1024 * ranks / 8
     graphs_mib = 2 * rollout.max_batch_size * num_states
     return [

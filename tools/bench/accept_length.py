@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tlt_megatron.speculation.strategy import SpeculationStrategy
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tools.bench.measure import print_table
 from tools.load_engine import LoadedPolicy, accept_length

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import SamplingParams
 from tools.bench.measure import cpu_seconds, print_table
 from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, decode, replay

@@ -10,8 +10,8 @@ from __future__ import annotations
 from rich.console import Console
 
 from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphKey, GraphPlan, Role
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.bench.measure import print_table
 from tools.gpu.shapes import QWEN_2_5_7B
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 _MAX_SLOWDOWN = (
     3.0  # cap on a pass's seconds, as a multiple of the median: longer passes were disturbed

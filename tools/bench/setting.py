@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import FinishReason, Prompt
 from tools.bench.interleaved import Variant
 from tools.bench.measure import add_policy_options

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import (
     GraphPool,
@@ -20,7 +21,6 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.gpu.machine import Figures, Machine, relative_error, seconds_of
 from tools.gpu.shapes import QWEN_2_5_7B, TINY
 

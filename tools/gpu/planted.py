@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -22,7 +23,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.gpu.machine import Figures, Machine
 from tools.gpu.random_engine import generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY

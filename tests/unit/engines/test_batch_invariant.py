@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import cache_bytes, engine_over
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
@@ -24,7 +25,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
 VOCAB_SIZE, NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 48, 16, 4, 24

@@ -17,6 +17,7 @@ from tests.unit.engines.test_speculative_engine import (
     prompts,
     tokens,
 )
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -25,7 +26,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import RolloutGroup

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.continuation import check_continued
 from tests.unit.engines.conftest import checksum, engine_over
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
@@ -27,7 +28,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import Decision, FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 

@@ -20,6 +20,7 @@ from tests.slow_draft import make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import checksum, engine_over, load_from
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.loss import draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftSequence, pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer, interruptible
@@ -32,7 +33,6 @@ from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import Device, has_triton
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real one")

@@ -14,6 +14,7 @@ import torch
 from tests.graph_passes import RecordingDevice, recording_device
 from tests.unit.engines.conftest import cache_bytes, checksum, engine_over
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
@@ -24,7 +25,6 @@ from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(num_samples=2, max_new_tokens=30, temperature=1.0, seed=2)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tlt_megatron.config.schema import SpeculationSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import (
     EagerReason,
     GraphKey,
@@ -27,7 +28,6 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tools.bench.graph_bytes import bytes_naive, bytes_single
 from tools.gpu.shapes import QWEN_2_5_7B as QWEN_7B
 

@@ -12,11 +12,11 @@ import torch
 
 from tests.graph_passes import LANE, LanePasses, RecordedGraphs, capture_all, make_lane_passes
 from tests.slow_draft import make_draft_model
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, GraphPlan, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphMemory, GraphPool, addresses_read
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 STRATEGIES = ("2_1_2", "3_2_6")
 MAX_BATCH_SIZE = 8

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.sglang.adaptive_policy import (
     AdaptiveHooks,
     SelectorPolicy,
     write_config,
 )
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 CHAIN = SpeculationStrategy.parse("4_1_4")
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.synthetic_decoding import SyntheticDecoding, counts_by_depth, run_selector
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector, automatic_thresholds
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 WIDE, LONG, SHORT = (SpeculationStrategy.parse(text) for text in ("8_4_48", "8_4_16", "4_4_16"))
 

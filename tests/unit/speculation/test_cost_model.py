@@ -21,10 +21,10 @@ from tests.synthetic_decoding import (
     run_rollout,
     run_selector,
 )
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import AcceptanceTable, CostModelSelector
 from tlt_megatron.speculation.pass_cost import PassCost
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 ROLLOUT = long_tail(64, scale=60)  # 64 requests, some 420 steps
 LENGTHS = long_tailed_lengths(128)

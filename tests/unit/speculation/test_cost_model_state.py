@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.synthetic_decoding import ARMS, SyntheticDecoding, long_tail, run_selector
+from tlt_megatron.config.strategy import OFF
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.strategy import OFF
 
 ROLLOUT = long_tail(64, scale=60)  # 64 requests, some 420 steps
 

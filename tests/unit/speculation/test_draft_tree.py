@@ -16,7 +16,7 @@ from tests.toy_decoding import (
     random_tree,
     row_states,
 )
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.tree import (
     UNUSED,
     DraftTree,

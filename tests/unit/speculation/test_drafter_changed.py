@@ -9,8 +9,8 @@ from tests.synthetic_decoding import (
     counts_by_depth,
     run_selector,
 )
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.cost_model import CostModelSelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 CHAIN = SpeculationStrategy.parse("4_1_4")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.toy_decoding import random_tree
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.calibration import AcceptanceCalibrator, calibration_counts
 from tlt_megatron.speculation.graft import graft, retrieved_chain
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import (
     ROOT,
     UNUSED,

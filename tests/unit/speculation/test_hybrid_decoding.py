@@ -16,8 +16,8 @@ from tests.toy_decoding import (
     draw,
     random_table,
 )
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.ngram import NgramIndex
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import UNUSED, DraftTree, Ranking
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 

@@ -20,13 +20,13 @@ from tests.toy_decoding import (
     random_table,
     row_states,
 )
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.calibration import (
     AcceptanceCalibrator,
     calibration_counts,
     first_counts,
 )
 from tlt_megatron.speculation.sampling import gumbel_noise
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
 from tlt_megatron.speculation.verify import verify_noise_keyed
 

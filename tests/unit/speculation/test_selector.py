@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector, StrategySelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 
 CHAIN = SpeculationStrategy.parse("2_1_2")
 TREE = SpeculationStrategy.parse("3_4_8")

@@ -21,9 +21,9 @@ from tests.toy_decoding import (
     random_table,
     row_states,
 )
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.speculation.graft import graft
 from tlt_megatron.speculation.sampling import cut_logits
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from tests.synthetic_decoding import ARMS, SyntheticDecoding, run_selector
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tools.bench.replay import PassTrace, RecordingSelector, TraceTable, replay
 
 CHAIN = SpeculationStrategy.parse("2_1_2")

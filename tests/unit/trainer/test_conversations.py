@@ -16,13 +16,13 @@ from torch import Tensor
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import engine_over
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.rewards.environment import Answer
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.types import FinishReason, Message, Prompt, Rollout, SamplingParams
 

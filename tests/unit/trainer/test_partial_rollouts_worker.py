@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
@@ -26,7 +27,6 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.speculation.sampling import request_seed, sample
 from tlt_megatron.speculation.selector import FixedSelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.kv_layout import KvLayout
 from tlt_megatron.engines.embedded.model_drafter import Roots
@@ -23,7 +24,6 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import SamplingParams
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import (
     EngineStats,
     GenerationStopped,
@@ -34,7 +35,6 @@ from tlt_megatron.models.invariant import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 _IDLE_S = 0.002  # between two calls of `more_prompts` while there is nothing to generate

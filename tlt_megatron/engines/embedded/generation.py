@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import EngineStats, MorePrompts, PassRecord
 from tlt_megatron.engines.embedded.decode import DecodeBatch, Ended
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
@@ -18,7 +19,6 @@ from tlt_megatron.engines.embedded.scheduler import Scheduler, make_requests
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
 from tlt_megatron.types import FinishReason, KeptTokens, Prompt, Rollout, SamplingParams
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.models.attention.kernels import PART_KEYS
 from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 # Most rows of a verify pass. Batch 20 with 16 rows is the largest product among the thresholds in
 # the paper's code. An H100 does ~295 bfloat16 multiply-adds in the time of reading one weight.

@@ -9,12 +9,12 @@ import torch
 
 from tlt_megatron.config.kv_pages import PAGE_TOKENS
 from tlt_megatron.config.schema import RolloutSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import EagerReason, Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
 from tlt_megatron.engines.embedded.scheduler import Request
@@ -25,7 +26,6 @@ from tlt_megatron.models.attention.lanes import (
 )
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import DraftTree, Expand, Ranking, TreeGrower
 from tlt_megatron.types import SamplingParams
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import Role
 from tlt_megatron.engines.embedded.graph_pool import GraphPool, PassInputs
 from tlt_megatron.engines.embedded.memory_plan import draft_slots_of
@@ -35,7 +36,6 @@ from tlt_megatron.speculation.calibration import (
 from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.speculation.selector import StrategySelector, make_selector
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
 from tlt_megatron.speculation.verify import accepted_by_depth
 
 if TYPE_CHECKING:

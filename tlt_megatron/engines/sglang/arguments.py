@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tlt_megatron.config.draft_folder import read_draft_settings
 from tlt_megatron.config.layout import draft_slack
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
+from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.sglang.noise import mark
-from tlt_megatron.speculation.strategy import SpeculationStrategy
 from tlt_megatron.speculation.tree import Ranking
 
 _ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGLE3"}
@@ -48,7 +48,7 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
     It keeps graphs for one `topk`, adapts chains alone, and does not mix two kinds of drafts."""
     if not section.enabled:
         return None
-    strategies = [SpeculationStrategy.parse(text) for text in section.strategies]
+    strategies = section.parsed_strategies
     if section.selector == "fixed":
         strategies = strategies[:1]
     drafting = tuple(strategy for strategy in strategies if not strategy.is_off)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlt_megatron.speculation.strategy import OFF, SpeculationStrategy
+from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 
 
 def test_text_round_trip() -> None:
