@@ -20,7 +20,7 @@ from tlt_megatron.engines.embedded.graph_plan import (
     GraphKey,
     GraphPlan,
     Role,
-    pass_cost,
+    capture_cost,
 )
 from tlt_megatron.engines.embedded.graph_pool import PassInputs, lane_steps
 from tlt_megatron.models.config import ModelConfig
@@ -274,6 +274,6 @@ def check_estimate(
         step(inputs)
         with Tally() as tally:
             step(inputs)
-    cost = pass_cost(model_config, key, dtype.itemsize)
+    cost = capture_cost(model_config, key, dtype.itemsize)
     assert cost.num_kernels == pytest.approx(tally.num_calls, rel=0.15)
     assert cost.activation_bytes == pytest.approx(tally.peak_bytes, rel=0.1)

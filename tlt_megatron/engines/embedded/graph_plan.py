@@ -69,7 +69,7 @@ class GraphKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassCost:
+class CaptureCost:
     """Resources of a captured pass. All captures can share the memory of activations."""
 
     num_kernels: int
@@ -77,7 +77,7 @@ class PassCost:
     static_bytes: int  # inputs and outputs, at fixed addresses
 
 
-def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
+def capture_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> CaptureCost:
     """Estimate a pass over lanes on CUDA, without the LM head. A draft pass is one layer of it."""
     c, num_tokens = model, key.num_tokens
     is_draft = key.role is Role.DRAFT
@@ -94,7 +94,7 @@ def pass_cost(model: ModelConfig, key: GraphKey, item_bytes: int) -> PassCost:
     mlp = num_tokens * (4 if is_draft else 2) * c.ffn_size * item_bytes
     bias = num_tokens * key.length
     states = num_tokens * c.hidden_size * (3 if is_draft else 1)
-    return PassCost(
+    return CaptureCost(
         num_kernels=num_layers * layer_kernels + _OTHER_KERNELS,
         activation_bytes=num_tokens * per_token * item_bytes + max(attention, mlp),
         static_bytes=(bias + states) * item_bytes + num_tokens * 3 * 8,
@@ -178,8 +178,8 @@ class GraphPlan:
 
     # ---- bytes
 
-    def cost(self, key: GraphKey) -> PassCost:
-        return pass_cost(self._model, key, self._item_bytes)
+    def cost(self, key: GraphKey) -> CaptureCost:
+        return capture_cost(self._model, key, self._item_bytes)
 
     def bytes_pool(self) -> int:
         """Return the bytes of this plan: all kernels, and the tensors that captures share."""
