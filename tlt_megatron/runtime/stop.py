@@ -80,9 +80,10 @@ class StopRequest:
         """Tell all ranks that this one ends with `code`, for the reason in `line`. They end within seconds.
 
         Returns whether to show the reason: this rank is the first to end, or it failed before ranks could tell each other.
+        A rank shows it once, although a signal and a broken connection may end it at the same time.
         """
-        self._has_ended = True
-        return self._tell(EventKind.END, line, code)
+        is_again, self._has_ended = self._has_ended, True
+        return self._tell(EventKind.END, line, code) and not is_again
 
     def close(self) -> None:
         """Stop listening; later signals have no effect."""
@@ -121,10 +122,11 @@ class StopRequest:
 
     def _end_setup(self, number: signal.Signals) -> None:
         line = f"{number.name} during set-up: the run ends, there is nothing to save"
-        is_shown = self.end(128 + number, line)
+        if self.end(128 + number, line):
+            _show(line)
         if self._events is not None and self._rank == 0:
             time.sleep(_LINGER_S)
-        end_process(128 + number, line, is_shown=is_shown)
+        end_process(128 + number, line, is_shown=False)
 
     def _tell(self, kind: EventKind, text: str, code: int = 0) -> bool:
         """Write an event. Return whether this rank is the first to write one of this kind, so that it shows it."""
@@ -148,12 +150,17 @@ def end_process(code: int, line: str, *, is_shown: bool) -> None:
     """End this process at once, whatever its main thread does. Children end when their pipes close or parents end."""
     log.warning("%s", line, extra=FILE_ONLY)
     if is_shown:
-        sys.stderr.write(f"pretrain_rl: {line}\n")
+        _show(line)
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # a live display hides the cursor
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _show(line: str) -> None:
+    sys.stderr.write(f"pretrain_rl: {line}\n")
+    sys.stderr.flush()
 
 
 def describe_failure(error: Exception, phase: str, rank: int) -> str:
