@@ -34,6 +34,7 @@ from tlt_megatron.drafter.checkpoint import (
 from tlt_megatron.models.draft_model import DraftModel, TargetFingerprint, fingerprint_target
 from tlt_megatron.runtime.device import HostCopies
 from tlt_megatron.runtime.durable import new_folder, replace_text, save_tensors
+from tlt_megatron.runtime.log import FILE_ONLY
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,9 @@ def logging_failed_writes(path: Path) -> Iterator[None]:
     """Log a failed write of `path` instead of raising it, and remove the file."""
     try:
         yield
-    except OSError:
-        log.exception("drafter: %s was not written; the run continues without it", path)
+    except OSError as error:
+        log.error("drafter: %s was not written; the run continues without it: %s", path, error)
+        log.info("the failed write", exc_info=error, extra=FILE_ONLY)
         if path.is_file():
             path.unlink()
 
