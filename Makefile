@@ -77,12 +77,14 @@ test: setup  ## the whole test suite (CPU): what computes two files at a time, w
 	$(PY) -m pytest --ignore tests/unit --ignore tests/distributed || code=1; \
 	exit $$code
 
-FAULT_SCHEDULES ?= 500
-FAULT_SEED ?= 1
+FAULT_SCHEDULES ?= 250
+FAULT_SEEDS ?= 1 2
 
-faults: setup  ## 500 schedules of injected faults against real runs; the table and build/faults.json
-	@echo "faults: $(FAULT_SCHEDULES) schedules, two at a time"
-	@$(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $(FAULT_SEED) --json build/faults.json
+faults: setup  ## 500 schedules of injected faults against real runs, of two seeds; tables and build/faults-SEED.json
+	@code=0; for seed in $(FAULT_SEEDS); do \
+	  echo "faults: $(FAULT_SCHEDULES) schedules of seed $$seed, two at a time"; \
+	  $(PY) -m tests.faults --schedules $(FAULT_SCHEDULES) --seed $$seed --json build/faults-$$seed.json || code=1; \
+	done; exit $$code
 
 lint: setup  ## ruff check and format, types by pyright
 	@$(VENV)/bin/ruff check .

@@ -1,9 +1,9 @@
-"""One schedule: a run, one fault in it, what became of it, the resumed run, and the verdict over all that."""
+"""One schedule: a run, one fault in it, what became of it, the resumed run. The oracle is here: `end`, `resume`, `compare`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 import os
 import random
 import re
@@ -11,28 +11,28 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from tests.faults.compare import differences, saved_step
-from tests.faults.lab import Lab, Variant
-from tests.faults.probe import Plan
-from tests.faults.processes import (
-    Job,
-    adopt_orphans,
-    descendants,
-    kill_all,
-    start_forked,
-    start_torchrun,
-)
+from tests.faults.lab import LAYOUTS, NUM_STEPS, Lab
+from tests.faults.probe import Moment
+from tests.faults.processes import Job, adopt_orphans, descendants, kill_all, start
+from tests.tiny_task import answers, weights
+from tlt_megatron.trainer.manifest import read_pointer
 
 RUN_LIMIT_S = 300.0  # of a run, which takes seconds, on a loaded machine
-ORPHAN_GRACE_S = 60.0  # for a reward worker that takes its time
-_OWN_PREFIX = re.compile(
-    r"^\S*\s*rank \d+ [A-Z]+ "
-)  # of a log line: whose it is, not whom it names
+SLACK_S = 30.0  # on top of what is promised, for a loaded machine
+LONG = "run.num_steps=40"  # has not ended when the fault comes, however late that is
+# Metrics that are the same at any layout, and those that are the same to rounding at another one.
+_EXACT = (
+    "critic/rewards/mean critic/rewards/max response_length/mean rollout/num_tokens eval/accuracy"
+)
+_ROUNDED = "actor/pg_loss actor/entropy actor/grad_norm critic/vf_loss"
+_OWN_PREFIX = re.compile(r"^\S*\s*rank \d+ [A-Z]+ ")  # of a log line: the rank that writes it
+COLUMNS = ("hang", "lost", "orphans", "unclear", "broken", "missed")  # fields of a verdict
 
 
 class Hang(Exception):
@@ -40,30 +40,30 @@ class Hang(Exception):
 
 
 class Missed(Exception):
-    """The fault came too late to be one: the schedule says nothing."""
+    """The fault has not happened, so the schedule shows nothing."""
 
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What a schedule has shown; empty lists and no hang: all that is promised held."""
+    """What a schedule has shown."""
 
     fault: str
     seed: int
-    door: str  # forked | torchrun | model
-    where: str = ""  # variant and moment
+    where: str = ""  # variant, moment and details
     hang: str = ""
-    lost: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # steps, tokens, weights, checkpoints
     orphans: list[str] = field(default_factory=list)
-    unclear: list[str] = field(default_factory=list)  # exit codes and messages
-    missed: str = ""
+    unclear: list[str] = field(default_factory=list)  # exit codes, messages, survivors too late
     broken: str = ""  # the harness itself failed
+    missed: str = ""  # the fault has not happened
+    ended_s: float = 0.0  # from the fault to the end of the last survivor
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
     @property
     def is_good(self) -> bool:
-        """Whether all promises held, or nothing was shown."""
-        return not (self.hang or self.lost or self.orphans or self.unclear or self.broken)
+        """Whether the fault happened and all promises held."""
+        return not any(getattr(self, name) for name in COLUMNS)
 
 
 class Case:
@@ -74,65 +74,60 @@ class Case:
         self.lab = lab
         self.folder = folder
         self.run_dir = folder / "run"
-        self.verdict = Verdict(fault=fault, seed=seed, door="forked")
-        self.variant = lab.variant("plain")
-        self.plan: Plan | None = None
+        self.verdict = Verdict(fault=fault, seed=seed)
+        self.variant = lab.variants[self.rng.choice(list(lab.variants))]
+        self.moment: Moment | None = None
         self.jobs: list[Job] = []
-        self.shutdown_timeout_s = 30.0
+        self.struck_at = 0.0  # wall time
+        self.mark: Path | None = None  # exists once the fault has happened
 
-    # ---- drawing
-
-    def draw_variant(self, *names: str) -> Variant:
-        """One of the variants, or any."""
-        self.variant = self.lab.variant(self.rng.choice(names or tuple(self.lab.variants)))
-        return self.variant
-
-    def draw_moment(self, *phases: str, action: str = "wait", **changes: object) -> Plan:
-        """A moment in one of `phases` on one of the ranks."""
+    def draw_moment(
+        self, *phases: str, variants: Sequence[str] = (), resumed: int = -1, **changes: object
+    ) -> Moment:
+        """A moment in one of `phases` on one of the ranks; in a third of the schedules of a run that is resumed."""
         phase = self.rng.choice(phases)
-        if phase == "spot":
-            self.draw_variant("spot")
-        if phase == "evaluation" and self.variant.name != "plain":
-            self.draw_variant("plain")
-        rank = self.rng.randrange(2)
-        last = self.variant.num_steps
-        step = {
-            "start": 1,
-            "setup": 1,
-            "evaluation": self.rng.choice([0, 2]),
-            "checkpoint": self.rng.randint(1, last),
-            "finish": last,
-        }.get(phase, self.rng.randint(1, last))
-        held = 1 - rank if phase == "spot" else -1
-        plan = Plan(rank=rank, phase=phase, step=step, action=action, held_rank=held)
-        self.plan = dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
-        return self.plan
+        fitting = {"spot": ["spot"], "evaluation": ["plain"]}
+        name = self.rng.choice(fitting.get(phase, variants or list(self.lab.variants)))
+        self.variant = self.lab.variants[name]
+        resumed = resumed if resumed >= 0 else self.rng.choice([0, 0, 0, 0, 1, 2])
+        if resumed:
+            self.variant.copy_stopped(self.run_dir, resumed)
+        fixed = {"start": 1, "setup": 1, "finish": NUM_STEPS}
+        fixed["evaluation"] = NUM_STEPS if resumed else self.rng.choice([0, 2, NUM_STEPS])
+        rank, step = self.rng.randrange(2), self.rng.randint(resumed + 1, NUM_STEPS)
+        moment = Moment(
+            rank=rank,
+            phase=phase,
+            step=fixed.get(phase, step),
+            resumed_step=resumed,
+            held_rank=1 - rank if phase == "spot" else -1,
+        )
+        self.moment = replace(moment, **changes)  # type: ignore[arg-type]
+        return self.moment
 
     # ---- the run
 
-    def start(self, *overrides: str, is_torchrun: bool = False, num_agents: int = 1) -> Job:
+    def start(self, *overrides: str, **options: int) -> Job:
         """Start the run of this schedule, watched."""
+        self.verdict.where = self.verdict.where or f"{self.variant.name} {self.moment}"
+        is_resumed = self.moment is not None and self.moment.resumed_step > 0
+        resume = ["--resume", "auto"] if is_resumed else []
+        arguments = [*self.variant.arguments(self.run_dir), *resume, *overrides]
+        return self._start(arguments, **options)
+
+    def _start(self, arguments: list[str], **options: int) -> Job:
         folder = self.folder / f"job{len(self.jobs)}"
-        arguments = [*self.variant.arguments(self.run_dir), *overrides]
-        self.verdict.where = f"{self.variant.name} {self.plan}"
-        if is_torchrun:
-            self.verdict.door = "torchrun"
-            job = start_torchrun(folder, arguments, self.plan, num_agents=num_agents)
-        else:
-            job = start_forked(
-                folder, arguments, self.plan, shutdown_timeout_s=self.shutdown_timeout_s
-            )
-        self.jobs.append(job)
-        return job
+        self.jobs.append(start(folder, arguments, self.moment, **options))
+        return self.jobs[-1]
 
     def await_moment(self, job: Job) -> None:
         """Return when the rank has reached the moment; it waits there until `release`."""
         deadline = time.monotonic() + RUN_LIMIT_S
         while not (job.folder / "reached").exists():
             if job.has_ended:
-                raise Missed(f"the run ended before {self.plan}: {job.terminal[-1500:]}")
+                raise Missed(f"the run ended before {self.moment}: {job.terminal[-1500:]}")
             if time.monotonic() > deadline:
-                self.give_up(job, f"{self.plan} was not reached")
+                self.give_up(job, f"{self.moment} was not reached")
             time.sleep(0.002)
 
     def release(self, job: Job, inside_s: float = 0.0) -> None:
@@ -140,75 +135,76 @@ class Case:
         (job.folder / "go").touch()
         time.sleep(inside_s)
 
-    def strike(self, job: Job, *blows: tuple[int | None, int]) -> None:
-        """Signals (rank or None for the agent, number), at the moment or a little inside it."""
+    def strike(self, job: Job, number: int, *targets: int | None) -> None:
+        """A signal to ranks, or to the launcher (None), at the moment or a little inside it."""
         self.await_moment(job)
-        is_inside = self.rng.random() < 0.5
+        is_last = self.moment is not None and self.moment.phase == "finish"
+        is_inside = not is_last and self.rng.random() < 0.5
         if is_inside:
             self.release(job, self.rng.uniform(0.0, 0.03))
-        for rank, number in blows:
-            if rank is None:
-                if not job.has_ended:
-                    job.signal_agent(number)
-            else:
-                job.signal_rank(rank, number)
+        self.struck_at = time.time()
+        job.signal(number, *targets)
         if not is_inside:
             self.release(job)
 
-    def finish(
-        self, job: Job, limit_s: float = RUN_LIMIT_S, orphan_grace_s: float = ORPHAN_GRACE_S
+    def give_up(self, job: Job, why: str) -> NoReturn:
+        """A hang: keep the stacks of the ranks."""
+        job.signal(signal.SIGCONT, *job.rank_pids)
+        job.signal(signal.SIGUSR2, *job.rank_pids)
+        time.sleep(1.0)
+        stacks = [path.read_text()[-3000:] for path in sorted(job.folder.glob("stack.*"))]
+        raise Hang("\n".join([why, job.terminal[-2000:], *stacks]))
+
+    # ---- the oracle
+
+    def end(
+        self,
+        job: Job,
+        *codes: int,
+        ranks: Collection[int] = (),
+        line: Sequence[str] = (),
+        within_s: float = RUN_LIMIT_S,
+        victims: Collection[int] = (),
+        num_reasons: int = 0,
+        is_quiet: bool = True,
+        limit_s: float = RUN_LIMIT_S,
+        orphan_grace_s: float = 60.0,  # for a reward worker that takes its time
     ) -> None:
-        """Wait for the end of the run and of all its processes."""
+        """Wait for the end of a run and of all its processes, and judge it.
+
+        codes: which exit codes the launchers may have; ranks: which the surviving ranks may have; line: patterns that one line
+        of the terminal holds; within_s: seconds in which the survivors end. A run says at most once on each node
+        (`num_reasons` times) why it ends, and shows no traceback (`is_quiet`).
+        """
         if not job.wait(limit_s):
             self.give_up(job, f"not ended {limit_s:g} s after the fault")
         deadline = time.monotonic() + orphan_grace_s
-        while left := descendants():
-            if time.monotonic() > deadline:
-                self.verdict.orphans += [f"{pid}: {command}" for pid, command in left.items()]
-                kill_all(left)
-                return
+        while (left := descendants()) and time.monotonic() < deadline:
             time.sleep(0.02)
-
-    def await_any_agent(self, job: Job) -> None:
-        """Return when one of several agents has ended."""
-        deadline = time.monotonic() + RUN_LIMIT_S
-        while not job.has_ended and not job.agent_codes:
-            if time.monotonic() > deadline:
-                self.give_up(job, "no agent ended")
-            time.sleep(0.05)
-
-    def give_up(self, job: Job, why: str) -> NoReturn:
-        """A hang: end everything, keep the stacks of the ranks."""
-        for rank in job.rank_pids:
-            job.signal_rank(rank, signal.SIGCONT)
-            job.signal_rank(rank, signal.SIGUSR2)
-        time.sleep(1.0)
-        stacks = [path.read_text()[-3000:] for path in sorted(job.folder.glob("stack.*"))]
-        while left := descendants():
-            kill_all(left)
-            time.sleep(0.05)
-        raise Hang("\n".join([why, job.terminal[-2000:], *stacks]))
-
-    # ---- what was promised
-
-    def expect_codes(self, job: Job, *allowed: int, ranks: Sequence[int] = (0, 1)) -> None:
-        """Exit codes of the ranks, or of the agents of torchrun."""
-        codes = (
-            job.agent_codes
-            if job.is_torchrun
-            else {rank: job.rank_codes.get(rank) for rank in ranks}
-        )
-        wrong = {who: code for who, code in codes.items() if code not in allowed}
+        self.verdict.orphans += [f"{pid}: {command}" for pid, command in left.items()]
+        kill_all(left)
+        if self.moment is not None and not self.mark:
+            self.mark = job.folder / "reached"
+        if self.mark and not self.mark.exists():
+            raise Missed(f"the run ended before {self.moment or self.mark}")
+        if codes and not set(job.codes.values()) <= set(codes):
+            self.unclear(job, f"exit codes {list(job.codes.values())}: must be in {codes}")
+        ends = {rank: end for rank, end in job.rank_ends.items() if rank not in victims}
+        wrong = {rank: code for rank, (code, _) in ends.items() if ranks and code not in ranks}
         if wrong:
-            self.unclear(job, f"exit codes {wrong}: must be one of {allowed}")
-
-    def expect_refused(self, job: Job) -> None:
-        """A rank ends with exit code 2; others may be ended by the agent for that. No traceback."""
-        codes = set(job.rank_codes.values())
-        by_agent = {-signal.SIGTERM, 128 + signal.SIGTERM}
-        if 2 not in codes or codes - by_agent - {2}:
-            self.unclear(job, f"exit codes {job.rank_codes}: must be 2")
-        self.expect_no_traceback(job)
+            self.unclear(job, f"exit codes of ranks {wrong}: must be in {ranks}")
+        if self.mark and ends:
+            struck_at = self.struck_at or self.mark.stat().st_mtime
+            self.verdict.ended_s = max(when for _, when in ends.values()) - struck_at
+            if self.verdict.ended_s > within_s + SLACK_S:
+                self.unclear(job, f"ended after {self.verdict.ended_s:.1f} s, promised {within_s}")
+        if line:
+            self.expect_line(job, *line)
+        reasons = re.findall("^pretrain_rl: ", job.terminal, re.M)
+        if len(reasons) > (num_reasons or len(job.launchers)):
+            self.unclear(job, f"{len(reasons)} lines say why the run ends")
+        if is_quiet and re.search(r"^Traceback \(most|^frame #0", job.terminal, re.M):
+            self.unclear(job, "a traceback on the terminal")
 
     def expect_line(self, job: Job, *patterns: str) -> None:
         """One line of the terminal that holds all of `patterns`."""
@@ -216,42 +212,39 @@ class Case:
         if not any(all(re.search(p, line, re.I) for p in patterns) for line in lines):
             self.unclear(job, f"no line with {patterns}")
 
-    def expect_no_traceback(self, job: Job) -> None:
-        """A stop on request and a refusal are no errors."""
-        if "Traceback (most recent call last)" in job.terminal:
-            self.unclear(job, "a traceback on the terminal")
-
     def unclear(self, job: Job, what: str) -> None:
-        """A wrong exit code or message."""
+        """A wrong exit code or message, or a late end."""
         self.verdict.unclear.append(f"{what}; the terminal ends: {job.terminal[-2500:]}")
 
     def expect_saved(self, at_least: int) -> None:
-        """No work is lost but for the step that was under way."""
-        saved = saved_step(self.run_dir)
+        """No work is lost but for the step in which the run stopped."""
+        saved = read_pointer(self.run_dir / "checkpoints") or 0
         if saved < at_least:
             self.verdict.lost.append(f"saved step {saved}, {at_least} were done")
 
-    def expect_straight(self, up_to: int | None = None) -> None:
-        """The run folder is what a run without a fault leaves, in the steps `up_to` at least."""
-        self.verdict.lost += differences(self.run_dir, self.variant.straight, up_to)
+    def expect_straight(self, **options: bool) -> None:
+        """The run folder is what a run without a fault leaves."""
+        self.verdict.lost += compare(self.run_dir, self.variant.straight, **options)
 
-    def resume(self, *overrides: str, at_least: int = 0) -> Job:
-        """Resume where the run has stopped, to its end; it must be the straight run then."""
-        folder = self.folder / f"job{len(self.jobs)}"
-        saved = saved_step(self.run_dir)
-        is_beyond = saved > self.variant.num_steps  # a fault that was to hit a longer run
-        if is_beyond:
-            overrides = (*overrides, f"run.num_steps={saved}")
+    def resume(self, *, at_least: int = 0) -> Job:
+        """Resume where the run has stopped, to its end, in half of the schedules at another layout: it must be the straight run."""
+        saved = read_pointer(self.run_dir / "checkpoints") or 0
+        last = max(NUM_STEPS, saved)  # a fault that was to hit a longer run
+        others = [name for name in LAYOUTS if name != self.variant.layout]
+        layout = self.rng.choice([self.variant.layout] * len(others) + others)
+        overrides, num_ranks = LAYOUTS[layout]
+        self.moment, self.mark, self.struck_at = None, None, 0.0
+        self.verdict.where += f", resumed at {layout}"
         arguments = [*self.variant.arguments(self.run_dir), "--resume", "auto", *overrides]
-        job = start_forked(folder, arguments)
-        self.jobs.append(job)
-        self.finish(job)
-        if any(job.rank_codes.get(rank) != 0 for rank in (0, 1)):
+        arguments.append(f"run.num_steps={last}")
+        job = self._start(arguments, num_ranks=num_ranks)
+        self.end(job)
+        if not job.is_success:
             self.verdict.lost.append(f"the resumed run failed: {job.terminal[-3000:]}")
             return job
-        self.expect_straight(up_to=self.variant.num_steps if is_beyond else None)
-        start = re.search(r"restored \S*iter_0*(\d+)", job.terminal)
-        begun = int(start[1]) if start else 0
+        self.expect_straight(is_beyond=last > NUM_STEPS, is_rounded=layout != self.variant.layout)
+        restored = re.search(r"restored \S*iter_0*(\d+)", job.terminal)
+        begun = int(restored[1]) if restored else 0
         if begun < at_least:
             self.verdict.lost.append(f"resumed from step {begun}, {at_least} was saved")
         return job
@@ -279,3 +272,47 @@ def judge(run: Callable[[Case], None], case: Case) -> Verdict:
     case.verdict.cpu_seconds = usage.ru_utime + usage.ru_stime
     case.verdict.seconds = time.monotonic() - started
     return case.verdict
+
+
+def compare(
+    run_dir: Path, straight: Path, *, is_beyond: bool = False, is_rounded: bool = False
+) -> list[str]:
+    """What is lost, doubled or other in `run_dir`, in words; empty if it is the straight run.
+
+    is_beyond: it went on after the straight run's last step, so its weights are not compared; is_rounded: it was resumed at another
+    layout, where losses and weights are equal to rounding.
+    """
+    import torch
+
+    rows, expected = _metrics(run_dir), _metrics(straight)
+    keys, others = Counter(key for key, _ in rows), Counter(key for key, _ in expected)
+    found = [f"metrics.jsonl has {key} {n} times too often" for key, n in (keys - others).items()]
+    found += [f"metrics.jsonl lacks {key} {n} times" for key, n in (others - keys).items()]
+    for (key, value), (_, other) in zip(rows, expected, strict=False) if not found else ():
+        slack = 1e-4 + 1e-3 * abs(other) if is_rounded and key[1] in _ROUNDED.split() else 0.0
+        if not abs(value - other) <= slack:
+            found.append(f"{key} is {value}, and {other} in the straight run")
+    theirs = answers(straight)
+    if answers(run_dir)[: len(theirs) if is_beyond else None] != theirs:
+        found.append("tokens or rewards differ from the straight run")
+    if is_beyond:
+        return found
+    if not (run_dir / "hf" / "config.json").is_file():
+        return [*found, "no hf/ was exported"]
+    mine, straight_ones = weights(run_dir), weights(straight)
+    if mine.keys() != straight_ones.keys():
+        return [*found, "other weights"]
+    rtol, atol = (1e-3, 1e-4) if is_rounded else (0.0, 0.0)
+    for name, tensor in mine.items():
+        if not torch.allclose(tensor, straight_ones[name], rtol=rtol, atol=atol):
+            found.append(f"weights differ: {name}")
+    return found
+
+
+def _metrics(run_dir: Path) -> list[tuple[tuple[int, str], float]]:
+    """((step, metric), value) of every row up to the straight run's last step, sorted; as often as it is written."""
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    names = f"{_EXACT} {_ROUNDED} training/policy_version".split()
+    rows = [row for row in rows if row["step"] <= NUM_STEPS]
+    return sorted(((row["step"], name), row[name]) for row in rows for name in names if name in row)

@@ -2,62 +2,76 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from tests.faults import (
-    file_faults,
-    model_faults,
-    other_faults,
-    reward_faults,
-    signal_faults,
-)
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from tests.checkpoint_machine import CheckpointMachine
+from tests.faults import file_faults, process_faults, reward_faults
 from tests.faults.case import Case
+from tests.spot_machine import SpotMachine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """What happens to a run, and its share of the schedules."""
-
-    name: str
-    run: Callable[[Case], None]
-    weight: int  # of 500 schedules, about
-
-
-FAULTS = {
-    fault.name: fault
-    for fault in (
-        Fault(name="stop request", run=signal_faults.stop_request, weight=50),
-        Fault(name="second Ctrl-C", run=signal_faults.impatient_stop, weight=15),
-        Fault(name="rank killed", run=signal_faults.killed_rank, weight=40),
-        Fault(name="agent killed", run=signal_faults.killed_agent, weight=20),
-        Fault(name="all killed", run=signal_faults.killed_all, weight=25),
-        Fault(name="rank frozen briefly", run=signal_faults.short_freeze, weight=20),
-        Fault(name="rank frozen", run=signal_faults.long_freeze, weight=25),
-        Fault(name="torchrun: stop", run=signal_faults.torchrun_stop, weight=12),
-        Fault(name="torchrun: kill", run=signal_faults.torchrun_killed, weight=10),
-        Fault(name="torchrun: two agents", run=signal_faults.two_agents, weight=10),
-        Fault(name="crash while saving", run=file_faults.crash_while_saving, weight=35),
-        Fault(name="disk full, one write", run=file_faults.full_disk_while_saving, weight=20),
-        Fault(name="disk full", run=file_faults.full_disk, weight=20),
-        Fault(name="checkpoint damaged", run=file_faults.damaged_checkpoint, weight=40),
-        Fault(name="all damaged", run=file_faults.every_checkpoint_damaged, weight=10),
-        Fault(name="pointer damaged", run=file_faults.damaged_pointer, weight=12),
-        Fault(name="crafted pickle", run=file_faults.crafted_pickle, weight=6),
-        Fault(name="used folder", run=file_faults.used_folder, weight=10),
-        Fault(name="two runs", run=file_faults.two_runs, weight=15),
-        Fault(name="reward fails", run=reward_faults.reward_raises, weight=20),
-        Fault(name="reward fails, scored 0", run=reward_faults.reward_zero, weight=15),
-        Fault(name="reward misbehaves", run=reward_faults.reward_harmless, weight=20),
-        Fault(name="reward worker hit", run=reward_faults.reward_worker, weight=12),
-        Fault(name="clock jump", run=other_faults.clock_jump, weight=15),
-        Fault(name="store slow", run=other_faults.slow_store, weight=8),
-        Fault(name="store silent", run=other_faults.silent_store, weight=10),
-        Fault(name="NaN weights", run=other_faults.nan_weights, weight=10),
-        Fault(name="model: spot sessions", run=model_faults.spot_sessions, weight=20),
-        Fault(name="model: checkpoints", run=model_faults.checkpoints, weight=20),
+def run_machine(machine: type[RuleBasedStateMachine], num_examples: int, number: int) -> None:
+    """The same sequences for the same `number`; AssertionError with the shortest that breaks a rule."""
+    chosen = settings(
+        max_examples=num_examples,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
     )
+    run_state_machine_as_test(seed(number)(machine), settings=chosen)
+
+
+def _model(machine: type[RuleBasedStateMachine], num_examples: int) -> Callable[[Case], None]:
+    """A schedule without a run: `num_examples` sequences of up to 40 events."""
+
+    def run(case: Case) -> None:
+        logging.disable(logging.WARNING)  # each resume warns of what is broken, as it should
+        case.verdict.where = f"{num_examples} sequences"
+        try:
+            run_machine(machine, num_examples, case.verdict.seed)
+        except (AssertionError, ValueError, ExceptionGroup) as error:
+            case.verdict.lost.append("".join(getattr(error, "__notes__", [])) + str(error))
+
+    return run
+
+
+FAULTS = {  # what happens to a run, and in how many of 500 schedules, about
+    "stop request": (process_faults.stop_request, 60),
+    "second Ctrl-C": (process_faults.impatient_stop, 15),
+    "rank killed": (process_faults.killed_rank, 45),
+    "launcher killed": (process_faults.killed_launcher, 25),
+    "all killed": (process_faults.killed_all, 25),
+    "rank frozen briefly": (process_faults.short_freeze, 20),
+    "rank frozen": (process_faults.long_freeze, 25),
+    "two launchers": (process_faults.two_launchers, 15),
+    "clock jump": (process_faults.clock_jump, 15),
+    "store slow": (process_faults.slow_store, 8),
+    "store silent": (process_faults.silent_store, 10),
+    "NaN weights": (process_faults.nan_weights, 10),
+    "crash while saving": (file_faults.crash_while_saving, 30),
+    "crash while resuming": (file_faults.crash_while_resuming, 15),
+    "disk full, one write": (file_faults.full_disk_while_saving, 20),
+    "disk full": (file_faults.full_disk, 20),
+    "checkpoint damaged": (file_faults.damaged_checkpoint, 35),
+    "all damaged": (file_faults.every_checkpoint_damaged, 10),
+    "pointer damaged": (file_faults.damaged_pointer, 12),
+    "crafted pickle": (file_faults.crafted_pickle, 6),
+    "used folder": (file_faults.used_folder, 10),
+    "two runs": (file_faults.two_runs, 15),
+    "reward fails": (reward_faults.reward_raises, 20),
+    "reward fails, scored 0": (reward_faults.reward_zero, 15),
+    "reward misbehaves": (reward_faults.reward_harmless, 20),
+    "reward worker hit": (reward_faults.reward_worker, 12),
+    "model: spot sessions": (_model(SpotMachine, 100), 18),
+    "model: checkpoints": (_model(CheckpointMachine, 12), 18),
 }
 
 
@@ -66,16 +80,15 @@ def draw(count: int, seed: int, names: list[str] | None = None) -> list[tuple[st
 
     The same arguments give the same schedules.
     """
-    chosen = [FAULTS[name] for name in names or FAULTS]
-    total = sum(fault.weight for fault in chosen)
-    shares = {fault.name: max(1, fault.weight * count // total) for fault in chosen}
-    order = sorted(chosen, key=lambda fault: -fault.weight)
-    for fault in order * count:
+    order = sorted(names or FAULTS, key=lambda name: -FAULTS[name][1])
+    total = sum(FAULTS[name][1] for name in order)
+    shares = {name: max(1, FAULTS[name][1] * count // total) for name in order}
+    for name in order * count:
         if sum(shares.values()) >= count:
             break
-        shares[fault.name] += 1
+        shares[name] += 1
     schedules = [
         (name, seed * 100_000 + number) for name, n in shares.items() for number in range(n)
     ]
     random.Random(seed).shuffle(schedules)
-    return schedules[:count] if len(schedules) > count else schedules
+    return schedules[:count]

@@ -5,66 +5,73 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import random
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.case import RUN_LIMIT_S, Case
-from tests.faults.signal_faults import TRAINING, steps_saved
-from tlt_megatron.trainer.manifest import hash_file, read_manifest, write_manifest
+from tests.faults.case import LONG, RUN_LIMIT_S, Case
+from tests.faults.lab import NUM_STEPS
+from tests.faults.probe import Moment
+from tests.faults.process_faults import GRACE_S, KILLED, TRAINING, WATCHED, naming
+from tests.faults.processes import Job
+from tlt_megatron.trainer.manifest import POINTER, hash_file, read_manifest, write_manifest
 
-POINTER = "latest_checkpointed_iteration.txt"
 _DISK_BYTES = 24 << 20
 _LIMIT_BYTES = 24 << 10  # of any file, where this user may mount no disk
-_NO_SPACE = "No space left on device|File too large|file write failed"  # the last is torch's
+# One line that names the cause; the second where a limit of file sizes stands in for the disk.
+_NO_SPACE = ("^pretrain_rl: ", "No space left on device|File too large")
+# File operations of a rank from which one is drawn. A save has 16 to 29 on rank 0 and 2 to 4 on rank 1; the rest are in the next save.
+_SAVE_OPERATIONS = (24, 2)
+_RESUME_OPERATIONS = (40, 20)
 
 
 def crash_while_saving(case: Case) -> None:
     """SIGKILL of a rank at the k-th file operation of a checkpoint: the older or the new one loads."""
-    case.draw_variant()
-    operation = case.rng.randint(1, 24)
-    plan = case.draw_moment(
-        "checkpoint",
-        action="kill",
-        operation=operation,
-        watched=str(case.run_dir / "checkpoints"),
-    )
-    job = case.start("run.group_timeout_s=60")
-    case.finish(job)
-    case.resume(at_least=max(0, plan.step - 1) if (job.folder / "reached").exists() else 0)
+    job, moment = _start_saving(case, "kill")
+    victim = moment.rank
+    case.end(job, 1, KILLED, ranks=[1], line=naming(victim), within_s=GRACE_S, victims=[victim])
+    case.resume(at_least=moment.saved)
+
+
+def crash_while_resuming(case: Case) -> None:
+    """SIGKILL of a rank at the k-th file operation of a resume, reads too: the next resume finds what was there."""
+    moment = case.draw_moment("start", resumed=case.rng.randint(1, 3), action="kill")
+    operation = case.rng.randint(1, _RESUME_OPERATIONS[moment.rank])
+    case.moment = replace(moment, operation=operation, watched=str(case.run_dir))
+    job = case.start(*WATCHED)
+    case.end(job, 1, KILLED, 143, ranks=[0, 1, 143], within_s=GRACE_S, victims=[moment.rank])
+    case.resume(at_least=moment.resumed_step)
 
 
 def full_disk_while_saving(case: Case) -> None:
-    """ENOSPC at the k-th file operation: the run ends with a line, and the older checkpoint loads."""
-    case.draw_variant()
-    operation = case.rng.randint(1, 24)
-    plan = case.draw_moment(
-        "checkpoint",
-        action="full_disk",
-        operation=operation,
-        watched=str(case.run_dir / "checkpoints"),
-    )
-    job = case.start("run.group_timeout_s=60")
-    case.finish(job)
-    happened = (job.folder / "reached").exists()
-    if happened and any(job.rank_codes.values()):
-        case.expect_line(job, _NO_SPACE)
-    case.resume(at_least=max(0, plan.step - 1) if happened else 0)
+    """ENOSPC at the k-th file operation: the run ends with a line that names the disk, and the older checkpoint loads."""
+    job, moment = _start_saving(case, "full_disk")
+    case.end(job, 0, 1, ranks=[0, 1], line=_NO_SPACE[1:])
+    if not job.is_success:  # with success, the run warns that old checkpoints are not deleted
+        case.expect_line(job, *_NO_SPACE)
+    case.resume(at_least=moment.saved)
+
+
+def _start_saving(case: Case, action: str) -> tuple[Job, Moment]:
+    moment = case.draw_moment("checkpoint", action=action)
+    operation = case.rng.randint(1, _SAVE_OPERATIONS[moment.rank])
+    watched = str(case.run_dir / "checkpoints")
+    case.moment = replace(moment, operation=operation, watched=watched)
+    return case.start(*WATCHED, LONG), moment
 
 
 def full_disk(case: Case) -> None:
     """The disk of the run folder fills up at some moment; with room again the run resumes."""
-    case.draw_variant()
-    plan = case.draw_moment(*TRAINING)
     disk = case.folder / "disk"
     is_mounted = _mount(disk)
     if is_mounted:
         case.run_dir = disk / "run"
+    moment = case.draw_moment(*TRAINING)
     try:
-        job = case.start("run.group_timeout_s=60")
+        job = case.start(*WATCHED)
         case.verdict.where += " tmpfs" if is_mounted else " RLIMIT_FSIZE"
         case.await_moment(job)
         ballast = disk / "ballast"
@@ -75,11 +82,9 @@ def full_disk(case: Case) -> None:
                 _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (_LIMIT_BYTES, most))
         case.release(job)
-        case.finish(job)
-        if any(job.rank_codes.values()):
-            case.expect_line(job, _NO_SPACE)
+        case.end(job, 1, ranks=[1], line=_NO_SPACE)
         ballast.unlink(missing_ok=True)
-        case.resume(at_least=steps_saved(plan))
+        case.resume(at_least=moment.saved)
     finally:
         if is_mounted:
             subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -87,80 +92,56 @@ def full_disk(case: Case) -> None:
 
 def damaged_checkpoint(case: Case) -> None:
     """The newest checkpoint is damaged: the next older one is taken with a warning, and nothing is thrown away."""
-    case.draw_variant()
-    newest = case.rng.randint(2, 4)
-    kind = case.rng.choice(sorted(_DAMAGES))
-    root = _stopped_run(case, newest)
-    victim = _DAMAGES[kind](case, root / f"iter_{newest:07d}")
-    case.verdict.where = f"{case.variant.name} {kind} {victim} of step {newest}"
+    newest = case.rng.randint(2, NUM_STEPS)
+    root = case.variant.copy_stopped(case.run_dir, newest)
+    case.verdict.where = f"{case.variant.name} {damage_file(case.rng, root / f'iter_{newest:07d}')}"
     job = case.resume(at_least=newest - 1)
     case.expect_line(job, f"iter_{newest:07d}")
 
 
 def every_checkpoint_damaged(case: Case) -> None:
     """No intact checkpoint: the run is refused with the name of a file, and does not start anew."""
-    case.draw_variant()
-    kind = case.rng.choice(sorted(_DAMAGES))
-    root = _stopped_run(case, 2)
-    for folder in sorted(root.glob("iter_*")):
-        _DAMAGES[kind](case, folder)
+    root = case.variant.copy_stopped(case.run_dir, 2)
+    damages = [damage_file(case.rng, folder) for folder in sorted(root.glob("iter_*"))]
+    case.verdict.where = f"{case.variant.name} {damages}"
     before = _fingerprint(case.run_dir)
-    case.plan = None
     job = case.start("--resume", "auto")
-    case.verdict.where = f"{case.variant.name} {kind}"
-    case.finish(job)
-    case.expect_refused(job)
-    case.expect_line(job, r"iter_000000[12]")
-    _expect_unchanged(case, before)
+    _expect_refused(case, job, before, r"iter_000000[12]")
 
 
 def damaged_pointer(case: Case) -> None:
     """The pointer is gone, empty or wrong: never a silent restart at step 0."""
-    case.draw_variant()
-    newest = case.rng.randint(1, 4)
-    root = _stopped_run(case, newest)
-    kind = case.rng.choice(["deleted", "empty", "words", "ahead"])
-    case.verdict.where = f"{case.variant.name} {kind} of step {newest}"
-    if kind == "deleted":
+    newest = case.rng.randint(1, NUM_STEPS)
+    root = case.variant.copy_stopped(case.run_dir, newest)
+    text = case.rng.choice([None, "", "soon", str(newest + 3)])
+    case.verdict.where = f"{case.variant.name} {text} at step {newest}"
+    if text is None:
         (root / POINTER).unlink()
     else:
-        text = {"empty": "", "words": "soon", "ahead": str(newest + 3)}[kind]
         (root / POINTER).write_text(text)
-    before = _fingerprint(case.run_dir)
-    arguments = "--resume", "auto"
-    case.plan = None
-    job = case.start(*arguments)
-    case.finish(job)
-    if set(job.rank_codes.values()) == {0}:
-        case.expect_line(job, rf"restored \S*iter_{newest:07d}")
-        case.expect_line(job, POINTER)
-        case.expect_straight()
-    else:
-        case.expect_refused(job)
-        case.expect_line(job, POINTER)
-        _expect_unchanged(case, before)
+    job = case.start("--resume", "auto")
+    case.end(job, 0, line=[POINTER])
+    case.expect_line(job, rf"restored \S*iter_{newest:07d}")
+    case.expect_straight()
 
 
 def crafted_pickle(case: Case) -> None:
     """A file of the checkpoint is a pickle that runs a program: it is not run."""
-    case.draw_variant()
-    root = _stopped_run(case, 2)
+    root = case.variant.copy_stopped(case.run_dir, 2)
     name = case.rng.choice([".metadata", "common.pt"])
-    witness = case.folder / "it_ran"
-    target = root / "iter_0000002" / "policy" / name
-    target.write_bytes(pickle.dumps(_Crafted(str(witness))))
-    _seal(root / "iter_0000002")
-    case.plan = None
-    job = case.start("--resume", "auto")
     case.verdict.where = f"{case.variant.name} {name}"
-    case.finish(job)
+    witness = case.folder / "it_ran"
+    folder = root / "iter_0000002"
+    (folder / "policy" / name).write_bytes(pickle.dumps(_Crafted(str(witness))))
+    manifest = read_manifest(folder)  # a person who crafts a file can seal it, too
+    files = {name: hash_file(folder / name) for name in manifest.files}
+    write_manifest(folder, replace(manifest, files=files))
+    job = case.start("--resume", "auto")
+    case.end(job, line=[name])
     if witness.exists():
-        case.verdict.lost.append(f"{target} ran a program on resume")
-    case.expect_line(job, name)
-    if set(job.rank_codes.values()) == {0}:
+        case.verdict.lost.append(f"{name} ran a program on resume")
+    if job.is_success:
         case.expect_straight()
-    else:
-        case.expect_refused(job)
 
 
 class _Crafted:
@@ -173,107 +154,48 @@ class _Crafted:
 
 def used_folder(case: Case) -> None:
     """A fresh run in a used folder is refused and changes nothing; told to resume, it goes on."""
-    case.draw_variant()
-    newest = case.rng.randint(1, 4)
-    _stopped_run(case, newest)
+    newest = case.rng.randint(1, NUM_STEPS)
+    case.variant.copy_stopped(case.run_dir, newest)
     before = _fingerprint(case.run_dir)
-    case.plan = None
-    job = case.start()
     case.verdict.where = f"{case.variant.name} used up to step {newest}"
-    case.finish(job)
-    case.expect_refused(job)
-    case.expect_line(job, "run.dir|checkpoint.resume")
-    _expect_unchanged(case, before)
+    job = case.start()
+    _expect_refused(case, job, before, "run.dir|checkpoint.resume")
     case.resume(at_least=newest)
 
 
 def two_runs(case: Case) -> None:
     """A second run in the folder of one that is under way is refused; the first does not notice."""
-    case.draw_variant()
     case.draw_moment(*TRAINING)
     first = case.start()
     case.await_moment(first)
-    watched, case.plan = case.plan, None
+    case.moment = None
     second = case.start(*case.rng.choice([(), ("--resume", "auto")]))
-    case.verdict.where = f"{case.variant.name} {watched}"
     if not second.wait(RUN_LIMIT_S):
         case.give_up(second, "the second run was not refused")
     case.release(first)
-    case.finish(first)
-    case.expect_refused(second)
-    case.expect_line(second, r"pid|process \d+")
-    case.expect_codes(first, 0)
+    case.end(first, 0, ranks=[0])
+    case.end(second, 2, line=["^pretrain_rl: ", r"pid|process \d+"])
     case.expect_straight()
 
 
-# ---- damage
-
-
-def _stopped_run(case: Case, newest: int) -> Path:
-    """A copy of the straight run as it was when it had saved step `newest`, with the default of two checkpoints."""
-    shutil.copytree(case.variant.straight, case.run_dir)
-    root = case.run_dir / "checkpoints"
-    for step in range(1, case.variant.num_steps + 1):
-        if not newest - 2 < step <= newest:
-            shutil.rmtree(root / f"iter_{step:07d}")
-        if step > newest:
-            (case.run_dir / "rollouts" / f"step_{step:07d}.jsonl").unlink()
-    (root / POINTER).write_text(str(newest))
-    for name in ("summary.json", "trace.json"):
-        (case.run_dir / name).unlink()
-    shutil.rmtree(case.run_dir / "hf")
-    return root
-
-
-def _draw_file(case: Case, folder: Path) -> Path:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size)
-    return case.rng.choice(files)
-
-
-def _flip(case: Case, folder: Path) -> str:
-    path = _draw_file(case, folder)
-    data = bytearray(path.read_bytes())
-    data[case.rng.randrange(len(data))] ^= 1 << case.rng.randrange(8)
+def damage_file(rng: random.Random, folder: Path) -> str:
+    """A flipped bit, a cut, a zeroed page or a deletion, of any file; returns which."""
+    path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size))
+    before = path.read_bytes()
+    data, kind = bytearray(before), rng.choice(["flip", "cut", "page", "delete"])
+    place = rng.randrange(len(data))
+    if kind == "flip":
+        data[place] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del data[place:]
+    else:
+        page = slice(place // 4096 * 4096, place // 4096 * 4096 + 4096)
+        data[page] = bytes(len(data[page]))
+        data[place] ^= data == before
     path.write_bytes(data)
-    return path.name
-
-
-def _truncate(case: Case, folder: Path) -> str:
-    path = _draw_file(case, folder)
-    os.truncate(path, case.rng.randrange(path.stat().st_size))
-    return path.name
-
-
-def _delete(case: Case, folder: Path) -> str:
-    path = _draw_file(case, folder)
-    path.unlink()
-    return path.name
-
-
-def _zero_page(case: Case, folder: Path) -> str:
-    path = _draw_file(case, folder)
-    data = bytearray(path.read_bytes())
-    start = case.rng.randrange(0, len(data), 4096)
-    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
-    if bytes(data) == path.read_bytes():
-        data[start] ^= 1
-    path.write_bytes(data)
-    return path.name
-
-
-_DAMAGES: dict[str, Callable[[Case, Path], str]] = {
-    "bit flip": _flip,
-    "truncation": _truncate,
-    "deletion": _delete,
-    "zeroed page": _zero_page,
-}
-
-
-def _seal(folder: Path) -> None:
-    """Give every file in the manifest the checksum that it has now. A person who crafts a file can do so, too."""
-    manifest = read_manifest(folder)
-    files = {name: hash_file(folder / name) for name in manifest.files}
-    write_manifest(folder, replace(manifest, files=files))
+    if kind == "delete":
+        path.unlink()
+    return f"{kind} {path.name} of {folder.name}"
 
 
 def _fingerprint(folder: Path) -> dict[str, str]:
@@ -285,7 +207,9 @@ def _fingerprint(folder: Path) -> dict[str, str]:
     }
 
 
-def _expect_unchanged(case: Case, before: dict[str, str]) -> None:
+def _expect_refused(case: Case, job: Job, before: dict[str, str], line: str) -> None:
+    """Exit code 2, one line, and the folder as it was."""
+    case.end(job, 2, line=["^pretrain_rl: ", line])
     after = _fingerprint(case.run_dir)
     changed = [name for name in before if after.get(name) != before[name]]
     if changed:

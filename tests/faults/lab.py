@@ -1,39 +1,51 @@
-"""What all schedules share: a tiny task, its variants, and the straight run of each."""
+"""What all schedules share: a tiny task, the variants of its run, and the straight run of each."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.processes import start_forked
+from tests.faults.processes import start
 from tests.tiny_task import make_tiny_task
+from tlt_megatron.trainer.manifest import POINTER
 
 NUM_STEPS = 4
+_LIMIT_S = 300.0
+ENVIRONMENT = '''"""A third of the turns end the conversation."""
+
+
+def answer(messages, data_source, ground_truth, extra_info):
+    turn = messages[-1]["content"]
+    return [{"role": "tool", "content": "12+"}], len(turn) % 3 == 2
+'''
 _BASE = (
-    f"run.num_steps={NUM_STEPS}",
-    "rollout.num_samples=2",
-    "checkpoint.interval=1",
-    "logging.tensorboard=false",
+    f"run.num_steps={NUM_STEPS} checkpoint.interval=1 logging.tensorboard=false"
+    " rollout.num_samples=2 rollout.num_prompts=2 rollout.max_new_tokens=12"
+)
+_TLT = (
+    "speculation.enabled=true speculation.strategies=['3_1_3','ngram_4']"
+    " spot.enabled=true drafter.batch_tokens=64"
 )
 VARIANTS = {
-    "plain": ("rollout.num_prompts=2", "rollout.max_new_tokens=12", "eval.interval=2"),
-    "tensor": (
-        "rollout.num_prompts=2",
-        "rollout.max_new_tokens=12",
-        "data.eval=",
-        "parallel.tensor=2",
-    ),
+    "plain": "eval.interval=2",
+    "tensor": "data.eval= parallel.tensor=2",
     # Rank 0 has twice the work of rank 1, so that rank 1 has idle time.
-    "spot": (
-        "rollout.num_prompts=3",
-        "rollout.max_new_tokens=16",
-        "data.eval=",
-        "speculation.enabled=true",
-        "speculation.strategies=['3_1_3','ngram_4']",
-        "spot.enabled=true",
-        "drafter.algorithm=hass",
-        "drafter.batch_tokens=64",
-    ),
+    "spot": f"data.eval= {_TLT} drafter.algorithm=hass rollout.num_prompts=3"
+    " rollout.max_new_tokens=16",
+    "critic": "data.eval= algorithm.advantage=gae critic.lr=1e-3 critic.warmup_steps=1",
+    "partial": "data.eval= algorithm.tis_cap=2 rollout.over_sampling_prompts=4"
+    " rollout.partial_rollout_tokens=5",
+    "conversation": "data.eval= rollout.environment={task}/environment.py:answer"
+    " rollout.max_turns=3 rollout.max_observation_tokens=12",
+    "dynamic": f"data.eval= {_TLT} algorithm.dynamic_sampling=true",
+}
+LAYOUTS = {  # another one than two data-parallel ranks, as overrides and number of ranks
+    "one rank": (("parallel.tensor=1",), 1),
+    "tensor": (("parallel.tensor=2",), 2),
+    "pipeline": (("parallel.tensor=1", "parallel.pipeline=2"), 2),
+    "data": (("parallel.tensor=1",), 2),
 }
 
 
@@ -43,36 +55,46 @@ class Variant:
 
     name: str
     config: Path
-    overrides: tuple[str, ...]
     straight: Path
-    num_steps: int = NUM_STEPS
+
+    @property
+    def layout(self) -> str:
+        """Which of LAYOUTS the straight run has."""
+        return "tensor" if self.name == "tensor" else "data"
 
     def arguments(self, run_dir: Path) -> list[str]:
         """Of launch/pretrain_rl.py."""
-        return ["--config", str(self.config), f"run.dir={run_dir}", *_BASE, *self.overrides]
+        own = VARIANTS[self.name].replace("{task}", str(self.config.parent)).split()
+        return ["--config", str(self.config), f"run.dir={run_dir}", *_BASE.split(), *own]
+
+    def copy_stopped(self, run_dir: Path, step: int) -> Path:
+        """Copy the straight run as it was when it had saved `step`, with the default of two checkpoints; returns their folder."""
+        later = [f"iter_{n:07d}" for n in range(1, NUM_STEPS + 1) if not step - 2 < n <= step]
+        later += [f"step_{n:07d}.jsonl" for n in range(step + 1, NUM_STEPS + 1)]
+        ignored = shutil.ignore_patterns("summary.json", "trace.json", "hf", *later)
+        shutil.copytree(self.straight, run_dir, ignore=ignored)
+        (run_dir / "checkpoints" / POINTER).write_text(str(step))
+        return run_dir / "checkpoints"
 
 
 class Lab:
-    """Makes the task and the straight runs in `root`, once."""
+    """Makes the task and the straight runs in `root`, once; two runs at a time."""
 
-    def __init__(self, root: Path, names: tuple[str, ...] = tuple(VARIANTS)) -> None:
-        self.root = root
+    def __init__(self, root: Path) -> None:
         config = make_tiny_task(root / "task")
+        (root / "task" / "environment.py").write_text(ENVIRONMENT)
+        stops = root / "task" / "model" / "generation_config.json"
+        stops.write_text(json.dumps({"eos_token_id": [1, 2, 16, 18, 23]}))
         self.variants = {
-            name: Variant(
-                name=name,
-                config=config,
-                overrides=VARIANTS[name],
-                straight=root / "straight" / name,
-            )
-            for name in names
+            name: Variant(name=name, config=config, straight=root / "straight" / name)
+            for name in VARIANTS
         }
-        for variant in self.variants.values():
+        jobs = []
+        for name, variant in self.variants.items():
             arguments = [*variant.arguments(variant.straight), "checkpoint.keep=0"]
-            job = start_forked(root / "straight_jobs" / variant.name, arguments)
-            if not job.wait(300) or set(job.rank_codes.values()) != {0}:
-                raise RuntimeError(f"the straight run of {variant.name} failed: {job.terminal}")
-
-    def variant(self, name: str) -> Variant:
-        """By name."""
-        return self.variants[name]
+            jobs.append(start(root / "jobs" / name, arguments))
+            if len(jobs) > 1:
+                jobs[-2].wait(_LIMIT_S)
+        for job in jobs:
+            if not job.wait(_LIMIT_S) or not job.is_success:
+                raise RuntimeError(f"a straight run failed: {job.terminal}")

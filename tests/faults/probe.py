@@ -1,83 +1,82 @@
 """Runs inside a rank: finds the moment that a schedule names, and there waits for the fault or brings it about.
 
-It observes the spans of the trace (runtime/timeline.py) and Python's audit events of file operations. `Plan` travels as JSON, to
-ranks of torchrun too.
+It observes the spans of the trace (runtime/timeline.py) and Python's audit events of file operations.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-PHASES = ("start", "setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
 _LIMIT_S = 300.0  # for the other side to act; the schedule is given up by then
-_FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link")
+_FREES = ("os.remove", "os.rmdir")
+_CHANGES = ("os.rename", "os.mkdir", "os.link", *_FREES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Moment:
     """Where and when a rank is to act."""
 
     rank: int
-    phase: str  # one of PHASES
-    step: int = 1  # RL step; of an evaluation or checkpoint: steps done
-    action: str = "wait"  # wait | kill | stop | full_disk | clock | nan | silence
+    phase: str  # start | setup | rollout | spot | update | checkpoint | evaluation | finish
+    step: int = 1  # RL step; of an evaluation, a checkpoint and the finish: steps done
+    resumed_step: int = 0  # the run is resumed from this one
+    action: str = "wait"  # wait | kill | full_disk | clock | nan | silence
     amount: float = 0.0  # clock: seconds
     operation: int = 0  # > 0: at so many file operations below `watched`, after the moment
     watched: str = ""  # folder
     held_rank: int = -1  # a rank that stays in the rollouts of `step` until the fault has happened
-    store_delay_s: float = -1.0  # >= 0: ranks but the first reach the spot store by way of a proxy
+    store_delay_s: float = -1.0  # >= 0: ranks but the first reach the spot store through a proxy
 
-    def to_json(self) -> str:
-        """For an environment variable."""
-        return json.dumps(asdict(self))
+    @property
+    def done(self) -> int:
+        """RL steps whose weights exist at this moment."""
+        if self.phase in ("start", "setup"):
+            return self.resumed_step
+        return self.step - (self.phase in ("rollout", "spot", "update"))
 
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """From `to_json`."""
-        return Plan(**json.loads(text))
+    @property
+    def saved(self) -> int:
+        """RL steps whose checkpoint exists at this moment, with one after each step."""
+        is_before_save = self.phase in ("checkpoint", "evaluation") and self.done > 0
+        return max(self.resumed_step, self.done - is_before_save)
 
 
-def install(plan: Plan, folder: Path, rank: int) -> None:
+def install(moment: Moment, folder: Path, rank: int) -> None:
     """Watch this process, which is rank `rank`; marks go to `folder`."""
-    probe = _Probe(plan, folder, rank)
-    if plan.store_delay_s >= 0 and rank > 0:
-        probe.proxy = _Proxy(plan.store_delay_s)
-        _reach_stores_through(probe.proxy)
-    if rank not in (plan.rank, plan.held_rank):
-        return
-    probe.watch_spans()
-    if plan.operation and rank == plan.rank:
-        sys.addaudithook(probe.on_audit)
-    probe.at("start", 1)
+    probe = _Probe(moment, folder, rank)
+    if moment.store_delay_s >= 0 and rank > 0:
+        probe.proxy = _Proxy(moment.store_delay_s)
+    if rank in (moment.rank, moment.held_rank):
+        probe.watch_spans()
+        if moment.operation and rank == moment.rank:
+            sys.addaudithook(probe.on_audit)
+        probe.at("start", 1)
 
 
 class _Probe:
-    def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
-        self.plan = plan
+    def __init__(self, moment: Moment, folder: Path, rank: int) -> None:
+        self.moment = moment
         self.folder = folder
         self.rank = rank
         self.proxy: _Proxy | None = None
-        self.num_updates = 0
-        self.is_evaluating = False
-        self.is_reached = False
+        self.num_updates = moment.resumed_step
+        self.is_evaluating = self.is_reached = False
         self.num_operations = 0
 
     def watch_spans(self) -> None:
-        """Be told of every span of this process."""
+        """Be told of the trace's beginning and of every span of the main thread."""
         from tlt_megatron.runtime.timeline import Timeline
 
         make, span = Timeline.__init__, Timeline.span
@@ -86,16 +85,21 @@ class _Probe:
             make(timeline, *args, **kwargs)
             self.at("setup", 1)
 
-        def observed_span(timeline: Timeline, name: str, /, **kwargs: Any) -> _Watched:
-            return _Watched(span(timeline, name, **kwargs), name, self)
+        @contextmanager
+        def observed_span(timeline: Timeline, name: str, /, **kwargs: Any) -> Iterator[None]:
+            is_main = threading.current_thread() is threading.main_thread()
+            with span(timeline, name, **kwargs):
+                if is_main:
+                    self.enter(name)
+                yield
+                if is_main:
+                    self.leave(name)
 
         Timeline.__init__ = observed_init  # type: ignore[method-assign]
-        Timeline.span = observed_span  # type: ignore[method-assign]
+        Timeline.span = observed_span  # type: ignore[method-assign,assignment]
 
     def enter(self, name: str) -> None:
         """A span begins."""
-        if threading.current_thread() is not threading.main_thread():
-            return
         step = self.num_updates + 1
         if name == "EVAL":
             self.is_evaluating = True
@@ -105,8 +109,8 @@ class _Probe:
         elif self.is_evaluating:
             return
         elif name == "ROLLOUT":
-            if self.rank == self.plan.held_rank and step == self.plan.step:
-                self.await_("go")
+            if self.rank == self.moment.held_rank and step == self.moment.step:
+                self.await_go()
             self.at("rollout", step)
         elif name == "UPDATE":
             self.at("update", step)
@@ -124,78 +128,54 @@ class _Probe:
 
     def at(self, phase: str, step: int) -> None:
         """This rank enters `phase` of `step`."""
-        is_it = phase == self.plan.phase and step == self.plan.step
-        if self.is_reached or not is_it or self.rank != self.plan.rank:
-            return
-        self.is_reached = True
-        if not self.plan.operation:
-            self.act()
+        is_it = (self.rank, phase, step) == (self.moment.rank, self.moment.phase, self.moment.step)
+        if is_it and not self.is_reached:
+            self.is_reached = True
+            if not self.moment.operation:
+                self.act()
 
     def on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Count what is about to happen to the watched files."""
-        if not self.is_reached or event not in _FILE_EVENTS:
+        if not self.is_reached or event not in ("open", *_CHANGES):
             return
         is_read = event == "open" and not (arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if is_read and self.moment.phase != "start":  # a resume reads, a save writes
+            return
         path = arguments[0]
-        if is_read or not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike):
             return
-        if not str(path).startswith(self.plan.watched):
+        takes_space = event in ("open", "os.rename", "os.link") or not Path(path).exists()
+        if self.moment.action == "full_disk" and (event in _FREES or not takes_space):
             return
-        self.num_operations += 1
-        if self.num_operations == self.plan.operation:
-            self.act()
+        if str(path).startswith(self.moment.watched):
+            self.num_operations += 1
+            if self.num_operations == self.moment.operation:
+                self.act()
 
     def act(self) -> None:
         """The fault, or the place where it comes from outside."""
-        self.mark("reached")
-        action = self.plan.action
-        if action == "wait":
-            self.await_("go")
-        elif action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "full_disk":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.plan.watched)
-        elif action == "clock":
-            _shift_clock(self.plan.amount)
-        elif action == "nan":
-            _poison_policy()
-        else:
-            assert action == "silence", action
-            assert self.proxy is not None
-            self.proxy.is_silent = True
-        if action != "wait":
-            self.mark("go")
+        (self.folder / "reached").touch()
+        match self.moment.action:
+            case "wait":
+                self.await_go()
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "full_disk":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.moment.watched)
+            case "clock":
+                _shift_clock(self.moment.amount)
+            case "nan":
+                _poison_policy()
+            case "silence":
+                assert self.proxy is not None
+                self.proxy.is_silent = True
+        (self.folder / "go").touch()
 
-    def mark(self, name: str) -> None:
-        """Tell the other side, at once."""
-        (self.folder / name).touch()
-
-    def await_(self, name: str) -> None:
-        """Block until the other side has marked `name`."""
+    def await_go(self) -> None:
+        """Block until the fault has happened."""
         deadline = time.monotonic() + _LIMIT_S
-        while not (self.folder / name).exists() and time.monotonic() < deadline:
+        while not (self.folder / "go").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
-
-
-class _Watched:
-    """A span that the probe is told of."""
-
-    def __init__(self, inner: AbstractContextManager[None], name: str, probe: _Probe) -> None:
-        self._inner, self._name, self._probe = inner, name, probe
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-        self._probe.enter(self._name)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        if kind is None:
-            self._probe.leave(self._name)
-        return self._inner.__exit__(kind, error, trace)
 
 
 def _shift_clock(seconds: float) -> None:
@@ -222,48 +202,43 @@ def _poison_policy() -> None:
 
 
 class _Proxy:
-    """Forwards connections of this process: each chunk late by `delay_s`, none once `is_silent`."""
+    """Between this process and the stores that it opens and does not host: each message is late by `delay_s`, and none
+    arrives once `is_silent`. The world's own store exists already.
+    """
 
     def __init__(self, delay_s: float) -> None:
+        import torch.distributed as dist
+
         self.delay_s = delay_s
         self.is_silent = False
+        forward = self._forward
 
-    def forward(self, host: str, port: int) -> int:
-        """A local port that leads to `host`:`port`."""
+        class ProxiedStore(dist.TCPStore):
+            def __init__(self, host: str, port: int, *args: Any, **kwargs: Any) -> None:
+                if not kwargs.get("is_master"):
+                    host, port = "127.0.0.1", forward(host, port)
+                super().__init__(host, port, *args, **kwargs)
+
+        dist.TCPStore = ProxiedStore  # type: ignore[misc]
+
+    def _forward(self, host: str, port: int) -> int:
+        """Return a local port that leads to `host`:`port`."""
         listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._serve, args=(listener, host, port), daemon=True).start()
+
+        def serve() -> None:
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection((host, port))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
         return listener.getsockname()[1]
 
-    def _serve(self, listener: socket.socket, host: str, port: int) -> None:
-        while True:
-            near, _ = listener.accept()
-            far = socket.create_connection((host, port))
-            threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
-
-    def _pump(self, near: socket.socket, far: socket.socket) -> None:
-        other = {near: far, far: near}
-        while True:
-            readable, _, _ = select.select([near, far], [], [])
-            for end in readable:
-                data = end.recv(1 << 16)
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
                 while self.is_silent:
                     time.sleep(0.05)
-                if not data:
-                    near.close()
-                    far.close()
-                    return
                 time.sleep(self.delay_s)
-                other[end].sendall(data)
-
-
-def _reach_stores_through(proxy: _Proxy) -> None:
-    """Stores that this rank opens and does not host are reached by way of `proxy`. The world's own store stands already."""
-    import torch.distributed as dist
-
-    class ProxiedStore(dist.TCPStore):
-        def __init__(self, host: str, port: int, *args: Any, **kwargs: Any) -> None:
-            if not kwargs.get("is_master"):
-                host, port = "127.0.0.1", proxy.forward(host, port)
-            super().__init__(host, port, *args, **kwargs)
-
-    dist.TCPStore = ProxiedStore  # type: ignore[misc]
+                target.sendall(data)

@@ -1,26 +1,26 @@
-"""A reward function that fails once, in every way that a user's code can, and reward workers that are killed or frozen."""
+"""A reward function or an environment that fails once, in every way that a user's code can; workers that are killed or frozen."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 
 from tests.faults.case import Case
-from tests.faults.processes import descendants
-from tests.tiny_task import answers
+from tests.faults.lab import ENVIRONMENT, NUM_STEPS
+from tests.faults.processes import Job, descendants, kill_all
+from tests.tiny_task import REWARD, answers
 
-_FUNCTION = '''"""The reward of the tiny task; one call of the run, the {call}th, also does something bad."""
+_MISBEHAVIOUR = """
 
 import os, signal, subprocess, sys, time
 
+well = {name}
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+
+def {name}(*args, **kwargs):
     if is_the_one():
-        misbehave()
-    digits = [c for c in solution_str if c.isdigit()]
-    return round(4 * sum(c < ground_truth for c in digits) / max(1, len(digits))) / 4
+        {body}
+    return well(*args, **kwargs)
 
 
 def is_the_one():
@@ -31,11 +31,7 @@ def is_the_one():
             continue
         return number == {call}
     return False
-
-
-def misbehave():
-    {body}
-'''
+"""
 _FATAL = {  # no score comes of these
     "raise": "raise KeyError('no such answer')",
     "hang": "time.sleep(1e6)",
@@ -44,7 +40,7 @@ _FATAL = {  # no score comes of these
     "sys.exit": "sys.exit(0)",
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
     "no memory": "raise MemoryError",
-    "not a number": "raise ValueError(float('nan'))",
+    "not a number": "return float('nan')",
 }
 _HARMLESS = {  # the score comes all the same
     "output flood": "[sys.stdout.write('x' * 100_000 + '\\n') for _ in range(100)]; "
@@ -57,42 +53,38 @@ _HARMLESS = {  # the score comes all the same
 }
 
 
-def _install(case: Case, body: str) -> str:
-    """The override that makes the run use a reward which does `body` once."""
-    path = case.folder / "reward.py"
-    call = case.rng.randint(1, 12)
+def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
+    """Start a run whose reward function, or environment, misbehaves once."""
+    kind = case.rng.choice(sorted(bodies))
+    is_environment = case.variant.name == "conversation" and case.rng.random() < 0.5
+    name, code = ("answer", ENVIRONMENT) if is_environment else ("compute_score", REWARD)
+    call = case.rng.randint(1, 8 if is_environment else 12)
     marks = str(case.folder / "call.")
-    path.write_text(_FUNCTION.format(call=call, marks=marks, body=body))
-    case.verdict.where = f"{case.variant.name} call {call}"
-    return f"reward.function={path}:compute_score"
+    path = case.folder / "own.py"
+    path.write_text(
+        code + _MISBEHAVIOUR.format(name=name, body=bodies[kind], call=call, marks=marks)
+    )
+    case.verdict.where = f"{case.variant.name} call {call} of {name}: {kind}"
+    case.mark = case.folder / f"call.{call}"
+    setting = "rollout.environment" if is_environment else "reward.function"
+    limits = ("reward.timeout_s=3", "rollout.environment_timeout_s=3")
+    return case.start(f"{setting}={path}:{name}", *limits, *overrides)
 
 
 def reward_raises(case: Case) -> None:
     """on_error=raise: the run ends, its line names the prompt; with the function repaired it resumes."""
-    case.draw_variant()
-    kind = case.rng.choice(sorted(_FATAL))
-    function = _install(case, _FATAL[kind])
-    where = f"{case.verdict.where} {kind}"
-    job = case.start(function, "reward.timeout_s=3", "run.group_timeout_s=60")
-    case.verdict.where = where
-    case.finish(job)
-    if all(code == 0 for code in job.rank_codes.values()):
-        case.verdict.unclear.append("the run ended well")
-    case.expect_line(job, "reward", "prompt_id")
+    job = _start(case, _FATAL)
+    case.end(job, 1, ranks=[1], line=["^pretrain_rl: ", "reward|environment", "prompt_id"])
     case.resume()
 
 
 def reward_zero(case: Case) -> None:
-    """on_error=zero: the run goes on, the one response scores 0; nothing else of its step changes."""
-    case.draw_variant()
-    kind = case.rng.choice(sorted(_FATAL))
-    function = _install(case, _FATAL[kind])
-    where = f"{case.verdict.where} {kind}"
-    job = case.start(function, "reward.timeout_s=3", "reward.on_error=zero")
-    case.verdict.where = where
-    case.finish(job)
-    case.expect_codes(job, 0)
-    first = [a[:3] for a in answers(case.run_dir)][: len(answers(case.run_dir)) // 4]
+    """on_error=zero: the run goes on, the one response scores 0; no token of its step changes."""
+    job = _start(case, _FATAL, "reward.on_error=zero")
+    case.end(job, 0, ranks=[0], is_quiet=False)  # the run logs the function's own traceback
+    if case.variant.name in ("dynamic", "partial", "conversation"):
+        return  # the score, or the answer, decides which responses are in the batch
+    first = [a[:3] for a in answers(case.run_dir)][: len(answers(case.run_dir)) // NUM_STEPS]
     straight = [a[:3] for a in answers(case.variant.straight)][: len(first)]
     if not first or first != straight:
         case.verdict.lost.append("the tokens of the first step changed")
@@ -100,14 +92,8 @@ def reward_zero(case: Case) -> None:
 
 def reward_harmless(case: Case) -> None:
     """Output, descriptors, sessions and children of a reward function hurt nothing."""
-    case.draw_variant()
-    kind = case.rng.choice(sorted(_HARMLESS))
-    function = _install(case, _HARMLESS[kind])
-    where = f"{case.verdict.where} {kind}"
-    job = case.start(function)
-    case.verdict.where = where
-    case.finish(job)
-    case.expect_codes(job, 0)
+    job = _start(case, _HARMLESS)
+    case.end(job, 0, ranks=[0])
     case.expect_straight()
     if len(job.terminal) > 200_000:
         case.verdict.unclear.append("the terminal got all that the reward wrote")
@@ -115,27 +101,21 @@ def reward_harmless(case: Case) -> None:
 
 def reward_worker(case: Case) -> None:
     """SIGKILL, or SIGSTOP for a moment, to a reward worker: it is replaced or goes on, or the run says so and resumes."""
-    case.draw_variant()
-    case.draw_moment("rollout", "spot", "update")
+    moment = case.draw_moment("rollout", "spot", "update")
     number = case.rng.choice([signal.SIGKILL, signal.SIGSTOP])
     job = case.start()
     case.await_moment(job)
-    workers = [pid for pid, command in descendants().items() if "tlt_megatron.rewards" in command]
+    workers = [pid for pid, line in descendants().items() if "tlt_megatron.rewards" in line]
     victim = case.rng.choice(sorted(workers))
     case.verdict.where += f" {number.name} to one of {len(workers)} workers"
-    _signal(victim, number)
+    kill_all([victim], number)
     case.release(job)
     if number == signal.SIGSTOP:
         time.sleep(case.rng.uniform(0.1, 0.5))
-        _signal(victim, signal.SIGCONT)
-    case.finish(job)
-    if set(job.rank_codes.values()) == {0}:
+        kill_all([victim], signal.SIGCONT)
+    case.end(job, num_reasons=1)
+    if job.is_success:
         case.expect_straight()
         return
-    case.expect_line(job, "reward")
-    case.resume()
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+    case.expect_line(job, "^pretrain_rl: ", "reward")
+    case.resume(at_least=moment.saved)

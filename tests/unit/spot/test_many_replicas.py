@@ -1,6 +1,6 @@
 """A rollout phase of 128 replicas that finish, join, train and are lost in random order: what holds, and what it costs.
 
-The rules are the real ones; tests/faults/spot_machine.py says in few words what a rank does with them. Costs are counted, not
+The rules are the real ones; tests/spot_machine.py says in few words what a rank does with them. Costs are counted, not
 timed: lines that ranks append to the phase's log, and reads of it.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.faults.spot_machine import Rank, SpotMachine
+from tests.spot_machine import Rank, SpotMachine
 from tlt_megatron.spot.rank_state import PhaseView
 
 NUM_TICKS = 60  # turns of every rank that is awake, whatever their number
