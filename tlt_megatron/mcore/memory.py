@@ -17,8 +17,9 @@ _OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}
 # hooks.
 _FUSED_D, _FUSED_F, _FUSED_Q, _FUSED_KV = 4.0, 3.0, 3.0, 1.5
 _UNFUSED_D, _UNFUSED_F, _UNFUSED_Q = 7.25, 5.0, 5.5
-# The C heap keeps freed blocks of other sizes: 1.0 (SmolLM2) to 1.6 (quickstart) times the memory of one micro-batch.
-_HEAP_FACTOR = 1.3
+# The C heap of a CPU process keeps freed blocks that no later block fits into. As a share of the activations of a micro-batch:
+# 0 (SmolLM2, few steps) to 0.6 (quickstart, 50 steps with sequences of other lengths).
+_FREED_SHARE = 0.5
 _OFFLOADED = "mcore.offload_in_rollouts=True"  # lowers what it keeps in host memory
 _STATE_BYTES = 12  # per parameter in a checkpoint: master weight and two moments in float32
 # Host bytes per parameter of a rank's shard while it loads a checkpoint: the state, and the gate and up projections once more,
@@ -63,6 +64,7 @@ def policy_claims(
         largest_own = max(own, _parameters_of_a_rank(critic, parallel, mcore))
     # The C heap of a CPU process keeps what an update freed; CUDA's cache is emptied before rollouts.
     kept_in = frozenset({Phase.UPDATE}) if is_cuda else ALL_PHASES
+    freed = 0 if is_cuda else int(_FREED_SHARE * activations)
     optimizer = own * _OPTIMIZER_BYTES[model.dtype] // num_shards
     gradients_in = optimizer_in = ALL_PHASES
     away = 0  # bytes that a GPU keeps in host memory outside of updates
@@ -94,6 +96,7 @@ def policy_claims(
             lower=_OFFLOADED,
         ),
         MemoryClaim("activations", activations, phases=kept_in, lower=recompute),
+        MemoryClaim("freed blocks of the heap", freed, phases=kept_in, lower=recompute),
         MemoryClaim("logits and their gradient", logits, phases=update, lower=micro_batch),
         MemoryClaim(
             "checkpoint buffers", buffers, phases=checkpoint, in_host=is_cuda, lower=layout
@@ -184,7 +187,7 @@ def _bytes_of_a_pass(
         uncut = _UNFUSED_D * sizes.hidden
         cut = _UNFUSED_F * sizes.ffn + _UNFUSED_Q * sizes.query
     sequence_cut = parallel.tensor if parallel.sequence else 1
-    element_bytes = num_tokens * item * (1.0 if is_cuda else _HEAP_FACTOR)
+    element_bytes = num_tokens * item
     layer = int(element_bytes * (uncut / sequence_cut + cut / parallel.tensor))
     kept, again = layer, 0
     if mcore.recompute == "full":

@@ -112,8 +112,8 @@ def result_lines(summary: Mapping[str, float | None]) -> list[str]:
     """Return the values of summary.json in words, with their units."""
     lines = []
     for names, text in _RESULTS.items():
-        values = [summary.get(name) for name in names]
-        if None not in values:
+        values = [value for name in names if (value := summary.get(name)) is not None]
+        if len(values) == len(names):
             is_above = names[0] == "memory_peak_gb" and values[0] > values[1]
             lines.append(text.format(*map(format_number, values)) + ", above plan" * is_above)
     return lines
