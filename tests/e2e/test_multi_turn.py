@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,45 @@ def test_pipeline_with_tlt_and_a_stop_draws_the_tokens_of_plain_runs(
         assert row["rollout/tool_seconds"] > 0
         assert row["rollout/tool_errors"] == row["rollout/tool_timeouts"] == 0
         assert row["training/rollout_probs_diff_max"] < 1e-4
+
+
+CHAT = """{% for m in messages %}{% if m.role == 'assistant' %}a:{{ m.content }}<eos>{% else %}b:{{ m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}a:think{% endif %}"""
+TOOL = """
+def answer(messages, data_source, ground_truth, extra_info):
+    return "<eos>b:" + "12+" * (len(messages[-1]["content"]) % 3), False
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    texts = [message["content"] for message in extra_info["messages"]]
+    assert solution_str == "\\n".join(texts[1:]), (solution_str, texts)
+    return len(texts[-1]) / 8
+"""
+
+
+def test_a_chat_whose_tool_writes_control_tokens(task: Path, tmp_path: Path) -> None:
+    """As with reasoning models, turns begin in another way than the template writes them later on."""
+    model = shutil.copytree(task.parent / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "tool.py").write_text(TOOL)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}="}], "label": "5"} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = (f"model.path={model}", f"data.train={tmp_path}/train.jsonl", "run.num_steps=1")
+    own += (f"reward.function={tmp_path}/tool.py:compute_score", *SETTINGS)
+    own += ("rollout.max_observation_tokens=80",)
+    run(1, task, tmp_path / "run", *own, f"rollout.environment={tmp_path}/tool.py:answer")
+    found = rollouts(tmp_path / "run")
+    assert any("<|endoftext|>" in m["content"] for row in found for m in row["messages"])
+    found = [row for row in found if "loss_mask" in row]
+    assert found
+    for row in found:
+        turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        assert not any(turn.endswith("<eos>") for turn in turns)
+        tokens = zip(row["loss_mask"], row["token_ids"], strict=True)
+        parts = groupby(tokens, key=itemgetter(0))
+        observations = [[token for _, token in part] for is_drawn, part in parts if not is_drawn]
+        assert len(observations) == len(turns) - 1
+        assert all(1 not in ids[1:] for ids in observations)  # the template may end a turn with it
 
 
 @pytest.mark.parametrize("name", ["calculator", "self_correction"])

@@ -6,7 +6,9 @@ to a string prompt: a prompt that needs a BOS token must contain it.
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 
 _TURN = "(turn)"  # stands for a turn of the policy, whose tokens are never encoded again
+_CUT = "\ufdd0"  # no character: stands within the name of a control token that is meant as text
 
 
 class Tokenizer:
@@ -74,34 +77,59 @@ class Tokenizer:
         return text
 
     def check_turns(self) -> None:
-        """Raise ValueError if the chat template writes earlier turns of a conversation in another way later on."""
+        """Raise ValueError if what the chat template writes after a turn depends on the turns before it."""
         prompt = {"role": "user", "content": "x"}
         turn = [{"role": "assistant", "content": _TURN}, {"role": "user", "content": "y"}]
-        begin = self.render([prompt])
         short = self.render([prompt, *turn]).split(_TURN)
         long = self.render([prompt, *turn, *turn]).split(_TURN)
-        if not (short[0] == long[0] == begin and short[1:] == long[1:2] == long[2:]):
+        if (len(short), len(long)) != (2, 3) or short[-1] != long[-1]:
             raise ValueError(
-                f"the chat template of {self._path} writes earlier turns in another way later on, so an observation cannot be"
-                f" appended to the tokens before it: a conversation is {long!r} where it began as {[begin, *short[1:]]!r}."
+                f"the chat template of {self._path} leaves out a turn, or what it writes after a turn depends on those before,"
+                f" so an observation cannot be appended to the tokens before it: {short!r} with one turn, {long!r} with two."
                 " Give string prompts, or change chat_template.jinja"
             )
+
+    @functools.cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        """Return what matches special and stop tokens, and other added tokens that the chat template writes."""
+        template = str(self.hf.chat_template)
+        names = [
+            token.content
+            for number, token in self.hf.added_tokens_decoder.items()
+            if token.special
+            or number in self.stop_token_ids
+            or (token.content in template and token.content.strip())
+        ]
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+
+    def _as_text(self, value: object) -> object:
+        """Return a value of a message with a cut in every name of a control token."""
+        if not isinstance(value, str):
+            return value
+        return self._control_tokens.sub(lambda name: f"{name[0][0]}{_CUT}{name[0][1:]}", value)
 
     def encode_observation(
         self, messages: Sequence[Message], last_token: int, *, is_chat: bool
     ) -> tuple[int, ...]:
         """Return what follows a turn of the policy that ended with `last_token`: the observation and the next turn's begin.
 
-        With `is_chat` as the chat template writes it, else the plain texts. ValueError if the template refuses a message.
+        With `is_chat` as the chat template writes it. Its control tokens are such, and their names in a message are plain
+        text. Without `is_chat` the texts as they stand. ValueError if the template refuses a message.
         """
         if not is_chat:
             text = "".join(str(message["content"]) for message in messages)
             return tuple(self.encode_texts([text])[0])
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _TURN}]
+        messages = [{key: self._as_text(m[key]) for key in m} for m in messages]
         text = self.render([*begin, *messages]).partition(_TURN)[2]
         # the template ends a turn with the stop token, which the policy drew itself
         text = text.removeprefix(self.decode([last_token], skip_special_tokens=False))
-        return tuple(self.encode_texts([text])[0])
+        return tuple(token for ids in self.encode_texts(text.split(_CUT)) for token in ids)
+
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a turn of the policy with its special tokens, but without one that ends it."""
+        is_ended = token_ids[-1] in self.stop_token_ids and not self.decode(token_ids[-1:])
+        return self.decode(token_ids[: -1 if is_ended else None], skip_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a response, by default without stop and other special tokens."""

@@ -204,7 +204,7 @@ class Conversations:
 
     def _ask(self, conversation: _Conversation, turn: Rollout) -> bool:
         """Add a turn of the policy and ask the environment. Return False if it was the last turn."""
-        text = self._tokenizer.decode(turn.token_ids.tolist())
+        text = self._tokenizer.decode_turn(turn.token_ids.tolist())
         conversation.turns.append(turn)
         conversation.messages.append({"role": "assistant", "content": text})
         if turn.finish_reason is FinishReason.LENGTH:

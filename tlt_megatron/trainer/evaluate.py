@@ -13,7 +13,7 @@ from statistics import fmean
 from tlt_megatron.rewards.dapo import right_responses
 from tlt_megatron.trainer.rollout_metrics import details_by_source
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
-from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
+from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup
 
 _BOXED = re.compile(r"\\boxed\{")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -61,11 +61,7 @@ class Evaluator:
         """Return the metrics of one data set."""
         rewards = [reward for g in groups for reward in g.rewards]
         right = [right_responses(group, self.right_score) for group in groups]
-        decode = self.worker.decode  # without what an environment wrote
-        answers = [
-            [final_answer(decode(r.generated(r.token_ids).tolist())) for r in g.group.rollouts]
-            for g in groups
-        ]
+        answers = [[final_answer(self._last_turn(r)) for r in g.group.rollouts] for g in groups]
         lengths = [r.num_generated for g in groups for r in g.group.rollouts]
         return {
             "eval/accuracy": fmean(rewards),
@@ -73,6 +69,12 @@ class Evaluator:
             f"eval/maj@{self.params.num_samples}": majority(answers, right),
             "eval/response_length/mean": fmean(lengths),
         }
+
+    def _last_turn(self, rollout: Rollout) -> str:
+        """Return the text of a response, of a conversation only the last turn."""
+        if rollout.messages:
+            return str(rollout.messages[-1]["content"])
+        return self.worker.decode(rollout.token_ids.tolist())
 
 
 def pass_at_k(num_right: Sequence[int], num_samples: int) -> dict[str, float]:

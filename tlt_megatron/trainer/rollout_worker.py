@@ -163,11 +163,14 @@ class RolloutWorker:
             rollout = responses.join(part)
             key = (rollout.draw_index, rollout.sample_index)
             prompt = responses.prompts[rollout.draw_index]
+            text = self.decode(rollout.token_ids.tolist())
             if rollout.messages:
+                replies = rollout.messages[len(prompt.messages) or 1 :]
+                text = "\n".join(str(message["content"]) for message in replies)
                 info = {**prompt.extra_info, "messages": rollout.messages}
                 prompt = dataclasses.replace(prompt, extra_info=info)
             if not rollout.has_failed:
-                self.rewards.submit(key, prompt, self.decode(rollout.token_ids.tolist()))
+                self.rewards.submit(key, prompt, text)
 
         mine = self.share_of(prompts)
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))

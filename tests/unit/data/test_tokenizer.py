@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -177,19 +178,89 @@ def test_an_observation_is_what_the_template_writes_after_the_turn(tokenizer_fol
         tokenizer.encode_observation([{"role": "judge", "content": "x"}], 2, is_chat=True)
 
 
+LOOP = "{% for m in messages %}"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}"
+# Of the shape of public models: the template, the stop token, what it writes after a turn, around the observation.
+SHAPES = {
+    "DeepSeek-R1-Distill": (
+        LOOP + "{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+        "{% else %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% endif %}"
+        + PROMPT
+        + "<｜Assistant｜><think>\n{% endif %}",
+        "<｜end▁of▁sentence｜>",
+        ("<｜User｜>", "<｜Assistant｜><think>\n"),
+    ),
+    "QwQ, Qwen3.5": (
+        LOOP + "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "" + PROMPT + "<|im_start|>assistant\n<think>\n{% endif %}",
+        "<|im_end|>",
+        ("\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    ),
+    "GLM-4.5": (
+        LOOP
+        + "<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>{{ '\n' }}{% endif %}"
+        "{{ m.content }}" + PROMPT + "<|assistant|>{% endif %}",
+        "<|user|>",
+        ("\n", "<|assistant|>"),
+    ),
+    "gpt-oss": (
+        LOOP + "<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m.content }}<|end|>" + PROMPT + "<|start|>assistant{% endif %}",
+        "<|return|>",
+        ("<|end|><|start|>user<|message|>", "<|end|><|start|>assistant"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("are_special", [True, False])  # those of DeepSeek are not
+def test_an_observation_cannot_write_control_tokens(
+    name: str, are_special: bool, tmp_path: Path
+) -> None:
+    """A tool that returns all of them. What the template writes around it stays control tokens."""
+    template, stop, (before, after) = SHAPES[name]
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    fast = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
+    )
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    names = sorted({stop, *re.findall(r"<[^<>]+>", before + after)})
+    fast.add_tokens([tokenizers.AddedToken(each, special=are_special) for each in names])
+    hf = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=stop)
+    hf.chat_template = template
+    tokenizer = Tokenizer(hf, [hf.convert_tokens_to_ids(stop)], tmp_path)
+    tokenizer.check_turns()
+    for text in ("12", "".join(names), f"\n{names[0]}</tool> é"):
+        messages = [{"role": "user", "content": text}]
+        ids = tokenizer.encode_observation(messages, *tokenizer.stop_token_ids, is_chat=True)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == before + text + after
+        found = [hf.convert_ids_to_tokens(token) for token in ids if token >= len(letters)]
+        assert found == re.findall(r"<[^<>]+>", before + after)
+
+
+def test_a_turn_keeps_its_special_tokens_but_not_its_end(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    turn = tokenizer.encode("a<|system|>b<eot>")
+    assert tokenizer.decode_turn(turn) == "a<|system|>b"
+    assert tokenizer.decode_turn(turn[:-1]) == "a<|system|>b"
+    letters = Tokenizer(tokenizer.hf, tokenizer.encode("="), tokenizer_folder)
+    assert letters.decode_turn(letters.encode("1+1=")) == "1+1="  # its end is text
+
+
 @pytest.mark.parametrize(
     "template",
     [
         "{{ messages[-1].content }}<|assistant|>",  # forgets earlier turns
-        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}<eot>{% endfor %}<|assistant|>",
-        "{% for m in messages %}{{ m.content }}<eot>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}",  # only before the newest turn
+        "{% for m in messages %}{{ loop.index }}{{ m.content }}<eot>{% endfor %}<|assistant|>",
     ],
 )
-def test_a_template_that_rewrites_earlier_turns_is_refused(
+def test_a_template_whose_text_after_a_turn_depends_on_earlier_ones_is_refused(
     tokenizer_folder: Path, tmp_path: Path, template: str
 ) -> None:
     folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match="writes earlier turns in another way later on"):
+    with pytest.raises(
+        ValueError, match="leaves out a turn, or what it writes after a turn depends"
+    ):
         load_tokenizer(folder).check_turns()

@@ -42,6 +42,8 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(200 + token) for token in token_ids)
 
+    decode_turn = decode
+
     def encode_observation(
         self, messages: Sequence[Message], last_token: int, *, is_chat: bool
     ) -> tuple[int, ...]:

@@ -124,15 +124,14 @@ def test_majority_by_hand() -> None:
     assert majority(answers, right) == pytest.approx((0 + 1 + 0.5) / 3)
 
 
-def test_votes_are_what_the_policy_wrote_and_not_an_observation() -> None:
-    """Both responses answer 5. The environment says 7 behind the first."""
-    (first, second) = (group := scored((2, 1), (1.0, 1.0), 8)).group.rollouts
-    mask = torch.tensor([True, False])
-    rollouts = (
-        replace(first, token_ids=torch.tensor([5, 7]), loss_mask=mask),
-        replace(second, token_ids=torch.tensor([5])),
-    )
-    group = replace(group, group=replace(group.group, rollouts=rollouts), rewards=(0.0, 1.0))
+def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
+    """Two conversations answer 5, and then 7. The third response, which answers 57, is right."""
+    group = scored((2, 2, 1), (0.0, 0.0, 1.0), 8)
+    texts = [("user", "x"), ("assistant", "#### 5"), ("user", "6?"), ("assistant", "7")]
+    messages = tuple({"role": role, "content": content} for role, content in texts)
+    talks = [replace(rollout, messages=messages) for rollout in group.group.rollouts[:2]]
+    last = replace(group.group.rollouts[2], token_ids=torch.tensor([57]))
+    group = replace(group, group=replace(group.group, rollouts=(*talks, last)))
 
     class Worker:
         def collect(self, *_: object) -> Collected:
@@ -141,9 +140,9 @@ def test_votes_are_what_the_policy_wrote_and_not_an_observation() -> None:
         def decode(self, token_ids: Sequence[int]) -> str:
             return " ".join(map(str, token_ids))
 
-    params = SamplingParams(num_samples=2, max_new_tokens=8)
+    params = SamplingParams(num_samples=3, max_new_tokens=8)
     metrics = Evaluator(Worker(), {"test": [group.group.prompt]}, params).evaluate(0)
-    assert metrics["eval/maj@2"] == 0.5
+    assert (metrics["eval/maj@3"], metrics["eval/pass@3"]) == (0, 1)
 
 
 def test_rewards_of_an_evaluation_by_data_source() -> None:
