@@ -28,7 +28,7 @@ DRAFTS = (
 # Runs main on each line of standard input (a JSON list of arguments) and prints exit code and stderr.
 DRIVER = """
 import contextlib, io, json, sys
-for name in ("torch", "transformers", "numpy", "megatron", "safetensors", "pyarrow", "rich"):
+for name in ("torch", "transformers", "megatron", "pyarrow", "rich"):
     sys.modules[name] = None  # an import fails
 from launch.pretrain_rl import main
 for line in sys.stdin:
@@ -159,12 +159,12 @@ CASES = [
     # safetensors
     Case("no safetensors", MODEL + r"must hold \.safetensors files", remove("model/model.safetensors")),
     Case("another format", r"must hold \.safetensors files \(pytorch_model\.bin must be converted", lambda f: (f / "model/model.safetensors").rename(f / "model/pytorch_model.bin")),
-    Case("truncated data", MODEL + r"model\.safetensors: is truncated: \d+ bytes, its header says \d+", cut("model/model.safetensors", -1)),
-    Case("truncated header", MODEL + r"model\.safetensors: is truncated, or not safetensors: 100 bytes, header \d+", cut("model/model.safetensors", 100)),
-    Case("empty file", MODEL + r"model\.safetensors: is truncated, or not safetensors: 0 bytes", text("model/model.safetensors", "")),
-    Case("header is not JSON", MODEL + r"model\.safetensors: has a header that is not safetensors'", text("model/model.safetensors", b"\4" + bytes(7) + b"abcd")),
-    Case("header is nested too deeply", r"model\.safetensors: has a header that is not safetensors'", text("model/model.safetensors", (200_000).to_bytes(8, "little") + b"[" * 200_000)),
-    Case("bytes behind", r"has bytes behind its last tensor", lambda f: (f / "model/model.safetensors").open("ab").write(b"x")),
+    Case("truncated data", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*not fully covered", cut("model/model.safetensors", -1)),
+    Case("truncated header", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header", cut("model/model.safetensors", 100)),
+    Case("empty file", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*header too small", text("model/model.safetensors", "")),
+    Case("header is not JSON", MODEL + r"model\.safetensors: is truncated, damaged or not safetensors: .*invalid JSON in header", text("model/model.safetensors", b"\4" + bytes(7) + b"abcd")),
+    Case("header is nested too deeply", r"model\.safetensors: is truncated, damaged or not safetensors", text("model/model.safetensors", (200_000).to_bytes(8, "little") + b"[" * 200_000)),
+    Case("bytes behind", r"is truncated, damaged or not safetensors: .*not fully covered", lambda f: (f / "model/model.safetensors").open("ab").write(b"x")),
     Case("git-lfs pointer", MODEL + r"model\.safetensors: is a git-lfs pointer", text("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
     Case("missing tensor", MODEL + r"its files lack model\.norm\.weight$", weights(drop="model.norm.weight")),
     Case("another shape", MODEL + r"model\.norm\.weight has shape \[17\], config\.json makes it \[16\]", weights(model__norm__weight=(17,))),
@@ -319,7 +319,7 @@ def test_the_command_line_refuses_with_one_line_and_exit_code_2(tmp_path: Path) 
     cut("model/model.safetensors", -1)(tmp_path / "run")
     poison = tmp_path / "poison"
     poison.mkdir()
-    for name in ("torch", "transformers", "numpy"):
+    for name in ("torch", "transformers"):
         (poison / f"{name}.py").write_text("raise SystemExit('was imported')\n")
     done = subprocess.run(
         [sys.executable, "launch/pretrain_rl.py", *arguments(tmp_path / "run", ())],
