@@ -164,7 +164,7 @@ class _Launch:
         if self._run is None:
             return "set-up"
         trainer = self._run.trainer
-        return f"{trainer.phases.current or 'between phases'} after step {trainer.step}"
+        return f"{trainer.phases.timeline.status.phase} after step {trainer.step}"
 
 
 if __name__ == "__main__":

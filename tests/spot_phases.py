@@ -18,6 +18,7 @@ from tlt_megatron.config.schema import DrafterSection, SpotSection
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
 from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel
+from tlt_megatron.runtime.heartbeat import Heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.runtime.timeline import Timeline
@@ -36,6 +37,13 @@ def run_spot_ranks(world_size: int, body: Callable[[], Any], **options: Any) -> 
 
 def world_group() -> Group:
     return group_of(dist.group.WORLD)
+
+
+def begin_phase(heartbeat: Heartbeat, name: str) -> None:
+    """As `Phases` does, which also leaves it at its end."""
+    heartbeat.phase.begin()
+    heartbeat.phase.leave((name,))
+    heartbeat.tell_phase()
 
 
 def make_drafter_trainer(**section: object) -> DrafterTrainer:

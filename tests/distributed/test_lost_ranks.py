@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tests.spot_phases import Markers, world_group
+from tests.spot_phases import Markers, begin_phase, world_group
 from tlt_megatron.runtime import rank_process
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
@@ -76,12 +76,12 @@ def what_they_say(
                 failing(stop),
                 heartbeat.explaining(LONG_S),
             ):
-                heartbeat.enter("ROLLOUT")
+                begin_phase(heartbeat, "ROLLOUT")
                 await_phase_of_rank_0(heartbeat, "ROLLOUT")
                 barrier(world)
                 if world.rank == victim:
                     end()
-                heartbeat.enter("WAIT")
+                begin_phase(heartbeat, "WAIT")
                 while waits_in == "store":
                     heartbeat.check()
                     time.sleep(0.01)
@@ -142,7 +142,7 @@ def test_ranks_in_a_collective_with_a_frozen_one_end_too(tmp_path: Path) -> None
             ) as heartbeat,
             heartbeat.explaining(LONG_S),
         ):
-            heartbeat.enter("UPDATE")
+            begin_phase(heartbeat, "UPDATE")
             heartbeat._end_process = lambda code, text, is_shown: end_with(code)
             await_phase_of_rank_0(heartbeat, "UPDATE")
             barrier(world)
@@ -187,7 +187,7 @@ def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
         with running_heartbeat(
             store, world, timeout_s, LONG_S, StopRequest(world.rank)
         ) as heartbeat:
-            heartbeat.enter("ROLLOUT")
+            begin_phase(heartbeat, "ROLLOUT")
             if world.is_first and os.fork() == 0:
                 for number in (signal.SIGSTOP, signal.SIGCONT):
                     for pid in pids:
@@ -217,12 +217,12 @@ def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not
                 failing(stop),
                 heartbeat.explaining(limit_s),
             ):
-                heartbeat.enter("ROLLOUT")
+                begin_phase(heartbeat, "ROLLOUT")
                 barrier(world)
                 while world.rank == 1:
                     heartbeat.check()
                     time.sleep(0.01)
-                heartbeat.enter("UPDATE")
+                begin_phase(heartbeat, "UPDATE")
                 dist.barrier(short)
         except RanksLost as error:
             return str(error)
@@ -249,7 +249,7 @@ def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
         with running_heartbeat(
             store, world, timeout_s, LONG_S, StopRequest(world.rank)
         ) as heartbeat:
-            heartbeat.enter("CHECKPOINT")
+            begin_phase(heartbeat, "CHECKPOINT")
             if world.rank == 1:
                 started = time.monotonic()
                 while time.monotonic() - started < 2 * timeout_s:
@@ -270,7 +270,7 @@ def test_a_rank_that_dies_while_the_others_have_ended_is_named(tmp_path: Path) -
         limits_s = LONG_S, LONG_S
         try:
             with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
-                heartbeat.enter("CHECKPOINT")
+                begin_phase(heartbeat, "CHECKPOINT")
                 if world.rank == 1:
                     kill()
         except RanksLost as error:
@@ -295,7 +295,7 @@ def test_a_rank_that_dies_alone_on_its_machine_is_named_after_the_timeout(
         limits_s = TIMEOUT_S, LONG_S
         try:
             with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
-                heartbeat.enter("ROLLOUT")
+                begin_phase(heartbeat, "ROLLOUT")
                 barrier(world)
                 if world.rank == 2:
                     kill()
@@ -338,7 +338,7 @@ def test_threads_end_with_the_run() -> None:
         store = open_job_store(world, LONG_S)
         limits_s = LONG_S, LONG_S
         with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
-            heartbeat.enter("ROLLOUT")
+            begin_phase(heartbeat, "ROLLOUT")
             assert "heartbeat" in [thread.name for thread in threading.enumerate()]
         return [thread.name for thread in threading.enumerate()]
 

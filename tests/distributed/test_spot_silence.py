@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.spot_phases import Markers, make_spot, run_spot_ranks, world_group
+from tests.spot_phases import Markers, begin_phase, make_spot, run_spot_ranks, world_group
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.heartbeat import RanksLost, running_heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
@@ -130,14 +130,14 @@ def test_idle_ranks_name_a_rank_that_froze_while_it_generated(victim: int, tmp_p
                 heartbeat._end_process = leave
                 store = job_store.part("spot")
                 spot = make_spot(before=before, store=store, check_ranks=heartbeat.check)
-                heartbeat.enter("ROLLOUT")
+                begin_phase(heartbeat, "ROLLOUT")
                 while world.rank and heartbeat._last_phases[0] != "ROLLOUT":
                     time.sleep(0.01)
                 barrier(world)
                 if world.rank == victim:
                     markers.await_("trains")
                     os.kill(os.getpid(), signal.SIGSTOP)
-                heartbeat.enter("WAIT")
+                begin_phase(heartbeat, "WAIT")
                 with heartbeat.explaining(60.0):
                     spot.run_until_preempted(0)
         except RanksLost as error:

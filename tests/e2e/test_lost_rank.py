@@ -81,7 +81,7 @@ def test_the_others_of_a_frozen_rank_end(victim: int, config: Path, tmp_path: Pa
         for process in everyone:
             if not has_ended(process):
                 process.kill()
-    pattern = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) has been silent for run\.heartbeat_timeout_s=5 s in phase [A-Z]+: its process is stopped"
+    pattern = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) has been silent for run\.heartbeat_timeout_s=5 s in phase [A-Z -]+: its process is stopped"
     assert re.search(pattern, said), said
     log = (tmp_path / "logs" / f"rank_{1 - victim:05d}.log").read_text()
     assert len(re.findall(f"the run ends: {pattern}", log)) >= 1

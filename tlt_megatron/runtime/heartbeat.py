@@ -12,7 +12,7 @@ A rank is lost if
 - it is rank 0 and its store is closed, or does not answer for `timeout_s`.
 
 The first event of a rank that is lost or ends counts on all ranks. Each then raises RanksLost when its main thread calls
-`enter`, `check` or `explaining`. If that thread is in a collective or in a long rollout, the process ends soon after.
+`tell_phase`, `check` or `explaining`. If that thread is in a collective or in a long rollout, the process ends soon after.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rank_process import RankProcess, state_of
+from tlt_megatron.runtime.step_phase import StepPhase
 from tlt_megatron.runtime.stop import StopRequest, end_process
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,7 @@ class Heartbeat:
         )
         self.loss: RanksLost | None = None
         self._is_reporter = False  # this rank was the first to report it
-        self.phase = "SETUP"
-        self._num_phases = 0
+        self.phase = StepPhase()
         self._num_beats = 0
         self._stop_request = stop
         self._end_process = end_process
@@ -111,7 +111,7 @@ class Heartbeat:
             _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
             for other in (watched_by(rank, machines) if timeout_s else ())
         ]
-        self._last_phases = {0: self.phase}
+        self._last_phases = {0: str(self.phase)}
         self._is_unwinding = False
         self._is_closed = threading.Event()
         self._has_loss = threading.Event()
@@ -125,10 +125,8 @@ class Heartbeat:
         self._thread.start()
         self._store_watch.start()
 
-    def enter(self, phase: str) -> None:
-        """Record a new phase of this rank. Raises RanksLost if a rank is lost."""
-        self.phase = phase
-        self._num_phases += 1
+    def tell_phase(self) -> None:
+        """Tell the others of a phase that has begun. Raises RanksLost if a rank is lost."""
         self.check()
         self._beat(self._main_store)
 
@@ -205,7 +203,7 @@ class Heartbeat:
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
-        store.set(f"beat/{self.rank}", f"{self._num_beats} {self._num_phases} {self.phase}")
+        store.set(f"beat/{self.rank}", f"{self._num_beats} {self.phase.num_begun} {self.phase}")
 
     def _read_events(self) -> None:
         events = self._events.firsts()
@@ -310,7 +308,7 @@ class Heartbeat:
         try:
             for process in self.ranks:
                 beat = self._read_beat(process.rank)
-                if beat is not None and beat[1] < self._num_phases:
+                if beat is not None and beat[1] < self.phase.num_begun:
                     found.append(f"{process} in phase {beat[2]}")
         except dist.DistError as error:
             found.append(self._describe_lost_store(error))

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlt_megatron.runtime.step_phase import StepPhase
+
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0  # between two writes of a rank
@@ -41,14 +43,19 @@ class StatusWriter:
     A thread writes if the status has changed. So the main thread makes no system call, and a burst of changes is one write.
     """
 
-    def __init__(self, run_dir: Path | None = None, rank: int = 0, num_ranks: int = 1) -> None:
-        now_s = time.time()
+    def __init__(
+        self,
+        run_dir: Path | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        phase: StepPhase | None = None,
+    ) -> None:
+        self.phase = phase or StepPhase()
         self.status = RankStatus(
             rank=rank,
             num_ranks=num_ranks,
             host=socket.gethostname(),
-            changed_s=now_s,
-            phase_began_s=now_s,
+            changed_s=time.time(),
         )
         self._written: RankStatus | None = None
         self._is_closed = threading.Event()
@@ -65,22 +72,6 @@ class StatusWriter:
 
     def end_step(self) -> None:
         self._change(step_began_s=None)
-
-    def begin_phase(self, *, is_inner: bool) -> None:
-        """Count a phase, before `enter`. One that is not inside another ends phases that an exception left open."""
-        phases = self.status.phases if is_inner else ()
-        self._change(num_phases=self.status.num_phases + 1, phases=phases)
-
-    def enter(self, name: str) -> tuple[str, ...]:
-        """Begin a phase or a part of one. Return what to give to `leave` at its end, unless that is an exception."""
-        outer = self.status.phases
-        self.leave((*outer, name))
-        return outer
-
-    def leave(self, outer: tuple[str, ...]) -> None:
-        """Go back to the phases that `enter` returned. Calls from other threads than the main one have no effect."""
-        if threading.current_thread() is threading.main_thread():
-            self._change(phases=outer, phase_began_s=time.time())
 
     def expect_responses(self, count: int) -> None:
         self._change(num_responses=count, num_done=0, num_tokens=0)
@@ -114,8 +105,15 @@ class StatusWriter:
                 self._is_closed.wait(interval_s)
 
     def _write(self, path: Path) -> None:
-        status = self.status
-        if status is not self._written:
+        phase = self.phase
+        status = dataclasses.replace(
+            self.status,
+            changed_s=max(self.status.changed_s, phase.began_s),
+            phases=phase.names,
+            phase_began_s=phase.began_s,
+            num_phases=phase.num_begun,
+        )
+        if status != self._written:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(dataclasses.asdict(status)), encoding="utf-8")

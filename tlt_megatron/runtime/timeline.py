@@ -39,7 +39,7 @@ class Timeline:
     """
 
     def __init__(self, path: Path | None, rank: int, status: StatusWriter | None = None) -> None:
-        """`status` is told of each span that the main thread begins with `span`."""
+        """`status.phase` is told of each span that the main thread begins with `span`."""
         self.path = path
         self.rank = rank
         self.status = status or StatusWriter()
@@ -123,7 +123,7 @@ class _Span:
         self.args = args
 
     def __enter__(self) -> None:
-        self.outer = self.timeline.status.enter(self.name)
+        self.outer = self.timeline.status.phase.enter(self.name)
         self.start_ns = time.perf_counter_ns()
 
     def __exit__(
@@ -134,8 +134,8 @@ class _Span:
     ) -> None:
         dur_ns = time.perf_counter_ns() - self.start_ns
         if kind is None:
-            self.timeline.status.leave(self.outer)
-        else:  # the status keeps the phase that failed
+            self.timeline.status.phase.leave(self.outer)
+        else:  # it stays open: it failed
             self.args["error"] = kind.__name__
         self.timeline._add(self.name, self.lane, self.start_ns, dur_ns, self.args)
 

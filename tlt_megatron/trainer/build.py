@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -218,7 +218,8 @@ def _build_worker(
     engine: RolloutEngine = build_engine(config, site.device, site.run_dir, world)
     stack.callback(engine.close)
     path = site.run_dir / "timeline" / f"rank_{world.rank:05d}.jsonl"
-    status = stack.enter_context(closing(StatusWriter(site.run_dir, world.rank, world.size)))
+    status = StatusWriter(site.run_dir, world.rank, world.size, site.heartbeat.phase)
+    stack.callback(status.close)
     timeline = Timeline(path if config.logging.trace else None, world.rank, status)
     stack.callback(timeline.close)
     timeline.align_clocks(world)
@@ -237,7 +238,7 @@ def _build_worker(
         rewards,
         tokenizer.decode,
         replicas=world,
-        phases=Phases(timeline, progress, site.device, site.heartbeat.enter),
+        phases=Phases(timeline, progress, site.device, site.heartbeat.tell_phase),
         ranks_per_engine=config.ranks_per_engine,
         should_stop=lambda: site.stop.is_requested,
         conversations=conversations,

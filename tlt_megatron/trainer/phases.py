@@ -36,12 +36,11 @@ class Phases:
         timeline: Timeline,
         progress: Progress,
         device: Device,
-        on_phase: Callable[[str], None],
+        on_phase: Callable[[], None],
     ) -> None:
-        """`on_phase` is called with the name of each phase when it begins."""
+        """`on_phase` is called when a phase has begun."""
         self.timeline = timeline
         self.progress = progress
-        self.current = ""  # the phase of this rank; after an error, the phase that failed
         self._device = device
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -51,19 +50,20 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
-        self.progress.phase(f"{self.current} {name}".strip())  # "EVAL ROLLOUT"
-        self.timeline.status.begin_phase(is_inner=bool(self.current))
-        outer, self.current = self.current, name
-        self._on_phase(name)
+        phase = self.timeline.status.phase
+        phase.begin()
+        outer = phase.names
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:
             self._device.reset_peak()
         start = time.perf_counter()
         try:
             with self.timeline.span(name, **args):
+                self.progress.phase(str(phase))  # "EVAL ROLLOUT"
+                self._on_phase()
                 yield
         except GenerationStopped:  # not a failure of the phase
-            self.current = outer
+            phase.leave(outer)
             raise
         finally:  # an interrupted phase also has a peak
             if ledger_phase:
@@ -71,7 +71,6 @@ class Phases:
                 self._peak_bytes[ledger_phase] = peak
                 allocated = self._device.peak_allocated_bytes()
                 self._allocated_bytes = max(allocated, self._allocated_bytes)
-        self.current = outer
         self._seconds[timing] = self._seconds.get(timing, 0.0) + time.perf_counter() - start
 
     def take_timings(self) -> dict[str, float]:

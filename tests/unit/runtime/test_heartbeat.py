@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests.spot_phases import begin_phase
 from tlt_megatron.runtime.collective_errors import describe_collective_error, is_collective_error
 from tlt_megatron.runtime.events import Event, EventKind, EventLog
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, watched_by
@@ -64,7 +65,7 @@ def test_a_silent_rank_of_another_machine_is_lost_after_the_timeout() -> None:
         " phase ROLLOUT: it does not answer"
     )
     with pytest.raises(RanksLost, match=r"rank 1 \(host far, pid \d+\) has been silent"):
-        neighbours.heartbeat.enter("UPDATE")
+        begin_phase(neighbours.heartbeat, "UPDATE")
 
 
 def test_silence_is_counted_in_own_beats_so_ranks_that_were_frozen_together_go_on(

@@ -20,9 +20,7 @@ from tlt_megatron.trainer.phases import Phases
 
 def make_phases(run_dir: Path) -> Phases:
     timeline = Timeline(None, 3, StatusWriter(run_dir, 3, 8))
-    return Phases(
-        timeline, Progress("none", 1, enabled=False), select_device("cpu"), lambda _: None
-    )
+    return Phases(timeline, Progress("none", 1, enabled=False), select_device("cpu"), lambda: None)
 
 
 def read(run_dir: Path) -> RankStatus:
@@ -63,11 +61,11 @@ def test_phases_that_a_stop_ended_are_forgotten_and_other_threads_have_none(
         raise GenerationStopped
     with phases("WAIT", "wait"):
         with phases.timeline.span("DRAFT-TRAIN"):
-            assert phases.timeline.status.status.phases == ("WAIT", "DRAFT-TRAIN")
-            other = threading.Thread(target=phases.timeline.status.enter, args=("OTHER",))
+            assert phases.timeline.status.phase.names == ("WAIT", "DRAFT-TRAIN")
+            other = threading.Thread(target=phases.timeline.status.phase.enter, args=("OTHER",))
             other.start()
             other.join()
-        assert phases.timeline.status.status.phases == ("WAIT",)
+        assert phases.timeline.status.phase.names == ("WAIT",)
     phases.timeline.status.end_step()
     phases.timeline.status.close()
     found = read(tmp_path)

@@ -93,7 +93,7 @@ def test_idle_time_is_from_the_end_of_a_ranks_rollouts_to_the_end_of_the_last_ra
         world = group_of(dist.group.WORLD)
         progress = Progress("none", 1, enabled=False)
         clock = FixedClock(None, world.rank)
-        phases = Phases(clock, progress, select_device("cpu"), on_phase=lambda name: None)
+        phases = Phases(clock, progress, select_device("cpu"), on_phase=lambda: None)
         worker = RolloutWorker(Engine(), Rewards(), str, replicas=world, phases=phases)
         params = SamplingParams(num_samples=1, max_new_tokens=1)
         drafter = Drafter() if has_drafter else None

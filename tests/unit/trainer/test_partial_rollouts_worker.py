@@ -82,7 +82,7 @@ def run(path: Path, folder: Path, strategy: str = "") -> tuple[list[Collected], 
         select_device("cpu"),
     )
     progress = Progress("none", 1, enabled=False)
-    phases = Phases(Timeline(None, 0), progress, select_device("cpu"), on_phase=lambda name: None)
+    phases = Phases(Timeline(None, 0), progress, select_device("cpu"), on_phase=lambda: None)
     rewards = Rewards()
     worker = RolloutWorker(
         engine, rewards, lambda ids: str(len(ids)), replicas=SINGLE, phases=phases

@@ -46,7 +46,7 @@ def test_all_ranks_stop_in_the_round_in_which_one_is_told_to() -> None:
         world, engine = group_of(dist.group.WORLD), StoppedEngine()
         progress = Progress("none", 1, enabled=False)
         clock = FixedClock(None, world.rank)
-        phases = Phases(clock, progress, select_device("cpu"), on_phase=lambda name: None)
+        phases = Phases(clock, progress, select_device("cpu"), on_phase=lambda: None)
         worker = RolloutWorker(engine, Rewards(), str, replicas=world, phases=phases)
         # all rewards are equal, so no group is kept and there is a next round
         plan = BatchPlan(
