@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import sys
-from pathlib import Path
+
+from tlt_megatron.runtime.rank_process import has_ended
 
 AGENT_PID = "TLT_AGENT_PID"  # set by launch/torchrun.py: the process that starts the ranks
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -24,13 +25,5 @@ def end_with_parent() -> None:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     # A profiler or a shell script may stand between the two.
-    if os.getppid() != parent and _has_ended(parent):  # before the kernel knew
+    if os.getppid() != parent and has_ended(parent):  # before the kernel knew
         os._exit(1)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in ("Z", "X")

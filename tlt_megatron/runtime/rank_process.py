@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
@@ -55,10 +57,18 @@ def state_of(process: RankProcess) -> ProcessState:
             status, cpu = seen.status(), seen.cpu_times()
     except psutil.NoSuchProcess:
         return ProcessState(is_gone=True)
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+    if status in _ENDED:
         return ProcessState(is_gone=True)
     is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return ProcessState(is_gone=False, is_stopped=is_stopped, cpu_s=cpu.user + cpu.system)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent has not noticed yet."""
+    try:
+        return psutil.Process(pid).status() in _ENDED
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _start_of(process: psutil.Process) -> float:
