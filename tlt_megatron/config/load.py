@@ -21,7 +21,7 @@ from tlt_megatron.config.schema import RunConfig
 
 # A removed key: the value that says what a run does without it, and the answer to any other value.
 # A run's own config.yaml of an earlier version has such keys.
-_REMOVED: dict[str, tuple[object, str]] = {
+REMOVED: dict[str, tuple[object, str]] = {
     "algorithm.stream_update": (False, "was removed: steps were no faster"),
     "spot.publish": ("step", "was removed: drafters are published between rollouts"),
 }
@@ -158,10 +158,10 @@ def _build(section_type: type, raw: object, prefix: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        if name in _REMOVED and value == _REMOVED[name][0]:
+        if name in REMOVED and value == REMOVED[name][0]:
             continue
-        if name in _REMOVED:
-            raise ValueError(f"{name}={value!r}: {_REMOVED[name][1]}")
+        if name in REMOVED:
+            raise ValueError(f"{name}={value!r}: {REMOVED[name][1]}")
         if key not in known:
             raise ValueError(f"{name}={value!r}: unknown key; {_meant(name, value, known)}")
         hint = hints[key]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_megatron.config.load import REMOVED
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import fingerprint_weights
@@ -119,7 +120,7 @@ def compare_run(saved: SavedRun, about: Mapping[str, Any], *, is_warning: bool) 
     changes = {
         name: change
         for name, change in _changes(_SETTINGS, saved.state, about).items()
-        if not name.startswith(_FREE)
+        if not name.startswith(_FREE) and not (name in REMOVED and REMOVED[name][0] == change[0])
     }
     num_ranks = (saved.state.get(_NUM_RANKS), about[_NUM_RANKS])
     is_same_world = num_ranks[0] == num_ranks[1]

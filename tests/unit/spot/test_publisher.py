@@ -176,7 +176,8 @@ def test_restored_state_decides_as_if_never_saved() -> None:
     consider(straight, weights(1), target)  # published, while the best is another
     record = json.loads(json.dumps(straight.record(), allow_nan=False))
     resumed = started()
-    resumed.load_state_dict(straight.state_dict(), record)
+    earlier = {"alarm": "fell", "num_quiet": 2, "live_level": {"value": 3.0}}  # of earlier versions
+    resumed.load_state_dict(straight.state_dict(), record | earlier)
     assert resumed.published.version == straight.published.version
     assert resumed.published.checksum == straight.published.checksum
     assert resumed.best.version == straight.best.version != straight.published.version

@@ -71,7 +71,9 @@ def test_what_changes_no_number_is_not_compared(caplog: pytest.LogCaptureFixture
         "logging.trace=false",
         max_position_embeddings=128,
     )
-    resumed = compare_run(saved(describe()), now, is_warning=True)
+    before = describe()
+    before["settings"] |= {"algorithm.stream_update": False, "spot.publish": "step"}  # removed
+    resumed = compare_run(saved(before), now, is_warning=True)
     assert resumed.has_selector
     assert resumed.has_drafter
     assert not caplog.text
