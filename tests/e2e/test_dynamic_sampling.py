@@ -110,15 +110,17 @@ def test_a_resumed_run_equals_the_straight_one(
         assert torch.equal(weights(tmp_path / "resumed")[name], tensor), name
 
 
-@pytest.mark.parametrize("metric", [(), ("algorithm.dynamic_sampling_metric=acc",)], ids=str)
+@pytest.mark.parametrize("function", ["math", "exact"])
+@pytest.mark.parametrize("metric", ["score", "acc"])
 def test_a_punishment_makes_no_group_differ(
-    config: Path, tmp_path: Path, metric: tuple[str, ...]
+    config: Path, tmp_path: Path, metric: str, function: str
 ) -> None:
-    """Nearly all responses are punished, each by its length. Few are right: some end with a 4 by chance."""
+    """Nearly all responses are punished, each by its length. For `math` some are right: they end with a 4 by chance."""
     data = (config.parent / "train.jsonl").read_text().replace('"label": "5"', '"label": "4"')
     (tmp_path / "fours.jsonl").write_text(data)
     settings = (
-        *(*COMMON, *metric, "reward.function=math", "reward.overlong_tokens=23"),
+        *(*COMMON, f"reward.function={function}", "reward.overlong_tokens=23"),
+        *([] if metric == "score" else [f"algorithm.dynamic_sampling_metric={metric}"]),
         *("algorithm.dynamic_sampling=true", "algorithm.max_num_gen_batches=2", "run.num_steps=1"),
         f"data.train={tmp_path}/fours.jsonl",
     )
@@ -129,6 +131,7 @@ def test_a_punishment_makes_no_group_differ(
     found = rollouts(tmp_path / "run")
     right = [round(r["reward"] + (len(r["token_ids"]) - 1) / 23) for r in found]
     num_different = sum(len(set(right[i : i + 4])) == 2 for i in range(0, 12, 4))
-    assert num_different > 0
+    assert (num_different > 0) == (function == "math")
     assert row["rollout/filler_groups"] == 3 - num_different
     assert row["rollout/kept_group_share"] < 1
+    assert ("step 1: all 3 groups are fillers" in stderr) == (num_different == 0)

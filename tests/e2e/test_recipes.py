@@ -39,6 +39,21 @@ def test_a_recipe_trains(config: Path, tmp_path: Path, recipe: Path) -> None:
         assert all(row["reward/unknown/overlong_reward/mean"] < 0 for row in rows)
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_a_step_whose_responses_are_all_cut_and_masked_learns_nothing(
+    config: Path, tmp_path: Path, advantage: str
+) -> None:
+    settings = ("rollout.max_new_tokens=1", "rollout.num_prompts=2", "rollout.num_samples=2")
+    settings += ("algorithm.mask_truncated=true", "algorithm.entropy_coef=0.1", "run.num_steps=1")
+    settings += (f"algorithm.advantage={advantage}", "optimizer.weight_decay=0", "data.eval=")
+    run(1, config, tmp_path, *settings)
+    [row] = metric_rows(tmp_path)
+    assert (row["response_length/clip_ratio"], row["actor/grad_norm"]) == (1, 0)
+    before = dict(HfReader(config.parent / "model").items())
+    for name, tensor in weights(tmp_path).items():
+        assert torch.equal(before[name], tensor), name
+
+
 def test_training_replays_the_tokens_that_truncated_sampling_kept(
     config: Path, tmp_path: Path
 ) -> None:

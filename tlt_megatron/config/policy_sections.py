@@ -118,6 +118,8 @@ class AlgorithmSection(Section):
     aggregation: Annotated[str, one_of("token_mean", "sequence_mean", "sequence_sum")] = (
         "token_mean"
     )
+    # responses cut at rollout.max_new_tokens have no part in the loss, only in the advantages
+    mask_truncated: bool = False
     entropy_coef: float = 0.0  # > 0 rewards entropy
     kl_coef: NonNegative = 0.0  # 0: no reference policy
     kl_placement: Annotated[str, one_of("loss", "reward")] = "loss"  # where the KL is subtracted
@@ -168,6 +170,11 @@ class AlgorithmSection(Section):
             "sequence_mean where algorithm.loss='gspo' (its ratio is that of a whole response)",
         )
         self.require(self.tis_cap == 0 or self.tis_cap >= 1, "tis_cap", "0 (off) or >= 1")
+        self.require(
+            self.rollout_is == "token" or self.tis_cap > 0,
+            "rollout_is",
+            "token where algorithm.tis_cap=0 (off), or set algorithm.tis_cap=2",
+        )
         self.require(self.rollout_rs_threshold > 1, "rollout_rs_threshold", "> 1")
         self.require(self.rollout_rs_threshold_lower < 1, "rollout_rs_threshold_lower", "< 1")
         limit = self.max_logprob_diff

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.types import KeptTokens, MicroBatch, Rollout
+from tlt_megatron.types import FinishReason, KeptTokens, MicroBatch, Rollout
 
 RolloutKey = tuple[int, int]  # draw_index of the prompt, sample_index
 
@@ -51,6 +51,7 @@ def plan_share(
     *,
     max_tokens: int,
     aggregation: str,
+    mask_truncated: bool,
 ) -> Minibatch:
     """Return this rank's share of a mini-batch. Those computed and those skipped are balanced."""
     last = {i for i, rollout in enumerate(rollouts) if key_of(rollout) in skipped}
@@ -58,7 +59,7 @@ def plan_share(
     return Minibatch(
         packs=pack_share([rollouts[i] for i in mine if i not in last], max_tokens),
         skipped=tuple(rollouts[i] for i in mine if i in last),
-        skipped_count=count_loss([rollouts[i] for i in last], aggregation),
+        skipped_count=count_loss([rollouts[i] for i in last], aggregation, mask_truncated),
     )
 
 
@@ -153,13 +154,15 @@ def attach_targets(
     returns: Sequence[Tensor] | None = None,
     aggregation: str,
     max_new_tokens: int,
+    mask_truncated: bool = False,
 ) -> MicroBatch:
     """Fill the loss fields of a micro-batch packed from `rollouts`, from values [T] of each
     response.
 
     Weight of a token: token_mean 1, counted in tokens (DAPO, Yu et al. 2025, eq. 8); sequence_mean
     1/T, counted in sequences (GRPO, Shao et al. 2024, eq. 3); sequence_sum 1/max_new_tokens,
-    counted in sequences (Dr. GRPO). T counts the policy's tokens; observations have weight 0.
+    counted in sequences (Dr. GRPO). T counts the policy's tokens; observations have weight 0. With
+    `mask_truncated` so have responses that were cut, and they are not counted.
     """
     lengths = [rollout.num_generated for rollout in rollouts]
     weights = {
@@ -171,7 +174,10 @@ def attach_targets(
     def packed(values: Sequence[Tensor] | None) -> Tensor | None:
         return None if values is None else _on_labels(rollouts, values)
 
-    weights_T = [weight * _loss_mask(r) for r, weight in zip(rollouts, weights, strict=True)]
+    weights_T = [
+        weight * _loss_mask(r) * (not is_masked(r, mask_truncated))
+        for r, weight in zip(rollouts, weights, strict=True)
+    ]
     return dataclasses.replace(
         batch,
         loss_weights=_on_labels(rollouts, weights_T),
@@ -180,12 +186,18 @@ def attach_targets(
         ref_logprobs=packed(ref_logprobs),
         old_values=packed(old_values),
         returns=packed(returns),
-        loss_count=count_loss(rollouts, aggregation),
+        loss_count=count_loss(rollouts, aggregation, mask_truncated),
     )
 
 
-def count_loss(rollouts: Sequence[Rollout], aggregation: str) -> int:
+def is_masked(rollout: Rollout, mask_truncated: bool) -> bool:
+    """Return whether a response has no part in the loss (`algorithm.mask_truncated`)."""
+    return mask_truncated and rollout.finish_reason is FinishReason.LENGTH
+
+
+def count_loss(rollouts: Sequence[Rollout], aggregation: str, mask_truncated: bool = False) -> int:
     """Return the share of `rollouts` in the loss divisor: tokens for token_mean, else responses."""
+    rollouts = [rollout for rollout in rollouts if not is_masked(rollout, mask_truncated)]
     if aggregation == "token_mean":
         return sum(rollout.num_generated for rollout in rollouts)
     return len(rollouts)

@@ -69,7 +69,7 @@ class CriticTrainer:
         num_skipped = warn_of_skipped(step, stats, updates=_UPDATES, world=self.groups.world)
         sums = sum_metrics(totals, [self.groups.dp])
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
-        loss = sums["vf_loss"] / loss_count
+        loss = sums["vf_loss"] / max(loss_count, 1)  # 0: all are masked
         self._health.check_updates(step, [each.grad_norm for each in stats], loss)
         return {
             "critic/vf_loss": loss,

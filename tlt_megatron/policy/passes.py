@@ -33,7 +33,7 @@ class Targets:
     values: Mapping[RolloutKey, Tensor] | None = None  # float32; with a critic
     returns: Mapping[RolloutKey, Tensor] | None = None
 
-    def attach(self, pack: Pack, aggregation: str, max_new_tokens: int) -> MicroBatch:
+    def attach(self, pack: Pack, section: AlgorithmSection, max_new_tokens: int) -> MicroBatch:
         """Return the micro-batch of `pack` with these targets."""
 
         def of_pack(values: Mapping[RolloutKey, Tensor] | None) -> list[Tensor] | None:
@@ -47,8 +47,9 @@ class Targets:
             ref_logprobs=of_pack(self.ref_logprobs),
             old_values=of_pack(self.values),
             returns=of_pack(self.returns),
-            aggregation=aggregation,
+            aggregation=section.aggregation,
             max_new_tokens=max_new_tokens,
+            mask_truncated=section.mask_truncated,
         )
 
 
@@ -85,9 +86,7 @@ class PolicyPasses:
                 recorded.append(predicted.policy_logprobs.detach())
             return policy_loss(predicted, batch, self.section)
 
-        batches = [
-            targets.attach(pack, self.section.aggregation, self.max_new_tokens) for pack in packs
-        ]
+        batches = [targets.attach(pack, self.section, self.max_new_tokens) for pack in packs]
         sums = self.model.forward_backward(batches, self.temperature, loss_fn, tap=tap)
         sums["loss_count"] = float(sum(batch.loss_count for batch in batches))
         sums["num_tokens"] = float(sum(batch.loss_mask.sum() for batch in batches))

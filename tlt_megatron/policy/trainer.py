@@ -18,6 +18,7 @@ from tlt_megatron.policy.batching import (
     Minibatch,
     RolloutKey,
     by_key,
+    is_masked,
     key_of,
     pack_share,
     plan_share,
@@ -160,10 +161,7 @@ class PolicyTrainer:
         assert inference.returns is not None
         metrics = value_metrics(inference.scored, inference.values, inference.returns)
         minibatches = [
-            [
-                inference.attach(pack, self.section.aggregation, self.max_new_tokens)
-                for pack in minibatch.packs
-            ]
+            [inference.attach(pack, self.section, self.max_new_tokens) for pack in minibatch.packs]
             for minibatch in inference.minibatches
         ]
         step = inference.version + 1
@@ -211,7 +209,7 @@ class PolicyTrainer:
     def _choose_skipped(
         self, scored: Sequence[ScoredGroup], advantages: dict[RolloutKey, Tensor]
     ) -> frozenset[RolloutKey]:
-        """Return the responses of zero advantage, which take no pass in the update.
+        """Return the responses of zero advantage and masked ones, which take no pass in the update.
 
         If a mini-batch has no others, the first response to each prompt is computed, for metrics
         and the comparison of the engines. Rank 0 decides, because advantages of another machine may
@@ -220,6 +218,8 @@ class PolicyTrainer:
         if not self.section.can_skip:
             return frozenset()
         zeros = {key for key, advantage_T in advantages.items() if not advantage_T.any()}
+        rollouts = [rollout for each in scored for rollout in each.group.rollouts]
+        zeros |= {key_of(r) for r in rollouts if is_masked(r, self.section.mask_truncated)}
         for indices in self._indices(scored):
             groups = [scored[i].group.rollouts for i in indices]
             if zeros.issuperset(key_of(rollout) for group in groups for rollout in group):
@@ -239,6 +239,7 @@ class PolicyTrainer:
                 self.groups.dp,
                 max_tokens=self.micro_batch_tokens,
                 aggregation=self.section.aggregation,
+                mask_truncated=self.section.mask_truncated,
             )
             for indices in self._indices(scored)
         )
@@ -276,7 +277,7 @@ class PolicyTrainer:
         loss_count, num_tokens = sums.pop("loss_count"), sums.pop("num_tokens")
         return {
             name if "/" in name else f"actor/{name}": value
-            / (loss_count if name == "pg_loss" else num_tokens)
+            / (max(loss_count, 1) if name == "pg_loss" else num_tokens)  # 0: all are masked
             for name, value in sums.items()
         }
 

@@ -54,8 +54,8 @@ actor/pg_loss | | policy-gradient loss, as aggregated
 actor/entropy | nats per token | of the sampled distribution (`rollout.temperature`, and the tokens that
   `rollout.top_p` and `rollout.top_k` kept), over the responses of the update
 rollout/entropy | nats per token | minus the mean log-prob of the sampled tokens: an estimate over all responses
-actor/skipped_response_share | share | responses of zero advantage, which take no pass in the update
-  (`algorithm.skip_zero_advantages`); the metrics of tokens here are of the others
+actor/skipped_response_share | share | responses of zero advantage or masked (`algorithm.mask_truncated`), which take no pass in the
+  update (`algorithm.skip_zero_advantages`); the metrics of tokens here are of the others
 actor/ppo_kl | nats per token | old minus new log-prob; 0 with one update per batch
 actor/pg_clipfrac | share of tokens | where the clip decided
 actor/pg_clipfrac_lower | share of tokens | where `algorithm.dual_clip` decided

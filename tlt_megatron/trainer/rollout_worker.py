@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from tlt_megatron.types import (
     SamplingParams,
     ScoredGroup,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,13 @@ class RolloutWorker:
         batch = rules.select(complete)
         metrics = rollout_metrics(batch, rules.max_prompt_tokens, rules.right_score)
         metrics |= rules.metrics(complete, len(rounds))
+        if metrics.get("rollout/filler_groups") == rules.num_prompts and self.replicas.is_first:
+            log.warning(
+                "step %d: all %d groups are fillers: within none did responses differ in"
+                " algorithm.dynamic_sampling_metric, in %d generation rounds. Take easier or harder"
+                " prompts, or more rollout.num_samples",
+                *(step, rules.num_prompts, len(rounds)),
+            )
         carried = rules.carry(responses.groups(), batch)
         if rules.round_tokens:
             metrics |= carried_metrics(batch, carried, policy_version=policy_version)

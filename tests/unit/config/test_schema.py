@@ -45,6 +45,7 @@ from tlt_megatron.config.load import load_config
         ("algorithm.clip_high=0", r"algorithm\.clip_high=0\.0: must be > 0"),
         ("algorithm.dual_clip=1", r"algorithm\.dual_clip=1\.0: must be 0 \(off\) or > 1"),
         ("algorithm.tis_cap=0.5", r"algorithm\.tis_cap=0\.5: must be 0 \(off\) or >= 1"),
+        ("algorithm.rollout_is=sequence", r"algorithm\.rollout_is='sequence': must be token where"),
         (
             "rollout.partial_rollout_tokens=64",
             r"rollout\.partial_rollout_tokens=64: must be 0 without a correction .* algorithm\.tis_cap=2",

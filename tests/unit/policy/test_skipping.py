@@ -19,6 +19,7 @@ from tlt_megatron.policy.trainer import PolicyTrainer
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
+    FinishReason,
     LossFunction,
     MicroBatch,
     OptimizerStats,
@@ -123,6 +124,17 @@ def _train(
     tap: FakeTap | None = None,
     health: TrainingHealth | None = None,
 ) -> tuple[BigramModel, dict[str, float]]:
+    return _train_on(section, scored_with(rewards), groups=groups, tap=tap, health=health)
+
+
+def _train_on(
+    section: AlgorithmSection,
+    scored: Sequence[ScoredGroup],
+    *,
+    groups: ProcessGroups | None = None,
+    tap: FakeTap | None = None,
+    health: TrainingHealth | None = None,
+) -> tuple[BigramModel, dict[str, float]]:
     groups = groups or ProcessGroups(world=SINGLE)
     model = BigramModel(groups)
     trainer = PolicyTrainer(
@@ -134,7 +146,7 @@ def _train(
         max_new_tokens=32,
         health=health,
     )
-    inference = trainer.infer_logprobs(scored_with(rewards), tap)
+    inference = trainer.infer_logprobs(scored, tap)
     return model, inference.metrics | trainer.update(inference)
 
 
@@ -189,6 +201,38 @@ def test_only_responses_without_any_gradient_are_skipped(
 ) -> None:
     model, _ = _train(section)
     assert [len(update) for update in model.updated] == [num_computed]
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation", "entropy_coef"),
+    [
+        ("ppo", "token_mean", 0.0),
+        ("ppo", "sequence_sum", 0.1),
+        ("gspo", "sequence_mean", 0.1),
+        ("cispo", "sequence_mean", 0.0),
+    ],
+)
+def test_a_masked_response_has_no_part_in_the_gradient(
+    tmp_path: Path, loss: str, aggregation: str, entropy_coef: float
+) -> None:
+    """With an advantage of each response alone, the gradient is that of the other responses."""
+    (tmp_path / "mine.py").write_text(
+        "def raw(rewards):\n    return [[(r.sum() - 0.3).expand_as(r).float() for r in g] for g in rewards]\n"
+    )
+    own = {"loss": loss, "aggregation": aggregation, "entropy_coef": entropy_coef, "num_epochs": 2}
+    masked = AlgorithmSection(advantage=f"{tmp_path}/mine.py:raw", mask_truncated=True, **own)
+    cut, rest = [], []
+    for each in scored_with():
+        first, *others = each.group.rollouts
+        first = dataclasses.replace(first, finish_reason=FinishReason.LENGTH)
+        whole = dataclasses.replace(each.group, rollouts=(first, *others))
+        cut.append(dataclasses.replace(each, group=whole))
+        part = dataclasses.replace(each.group, rollouts=tuple(others))
+        rest.append(dataclasses.replace(each, group=part, rewards=each.rewards[1:]))
+    (found, _), (expected, _) = _train_on(masked, cut), _train_on(masked, rest)
+    for mine, theirs in zip(found.gradients, expected.gradients, strict=True):
+        assert (mine - theirs).abs().max() < 1e-12
+        assert theirs.abs().max() > 1e-4
 
 
 def test_a_users_loss_is_given_every_response(tmp_path: Path) -> None:
