@@ -77,15 +77,17 @@ def _profiled(
         return {"profiler": "none"}
     profiler, count = profile(activities=[ProfilerActivity.CUDA]), 0
 
-    def between_passes() -> None:
+    def count_pass() -> bool:
+        """Asked between two passes whether to stop."""
         nonlocal count
         count += 1
         if count == 2:
             profiler.start()
         elif count == 2 + _PROFILED:
             profiler.stop()
+        return False
 
-    generate(engine, batch_size=batch_size, **given, between_passes=between_passes)
+    generate(engine, batch_size=batch_size, **given, should_stop=count_pass)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

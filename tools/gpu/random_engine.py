@@ -144,7 +144,7 @@ def generate(
     batch_size: int,
     num_prompt: int,
     num_new: int,
-    between_passes: Callable[[], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> tuple[list[list[int]], list[PassRecord]]:
     """Return tokens and passes of `batch_size` responses to one prompt, of low token ids and 0 at its end."""
     ids = (*((7 * i + 3) % 64 for i in range(num_prompt - 1)), 0)
@@ -152,6 +152,6 @@ def generate(
     params = SamplingParams(num_samples=batch_size, max_new_tokens=num_new, seed=1)
     with without_prefill():
         (group,) = engine.generate(
-            [prompt], params, policy_version=_VERSION, between_passes=between_passes
+            [prompt], params, policy_version=_VERSION, should_stop=should_stop
         )
     return [r.token_ids.tolist() for r in group.rollouts], engine.take_passes()
