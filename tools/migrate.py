@@ -141,7 +141,8 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
     if loss in ("gspo", "cispo"):
         ours.pop("algorithm.dual_clip", None)
     if ours.get("algorithm.advantage") != "gae":
-        of_critic = ("critic.", "algorithm.gamma", "algorithm.lam")
+        has_discount = ours.get("algorithm.advantage") == "reinforce_plus_plus"
+        of_critic = ("critic.", "algorithm.lam", *["algorithm.gamma"] * (not has_discount))
         ours = {key: value for key, value in ours.items() if not key.startswith(of_critic)}
     if ours.get("algorithm.clip_low") and "algorithm.clip_high" not in ours:
         ours["algorithm.clip_high"] = ours["algorithm.clip_low"]

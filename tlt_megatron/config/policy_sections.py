@@ -107,7 +107,7 @@ class AlgorithmSection(Section):
     # grpo | dr_grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gae (with a
     # critic, section `critic`) | import path
     advantage: str = "grpo"
-    gamma: Fraction = 1.0  # gae: discount of a reward per token
+    gamma: Fraction = 1.0  # gae, reinforce_plus_plus: discount of a reward per token
     lam: Unit = 1.0  # gae: 0 trusts the critic, 1 the rewards
     loss: str = "ppo"  # ppo | gspo | cispo | import path
     # ratio is clipped to [1 - clip_low, 1 + clip_high]

@@ -41,7 +41,8 @@ def compute_advantages(
             *name, rewards=rewards, values=nested, gamma=section.gamma, lam=section.lam
         )
         return _by_rollout(scored, computed), _by_rollout(scored, returns)
-    computed = call_extension(*name, rewards=rewards)
+    discount = {"gamma": section.gamma} if section.advantage == "reinforce_plus_plus" else {}
+    computed = call_extension(*name, rewards=rewards, **discount)
     found = shapes_of(computed)
     if not isinstance(found, list):
         raise ValueError(

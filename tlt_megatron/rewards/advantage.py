@@ -35,9 +35,10 @@ def rloo(rewards: Rewards) -> list[list[Tensor]]:
     return _by_group(rewards, lambda r_G: (r_G - r_G.mean()) * (r_G.numel() / (r_G.numel() - 1)))
 
 
-def reinforce_plus_plus(rewards: Rewards) -> list[list[Tensor]]:
-    """Reward to go, whitened over all tokens of the batch (Hu 2025, REINFORCE++, eq. 5-6)."""
-    return _whiten([[reward_T.flip(0).cumsum(0).flip(0) for reward_T in g] for g in rewards])
+def reinforce_plus_plus(rewards: Rewards, gamma: float = 1.0) -> list[list[Tensor]]:
+    """Discounted reward to go, whitened over all tokens of the batch (Hu 2025, REINFORCE++, eq. 5-6)."""
+    no_values = [[torch.zeros_like(reward_T) for reward_T in group] for group in rewards]
+    return gae(rewards, no_values, gamma, lam=1.0)[0]
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards) -> list[list[Tensor]]:

@@ -79,6 +79,18 @@ def test_reinforce_plus_plus_penalty_counts_from_its_token_on() -> None:
     assert torch.allclose(advantages[0][0], expected, atol=1e-5)
 
 
+def test_gamma_discounts_the_reward_of_reinforce_plus_plus() -> None:
+    """Returns 1/4, 1/2, 1 and 0: mean 7/16, and the mean over all tokens is subtracted."""
+    rewards = [[torch.tensor([0.0, 0.0, 1.0]).double()], [torch.zeros(1).double()]]
+    returns = [0.25, 0.5, 1.0, 0.0]
+    std = math.sqrt(sum((each - 7 / 16) ** 2 for each in returns) / 3)
+    advantages = load_extension("algorithm.advantage", "reinforce_plus_plus")(
+        rewards=rewards, gamma=0.5
+    )
+    found = [float(a) for group in advantages for each in group for a in each]
+    assert found == pytest.approx([(each - 7 / 16) / std for each in returns], rel=1e-5)
+
+
 def test_reinforce_plus_plus_with_group_baseline_centres_by_group_and_whitens_over_tokens() -> None:
     rewards, lengths = [(1.0, 0.0), (0.0, 0.0)], [(3, 1), (1, 1)]
     advantages = compute_advantages("reinforce_plus_plus_baseline", rewards, lengths)

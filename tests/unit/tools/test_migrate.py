@@ -310,8 +310,12 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config."
             },
         ),
         (
-            "algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.ppo_mini_batch_size=128",
-            {"algorithm": {"num_minibatches": 8}, "rollout": {"num_samples": 1}},
+            "algorithm.adv_estimator=reinforce_plus_plus actor_rollout_ref.actor.ppo_mini_batch_size=128"
+            " algorithm.gamma=0.99 algorithm.lam=0.9",
+            {
+                "algorithm": {"num_minibatches": 8, "gamma": 0.99, "lam": 1.0},
+                "rollout": {"num_samples": 1},
+            },
         ),
         (
             "--rollout-batch-size 128 --global-batch-size 32 --advantage-estimator reinforce_plus_plus",
