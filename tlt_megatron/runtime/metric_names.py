@@ -29,7 +29,8 @@ eval/response_length/mean | tokens |
 eval/*/{accuracy,pass@*,maj@*,response_length/mean} | as above | with several files: of each by its name, as
   slime's `eval/<name>`
 val-core/*/reward/{mean@*,best@*/mean} | reward | by data source, as verl: mean of all responses,
-  and of the best of each prompt. Rows without a data source get the name of their file
+  and of the best of each prompt. verl's `best@N/mean` is lower where they differ: it draws the N with
+  replacement (`bootstrap_metric`). Rows without a data source get the name of their file
 reward/*/*/mean | | by data source: mean of each further number of the reward function, and of each score of
   `reward.functions`
 val-aux/*/*/{mean@*,best@*/mean} | | the same in evaluations
