@@ -360,17 +360,6 @@ def test_a_setting_or_its_absence_there_is_set_here(
     assert found == ours
 
 
-def test_an_environment_is_named_but_not_taken_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """It is code of theirs."""
-    source = f"{TURNS}enable=True {TURNS}interaction_config_path=a.yaml"
-    assert main([str(_written(tmp_path, source)), "--out", str(tmp_path / "ours.yaml")]) == 0
-    printed = capsys.readouterr().out
-    assert f"{TURNS}enable: True; see rollout.environment (here empty for one turn)" in printed
-    assert "'a.yaml'; see rollout.environment (path/to/file.py:name)" in printed
-
-
 @pytest.mark.parametrize(
     "source",
     [

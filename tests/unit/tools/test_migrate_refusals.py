@@ -1,4 +1,4 @@
-"""What `tlt migrate` writes but the checks refuse: the user decides."""
+"""What `tlt migrate` leaves to the user: values that the checks refuse, and settings that it only names."""
 
 from __future__ import annotations
 
@@ -51,3 +51,17 @@ def test_what_does_not_pass_the_checks_is_written_and_named(
     (tmp_path / "empty.yaml").touch()
     with pytest.raises(ValueError, match=r"empty.yaml: holds no settings of verl or slime"):
         main([str(tmp_path / "empty.yaml"), "--out", str(tmp_path / "other.yaml")])
+
+
+def test_an_environment_is_named_but_not_taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It is code of theirs."""
+    turns = "actor_rollout_ref.rollout.multi_turn."
+    (tmp_path / "run.sh").write_text(
+        f"trainer.total_training_steps=7 {turns}enable=True {turns}interaction_config_path=a.yaml"
+    )
+    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert f"{turns}enable: True; see rollout.environment (here empty for one turn)" in printed
+    assert "'a.yaml'; see rollout.environment (path/to/file.py:name)" in printed
