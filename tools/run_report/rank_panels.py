@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from tools.run_report import palette
 from tools.run_report.data import RunData
 from tools.run_report.figure import Json, Panel, make_curve, make_layout, make_share_map
-from tools.run_report.timeline import NUM_ROWS, bars_of, running_requests, spans_in, summarize
 from tools.run_report.trace import Span, Window
+from tools.run_report.visible_spans import NUM_ROWS, bars_of, running_requests, spans_in, summarize
 
 _PHASES = {  # of the timeline, in the order of its legend
     "DECODE": palette.SKY,

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.tools.test_report import figures as figures_of
 from tools.run_report.live import LiveRun
-from tools.run_report.timeline import bars_of, spans_in, visible_parts
 from tools.run_report.trace import RankTrace, Span, Trace, Window
+from tools.run_report.visible_spans import bars_of, spans_in, visible_parts
 
 
 def span(name: str, start_s: float, end_s: float, **args: int) -> Span:
