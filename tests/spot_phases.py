@@ -15,8 +15,8 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection, SpotSection
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.heartbeat import Heartbeat
 from tlt_megatron.runtime.job_store import open_job_store

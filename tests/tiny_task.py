@@ -36,7 +36,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 PATIENT_ENGINE = """
 import time
 
-from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.trainer.build_NAME import build_NAME_engine as build
 
 

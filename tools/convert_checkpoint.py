@@ -42,8 +42,8 @@ from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.durable import new_folder
 from tlt_megatron.runtime.process_groups import Group, init_world
 from tlt_megatron.runtime.progress import Progress
-from tlt_megatron.trainer.checkpoint import find_intact
 from tlt_megatron.trainer.manifest import is_checkpoint_root
+from tlt_megatron.trainer.run_checkpoint import find_intact
 
 _COMMON_FILE = "common.pt"  # Megatron's plain values
 _TIMEOUT_S = 600.0

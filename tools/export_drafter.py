@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_megatron.cli import main as run_command
-from tlt_megatron.drafter.checkpoint import (
+from tlt_megatron.drafter.eagle_folder import (
     WEIGHTS_FILE,
     load_draft_config,
     load_draft_weights,
@@ -46,9 +46,9 @@ from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.runtime.process_groups import SINGLE
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.spot.checkpoint import find_best, find_newest
-from tlt_megatron.trainer.checkpoint import STATE_FILE, find_intact
+from tlt_megatron.spot.drafter_checkpoint import find_best, find_newest
 from tlt_megatron.trainer.manifest import is_checkpoint, is_checkpoint_root
+from tlt_megatron.trainer.run_checkpoint import STATE_FILE, find_intact
 
 FORMATS = ("sglang", "vllm")
 _IDS = "eagle_aux_hidden_state_layer_ids"

@@ -13,7 +13,7 @@ from tlt_megatron.config.schema import DataSection, RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.data.prompts import load_prompts
 from tlt_megatron.data.tokenizer import load_tokenizer
-from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.drafter.eagle_folder import load_drafter
 from tlt_megatron.drafter.packing import DraftSequence
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation

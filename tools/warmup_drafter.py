@@ -33,9 +33,9 @@ import torch
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import DrafterSection, RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.drafter.checkpoint import load_drafter, load_trainer_state, save_drafter
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
+from tlt_megatron.drafter.eagle_folder import load_drafter, load_trainer_state, save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_sequences
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, default_aux_layer_ids
 from tlt_megatron.runtime.progress import Progress

@@ -16,7 +16,7 @@ from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, CriticSection, McoreSection, ModelSection
 from tlt_megatron.mcore.policy_model import McoreCriticModel
 from tlt_megatron.policy.critic import CriticTrainer
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.device import select_device
 
 NUM_STEPS = 3

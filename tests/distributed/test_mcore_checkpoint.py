@@ -16,7 +16,7 @@ from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, train
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import OptimizerSection
-from tlt_megatron.mcore.checkpoint import _sharded_state
+from tlt_megatron.mcore.megatron_checkpoint import _sharded_state
 
 ALL = (len(LENGTHS),)
 DP2 = Layout(world=2)

@@ -22,7 +22,7 @@ from tests.unit.engines.test_sglang_connection import install
 from tests.unit.trainer.test_phase_order import SharedGpu, make_trainer
 from tlt_megatron.config.load import load_config
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory import MemoryLedger, Phase
+from tlt_megatron.runtime.memory_claim import MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import Group, group_of
 from tlt_megatron.trainer import loop
 from tlt_megatron.trainer.build_sglang import build_sglang_engine

@@ -19,7 +19,7 @@ from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.types import (
     KeptTokens,

@@ -16,7 +16,7 @@ from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
 
 # The reward of each response is the advantage of its last token. Of six responses in each step,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.spot_phases import Markers, finish_after, make_spot, run_spot_ranks, world_group
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.spot.session import SessionEnd, SessionRecord, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport, SpotTrainer
 

@@ -16,8 +16,8 @@ from tests.spot_phases import (
     run_spot_ranks,
     world_group,
 )
+from tlt_megatron.drafter.drafter_trainer import DrafterStats
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
-from tlt_megatron.drafter.trainer import DrafterStats
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.spot.session import SessionEnd, StateVersion, version_of
 from tlt_megatron.spot.spot_trainer import SpotReport

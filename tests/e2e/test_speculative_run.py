@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny_models import make_tiny_hf
 from tests.tiny_task import answers, metric_rows, rollouts, run, run_forked, weights
-from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_task import answers, metric_rows, patient_engine, run, weights
-from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.drafter.eagle_folder import load_drafter
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.metric_names import metric_tables
 

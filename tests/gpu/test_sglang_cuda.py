@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
-from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config

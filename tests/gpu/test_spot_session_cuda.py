@@ -13,16 +13,16 @@ import torch.distributed as dist
 from tests.gpu.cuda_ranks import needs_gpus, run_cuda_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection, SpotSection
-from tlt_megatron.drafter.checkpoint import load_drafter
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
+from tlt_megatron.drafter.eagle_folder import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import Device, select_device
 from tlt_megatron.runtime.job_store import open_job_store
 from tlt_megatron.runtime.process_groups import init_world
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, find_newest
+from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, find_newest
 from tlt_megatron.spot.rank_state import ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import GroupPool
 from tlt_megatron.spot.spot_trainer import SpotTrainer

@@ -20,7 +20,7 @@ from tests.sglang.rollouts import (
     tensors_of,
     token_lists,
 )
-from tlt_megatron.drafter.checkpoint import load_draft_config
+from tlt_megatron.drafter.eagle_folder import load_draft_config
 from tlt_megatron.engines.sglang.connection import DRAFT
 from tools.export_drafter import export_drafter, load_target
 

@@ -261,7 +261,7 @@ def test_source_keeps_the_rule(rule: Callable[..., list[str]]) -> None:
 @pytest.mark.parametrize(
     "rule, path, source",
     [
-        (check_layers, "models/a.py", "from tlt_megatron.policy.loss import x"),
+        (check_layers, "models/a.py", "from tlt_megatron.policy.policy_loss import x"),
         (check_layers, "models/a.py", "def f():\n    import tlt_megatron.data.prompts"),
         (check_layers, "models/a.py", "from tlt_megatron import rewards"),
         (check_layers, "models/a.py", "from ..data import prompts"),

@@ -1,6 +1,6 @@
 """Reads and checks a drafter's config.json (EAGLE / EAGLE-3 layout) without torch.
 
-Called before launch (`preflight.py`) and by `drafter.checkpoint.load_draft_config`.
+Called before launch (`preflight.py`) and by `drafter.eagle_folder.load_draft_config`.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ REGISTRY = {
     "algorithm.loss": ExtensionPoint(
         ("logprobs", "old_logprobs", "batch", "section"),
         {
-            "ppo": "tlt_megatron.policy.loss:ppo",
-            "gspo": "tlt_megatron.policy.loss:gspo",
-            "cispo": "tlt_megatron.policy.loss:cispo",
+            "ppo": "tlt_megatron.policy.policy_loss:ppo",
+            "gspo": "tlt_megatron.policy.policy_loss:gspo",
+            "cispo": "tlt_megatron.policy.policy_loss:cispo",
         },
     ),
     "speculation.selector": ExtensionPoint(

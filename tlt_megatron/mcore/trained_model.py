@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.schema import McoreSection, ModelSection, OptimizerSection, ParallelSection
-from tlt_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
+from tlt_megatron.mcore.megatron_checkpoint import load_checkpoint, save_checkpoint
 from tlt_megatron.mcore.model import build_model
 from tlt_megatron.mcore.optimizer import PolicyOptimizer, wrap_data_parallel
 from tlt_megatron.mcore.schedule import Predict, T, reduce_gradients, run_forward_backward

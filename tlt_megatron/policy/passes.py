@@ -13,7 +13,7 @@ from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.batching import Pack, RolloutKey, attach_targets, by_key
 from tlt_megatron.policy.health import EngineDifference
 from tlt_megatron.policy.interfaces import PolicyModel
-from tlt_megatron.policy.loss import policy_loss
+from tlt_megatron.policy.policy_loss import policy_loss
 from tlt_megatron.runtime.collectives import broadcast_object
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import LossResult, MicroBatch, TokenLogprobs

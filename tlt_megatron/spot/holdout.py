@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

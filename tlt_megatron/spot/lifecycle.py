@@ -26,10 +26,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tlt_megatron.config.schema import SpotSection
-from tlt_megatron.drafter.checkpoint import save_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, PassAbandoned, interruptible
+from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence
-from tlt_megatron.drafter.trainer import DrafterTrainer, PassAbandoned, interruptible
 from tlt_megatron.engines.base import RolloutEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.models.draft_model import fingerprint_target
@@ -38,7 +38,7 @@ from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import new_folder, save_tensors
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.checkpoint import (
+from tlt_megatron.spot.drafter_checkpoint import (
     AsyncDrafterCheckpointer,
     load_checkpoint,
     logging_failed_writes,

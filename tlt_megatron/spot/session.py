@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer, Flags
+from tlt_megatron.drafter.drafter_trainer import DrafterStats, DrafterTrainer, Flags
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import (
     SINGLE,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tlt_megatron.config.schema import SpotSection
 from tlt_megatron.drafter.data_buffer import DataBuffer
-from tlt_megatron.drafter.trainer import DrafterStats, DrafterTrainer
+from tlt_megatron.drafter.drafter_trainer import DrafterStats, DrafterTrainer
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.timeline import Timeline

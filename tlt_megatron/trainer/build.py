@@ -26,7 +26,7 @@ from tlt_megatron.mcore.policy_model import McoreCriticModel, McorePolicyModel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.rewards.dapo import BatchRules
 from tlt_megatron.rewards.partial import load_carried
 from tlt_megatron.rewards.workers import RewardPool
@@ -45,7 +45,6 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Trackers, signals_kept
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import attach_drafter
-from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluate import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
@@ -55,6 +54,7 @@ from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.speculation_log import SpeculationLog
 from tlt_megatron.trainer.weight_sync import push_policy

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tlt_megatron.config.schema import RunConfig, SpeculationSection
-from tlt_megatron.drafter.checkpoint import save_drafter
+from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.sglang.connection import check_version
 from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.engines.sglang.follower import FollowerEngine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.policy.batching import key_of
-from tlt_megatron.policy.trainer import Inference
+from tlt_megatron.policy.policy_trainer import Inference
 
 # Dense bfloat16 FLOP/s of the tensor cores, from NVIDIA's data sheets. Where a sheet has the rate with sparsity alone, half of it.
 _PEAKS = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tlt_megatron.runtime.memory import MemoryLedger, Phase
+from tlt_megatron.runtime.memory_claim import MemoryLedger, Phase
 from tlt_megatron.trainer.gain import SpeculationGain
 
 _SERIES = (

@@ -20,7 +20,7 @@ from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import fingerprint_weights
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.speculation.noise import DEFINITION
-from tlt_megatron.trainer.checkpoint import SavedRun, find_saved_run
+from tlt_megatron.trainer.run_checkpoint import SavedRun, find_saved_run
 from tlt_megatron.trainer.run_folder import resume_path
 
 log = logging.getLogger(__name__)

@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.drafter.memory import drafter_parameters, spot_claims
+from tlt_megatron.drafter.drafter_memory import drafter_parameters, spot_claims
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
-from tlt_megatron.mcore.memory import checkpoint_bytes, policy_claims
+from tlt_megatron.mcore.megatron_memory import checkpoint_bytes, policy_claims
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.matrix import packs
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.runtime.memory_claim import ALL_PHASES, MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.build_drafter import drafter_tap_layers
 

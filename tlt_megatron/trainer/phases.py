@@ -9,7 +9,7 @@ from typing import Any
 
 from tlt_megatron.engines.base import GenerationStopped
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory import Phase
+from tlt_megatron.runtime.memory_claim import Phase
 from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from tlt_megatron.policy.trainer import Inference
+from tlt_megatron.policy.policy_trainer import Inference
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.metrics import MetricsWriter

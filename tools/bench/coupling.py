@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.loss import make_objective, unroll_draft
+from tlt_megatron.drafter.drafter_loss import make_objective, unroll_draft
 from tlt_megatron.drafter.packing import pack_batch
 from tools.bench.measure import add_policy_options, print_table
 from tools.load_engine import LoadedPolicy

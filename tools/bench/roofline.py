@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tlt_megatron.drafter.memory import drafter_parameters
+from tlt_megatron.drafter.drafter_memory import drafter_parameters
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.sizes import ModelSizes
 from tools.bench.graph_bytes import bench_graph_bytes

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.slow_draft import make_draft_model, make_sequence, slow_draft
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.loss import Objective, draft_loss, make_objective, unroll_draft
+from tlt_megatron.drafter.drafter_loss import Objective, draft_loss, make_objective, unroll_draft
 from tlt_megatron.drafter.packing import pack_batch
 from tlt_megatron.models.draft_model import DraftModel
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.checkpoint import (
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
+from tlt_megatron.drafter.eagle_folder import (
     load_draft_config,
     load_drafter,
     load_trainer_state,
     save_drafter,
 )
 from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.attention.packed import UnrolledAttention
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel

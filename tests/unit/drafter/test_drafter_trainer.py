@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch, DraftSequence, pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.runtime.process_groups import Group, group_of

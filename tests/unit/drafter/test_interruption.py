@@ -10,8 +10,8 @@ import torch
 from tests.ranks import run_ranks
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftBatch, pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.process_groups import group_of
 

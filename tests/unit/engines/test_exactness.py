@@ -18,8 +18,8 @@ from tests.continuation import check_continued
 from tests.unit.engines.conftest import checksum, engine_over
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config

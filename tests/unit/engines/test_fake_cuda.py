@@ -21,9 +21,9 @@ from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import checksum, engine_over, load_from
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.drafter.loss import draft_loss, make_objective
+from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
 from tlt_megatron.drafter.packing import DraftSequence, pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer, interruptible
 from tlt_megatron.engines.embedded.engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config

@@ -10,7 +10,7 @@ import torch
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.correction import correction_weights
-from tlt_megatron.policy.loss import policy_loss
+from tlt_megatron.policy.policy_loss import policy_loss
 from tlt_megatron.types import MicroBatch, TokenLogprobs
 
 # Two responses of 2 and 3 tokens, each after a prompt token that is no label of the loss.

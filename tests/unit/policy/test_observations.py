@@ -11,8 +11,8 @@ from tests.unit.policy.test_policy_trainer import SECTIONS, FakeModel, scored_ba
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.advantages import compute_advantages, generated_tokens
 from tlt_megatron.policy.batching import attach_targets, count_loss, pack_rollouts
-from tlt_megatron.policy.loss import policy_loss
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_loss import policy_loss
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import FinishReason, Rollout, ScoredGroup, TokenLogprobs
 

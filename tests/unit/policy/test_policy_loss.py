@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.loss import (
+from tlt_megatron.policy.policy_loss import (
     clipped_surrogate,
     kl_estimate,
     policy_loss,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import AlgorithmSection
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (
     FinishReason,

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.unit.policy.test_policy_trainer import scored_batch
 from tlt_megatron.config.schema import AlgorithmSection
 from tlt_megatron.policy.health import TrainingHealth, UnhealthyTrainingError
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups, group_of
 from tlt_megatron.types import (

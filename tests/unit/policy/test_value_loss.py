@@ -13,7 +13,7 @@ from tlt_megatron.policy.advantages import advantage_metrics
 from tlt_megatron.policy.batching import attach_targets, pack_rollouts
 from tlt_megatron.policy.critic import CriticTrainer, value_loss, value_metrics
 from tlt_megatron.policy.health import UnhealthyTrainingError
-from tlt_megatron.policy.trainer import PolicyTrainer
+from tlt_megatron.policy.policy_trainer import PolicyTrainer
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.types import (
     FinishReason,

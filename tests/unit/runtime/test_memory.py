@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlt_megatron.runtime.memory import MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.runtime.memory_claim import MemoryClaim, MemoryLedger, Phase
 
 MIB = 1 << 20
 LEDGER = MemoryLedger(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.spot_phases import RandomBatches, make_drafter_trainer
-from tlt_megatron.drafter.trainer import DrafterTrainer
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.spot.session import version_of
 
 

@@ -20,14 +20,14 @@ from torch import Tensor
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE
 from tests.spot_phases import make_drafter_trainer
 from tlt_megatron.config.schema import SpotSection
-from tlt_megatron.drafter.checkpoint import load_drafter
 from tlt_megatron.drafter.data_buffer import DataBuffer
+from tlt_megatron.drafter.eagle_folder import load_drafter
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.process_groups import SINGLE, ProcessGroups
 from tlt_megatron.runtime.timeline import Timeline
-from tlt_megatron.spot.checkpoint import find_newest
+from tlt_megatron.spot.drafter_checkpoint import find_newest
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.spot.rank_state import PhaseLog, ReplicaLayout, SpotRanks
 from tlt_megatron.spot.session import version_of

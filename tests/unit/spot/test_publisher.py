@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.spot.holdout import HoldoutResult, measure_holdout
 from tlt_megatron.spot.publisher import (

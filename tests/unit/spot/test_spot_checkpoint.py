@@ -18,12 +18,12 @@ from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.checkpoint import load_draft_config, load_drafter, load_trainer_state
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
+from tlt_megatron.drafter.eagle_folder import load_draft_config, load_drafter, load_trainer_state
 from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.models.draft_model import DraftConfig, DraftModel, fingerprint_target
-from tlt_megatron.spot.checkpoint import (
+from tlt_megatron.spot.drafter_checkpoint import (
     AsyncDrafterCheckpointer,
     find_best,
     find_newest,

@@ -9,8 +9,8 @@ import torch
 
 from tests.slow_draft import make_draft_model, make_sequence
 from tlt_megatron.config.schema import DrafterSection
+from tlt_megatron.drafter.drafter_trainer import DrafterTrainer
 from tlt_megatron.drafter.packing import pack_batch
-from tlt_megatron.drafter.trainer import DrafterTrainer
 from tools.bench.drafter import ASYNCHRONOUS, FULL, measure_blocking, pad_batch
 
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.slow_draft import HIDDEN_SIZE, VOCAB_SIZE, make_draft_model
-from tlt_megatron.drafter.checkpoint import load_drafter, save_drafter
+from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.models.config import RopeConfig, load_model_config
 from tlt_megatron.models.draft_model import DraftModel, fingerprint_target
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.spot.checkpoint import AsyncDrafterCheckpointer, write_checkpoint
+from tlt_megatron.spot.drafter_checkpoint import AsyncDrafterCheckpointer, write_checkpoint
 from tlt_megatron.trainer.manifest import Manifest, hash_file, list_files, write_manifest
 from tools.export_drafter import (
     Target,

@@ -10,7 +10,7 @@ import yaml
 
 from tests.tiny_task import make_tiny_task
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.checkpoint import load_draft_config, load_trainer_state
+from tlt_megatron.drafter.eagle_folder import load_draft_config, load_trainer_state
 from tlt_megatron.types import SamplingParams
 from tools import warmup_drafter
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_megatron.runtime.memory import Phase
+from tlt_megatron.runtime.memory_claim import Phase
 from tlt_megatron.trainer.finish import result_lines, tlt_command
 from tlt_megatron.trainer.history import RunHistory
 

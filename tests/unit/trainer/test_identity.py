@@ -12,8 +12,8 @@ import torch
 from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import ModelConfig, RopeConfig
 from tlt_megatron.runtime.durable import save_tensors
-from tlt_megatron.trainer.checkpoint import SavedRun
 from tlt_megatron.trainer.identity import compare_run, describe_run
+from tlt_megatron.trainer.run_checkpoint import SavedRun
 
 MODEL = ModelConfig(
     model_type="llama",

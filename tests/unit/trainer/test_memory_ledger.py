@@ -15,7 +15,7 @@ from tlt_megatron.config.load import load_config
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.sizes import ModelSizes
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.memory import MemoryClaim, MemoryLedger, Phase
+from tlt_megatron.runtime.memory_claim import MemoryClaim, MemoryLedger, Phase
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.memory_ledger import check_memory, describe_checkpoint, make_ledger
 

@@ -16,7 +16,6 @@ import pytest
 from tests.ranks import run_ranks
 from tlt_megatron.policy.batching import balance_by_size
 from tlt_megatron.runtime.process_groups import SINGLE, group_of
-from tlt_megatron.trainer.checkpoint import CheckpointManager, SavedRun, find_saved_run
 from tlt_megatron.trainer.manifest import (
     MANIFEST,
     POINTER,
@@ -26,6 +25,7 @@ from tlt_megatron.trainer.manifest import (
     read_pointer,
     write_manifest,
 )
+from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun, find_saved_run
 
 
 class FileModel:

@@ -143,7 +143,7 @@ def load_draft_weights(model: DraftModel, tensors: Mapping[str, Tensor], *, sour
 def load_trainer_state(path: str | Path) -> dict[str, Tensor] | None:
     """Return the state for `DrafterTrainer.load_state_dict`; None if the folder holds weights only.
 
-    If the state file has no parameters (spot/checkpoint.py), they come from the weights file.
+    If the state file has no parameters (spot/drafter_checkpoint.py), they come from the weights file.
     """
     file = Path(path) / TRAINER_FILE
     if not file.is_file():

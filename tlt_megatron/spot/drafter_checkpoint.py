@@ -1,6 +1,6 @@
 """Checkpoints of the drafter: its parameters, moments and counters; nothing that it borrows.
 
-A folder has the layout that drafter/checkpoint.py and SGLang load. It is written under a temporary
+A folder has the layout that drafter/eagle_folder.py and SGLang load. It is written under a temporary
 name, fsynced and renamed, so a folder without `.tmp` in its name is complete after any crash.
 
     <root>/save_0000007/   config.json, model.safetensors,
@@ -25,7 +25,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_megatron.drafter.checkpoint import (
+from tlt_megatron.drafter.eagle_folder import (
     TRAINER_FILE,
     WEIGHTS_FILE,
     load_trainer_state,

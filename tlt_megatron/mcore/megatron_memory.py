@@ -5,7 +5,7 @@ from __future__ import annotations
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.schema import McoreSection, ModelSection, ParallelSection
 from tlt_megatron.models.sizes import ModelSizes
-from tlt_megatron.runtime.memory import ALL_PHASES, MemoryClaim, Phase
+from tlt_megatron.runtime.memory_claim import ALL_PHASES, MemoryClaim, Phase
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _GRAD_BYTES = 4  # Megatron sums gradients in float32

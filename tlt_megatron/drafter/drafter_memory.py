@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tlt_megatron.config.schema import DrafterSection, SpotSection
-from tlt_megatron.drafter.loss import make_objective
+from tlt_megatron.drafter.drafter_loss import make_objective
 from tlt_megatron.models.sizes import ModelSizes
-from tlt_megatron.runtime.memory import MemoryClaim, Phase
+from tlt_megatron.runtime.memory_claim import MemoryClaim, Phase
 
 _TRAINED_BYTES = 16  # per parameter: weight, gradient and two moments in float32
 _MOVED_BYTES = 12  # per parameter: a copy of weight and moments, for a broadcast or a publish

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_megatron.config.schema import DrafterSection
-from tlt_megatron.drafter.loss import DraftLoss, draft_loss, make_objective
+from tlt_megatron.drafter.drafter_loss import DraftLoss, draft_loss, make_objective
 from tlt_megatron.drafter.packing import DraftBatch
 from tlt_megatron.models.draft_model import DraftModel
 from tlt_megatron.runtime.device import QueueLimit

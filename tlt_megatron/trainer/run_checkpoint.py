@@ -218,7 +218,7 @@ class CheckpointManager:
         if full in reason:
             disk = next(path for path in self.root.absolute().parents if path.is_mount())
             reason += f"; the disk at {disk} is full"
-        if reason.startswith("rank "):  # of another rank, from mcore/checkpoint.py
+        if reason.startswith("rank "):  # of another rank, from mcore/megatron_checkpoint.py
             where = ""
         return f"{where}checkpoint {final} was not written: {reason}"
 

@@ -27,8 +27,8 @@ from tlt_megatron.policy.batching import (
 from tlt_megatron.policy.critic import CriticTrainer, value_metrics
 from tlt_megatron.policy.health import EngineDifference, TrainingHealth, warn_of_skipped
 from tlt_megatron.policy.interfaces import PolicyModel
-from tlt_megatron.policy.loss import kl_estimate
 from tlt_megatron.policy.passes import PolicyPasses, Targets, compare_engines
+from tlt_megatron.policy.policy_loss import kl_estimate
 from tlt_megatron.runtime.collectives import broadcast_object, gather_objects, sum_metrics
 from tlt_megatron.runtime.process_groups import ProcessGroups
 from tlt_megatron.types import (
