@@ -73,6 +73,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read manifest.json. BrokenCheckpoint if it is missing or damaged."""
     path = folder / MANIFEST
+    if path.exists() and not path.is_file():  # a pipe would block
+        raise BrokenCheckpoint(f"{path} is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         written = content.pop("sha256")

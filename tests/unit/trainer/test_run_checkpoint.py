@@ -232,9 +232,15 @@ def _make_pipe(folder: Path) -> None:
     os.mkfifo(folder / "policy" / "pipe")
 
 
+def _make_pipe_of_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
+        (_make_pipe_of_manifest, "manifest.json is not a regular file"),
         (_remove, "policy/value is missing"),
         (_truncate, "policy/value has 0 bytes, 1 were written"),
         (_flip, "policy/value is damaged"),
