@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.mcore_policy import LENGTHS, Layout, build_policy, make_batch, share_of
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import RolloutSection
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.mcore.hidden_tap import HiddenStateTap, TappedSequence
 from tlt_megatron.mcore.policy_model import McorePolicyModel
 from tlt_megatron.models.config import load_model_config

@@ -15,7 +15,7 @@ from tests.mcore_policy import VOCAB_SIZE, Layout, build_policy, export
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_hf
 from tlt_megatron.config.schema import AlgorithmSection, OptimizerSection, RolloutSection
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.mcore.initialize import destroy_model_parallel
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import checksum_tensors

@@ -1,6 +1,6 @@
 """The operations of a forward pass, chosen when a model is made. `PLAIN` is the fastest choice.
 
-`invariant.invariant_arithmetic` makes the one whose results do not depend on the other rows of a
+`invariant_arithmetic.invariant_arithmetic` makes the one whose results do not depend on the other rows of a
 pass.
 """
 

@@ -1,6 +1,6 @@
 """Arithmetic for `rollout.batch_invariant` on CUDA: Triton kernels of fixed shapes. Not yet run on hardware.
 
-On the CPU `invariant.py` does the same with torch's kernels.
+On the CPU `invariant_arithmetic.py` does the same with torch's kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.attention.ordered import OrderedPages, ordered_lanes, ordered_prefill
-from tlt_megatron.models.invariant import rotate_
+from tlt_megatron.models.invariant_arithmetic import rotate_
 from tlt_megatron.models.layers import RmsNorm
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.row_kernels import multiply, normalize

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tlt_megatron.config.schema import RunConfig
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import ModelConfig, load_model_config
 from tlt_megatron.models.draft_inference import DraftInference

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tools.gpu.machine import Figures, Machine, seconds_of
 from tools.gpu.random_engine import CapturingDevice, generate, make_engine
 from tools.gpu.shapes import QWEN_2_5_7B, TINY

@@ -14,7 +14,7 @@ from torch import Tensor
 from tlt_megatron.config.model_shape import tensor_shapes
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import PassRecord
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.prefill import prefill
 from tlt_megatron.engines.embedded.scheduler import PrefillChunk
 from tlt_megatron.models.config import ModelConfig

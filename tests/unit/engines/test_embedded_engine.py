@@ -15,7 +15,7 @@ import transformers
 from tests.unit.engines.conftest import MakeEngine, cache_bytes, checksum, weight_bytes
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.engines.base import EngineStats, GenerationStopped
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.memory_plan import plan_memory
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.kv_cache import KvCache

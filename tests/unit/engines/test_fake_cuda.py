@@ -24,7 +24,7 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.drafter.drafter_loss import draft_loss, make_objective
 from tlt_megatron.drafter.drafter_trainer import DrafterTrainer, interruptible
 from tlt_megatron.drafter.packing import DraftSequence, pack_batch
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference

@@ -18,7 +18,7 @@ from tests.graph_passes import recording_device
 from tests.tiny_models import make_tiny_hf
 from tests.unit.engines.conftest import MakeEngine, checksum, engine_over
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference

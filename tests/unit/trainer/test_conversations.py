@@ -18,7 +18,7 @@ from tests.unit.engines.conftest import engine_over
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
-from tlt_megatron.engines.embedded.engine import EmbeddedEngine
+from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.rewards.environment import Answer
 from tlt_megatron.rewards.worker_process import Outcome

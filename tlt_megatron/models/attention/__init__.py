@@ -1,6 +1,6 @@
 """Attention of the forward passes. `kernels.py` alone calls torch's private attention kernels.
 
-`paged.py` and `lanes.py` read the KV cache; `invariant.py` replaces both for batch-invariant
+`paged.py` and `lanes.py` read the KV cache; `invariant_attention.py` replaces both for batch-invariant
 arithmetic. `packed.py` is differentiable: the drafter's training and Megatron's local layers on a
 CPU use it.
 """

@@ -290,7 +290,7 @@ def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:
     shape = (3, config.num_kv_heads, 2 * block, config.head_dim)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
-    # Values that cancel: see `invariant.cancelling`.
+    # Values that cancel: see `invariant_arithmetic.cancelling`.
     key = torch.cat((key[:, :, : block // 2], key[:, :, : block // 2].flip(2)), dim=2)
     value = torch.cat((value[:, :, : block // 2], -value[:, :, : block // 2].flip(2)), dim=2)
     bias = torch.zeros(3, 1, 1, block, dtype=dtype)

@@ -1,7 +1,7 @@
 """Arithmetic for `rollout.batch_invariant`: a row's bits do not depend on the rows of its pass.
 
 A kernel may add in another order for another number of rows. So matrix products use row tiles of
-tested sizes, and attention is cut at fixed positions (`attention/invariant.py`). All other operations
+tested sizes, and attention is cut at fixed positions (`attention/invariant_attention.py`). All other operations
 round each element once. That a row's result is the same at every place of a tile, and in tiles of
 two sizes, is checked on this machine when the model is made.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
-from tlt_megatron.models.attention.invariant import (
+from tlt_megatron.models.attention.invariant_attention import (
     InvariantPrefillAttention,
     check_attention,
     invariant_lanes,

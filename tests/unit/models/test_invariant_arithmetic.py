@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import make_tiny_hf
-from tlt_megatron.models.attention.invariant import attend_block, block_bias, merge_blocks
+from tlt_megatron.models.attention.invariant_attention import attend_block, block_bias, merge_blocks
 from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.config import load_model_config
-from tlt_megatron.models.invariant import (
+from tlt_megatron.models.invariant_arithmetic import (
     InvariantMatrix,
     InvariantNorm,
     RowTiles,

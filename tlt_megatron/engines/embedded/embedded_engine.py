@@ -31,7 +31,7 @@ from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.models.invariant import invariant_arithmetic
+from tlt_megatron.models.invariant_arithmetic import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
