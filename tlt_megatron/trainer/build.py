@@ -46,17 +46,17 @@ from tlt_megatron.runtime.trackers import Trackers, signals_kept
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
 from tlt_megatron.trainer.build_drafter import attach_drafter
 from tlt_megatron.trainer.conversations import Conversations
-from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run, saved_run_of
 from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
 from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.speculation_log import SpeculationLog
+from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams
 

@@ -18,12 +18,12 @@ from tlt_megatron.rewards.partial import save_carried
 from tlt_megatron.runtime.collectives import agree_any, gather_objects
 from tlt_megatron.runtime.rng import rng_state, set_rng_state
 from tlt_megatron.spot.lifecycle import DrafterLifecycle
-from tlt_megatron.trainer.evaluate import Evaluator
+from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.gain import measure_gain
 from tlt_megatron.trainer.identity import Resumed
-from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.step_report import RunReport
 from tlt_megatron.trainer.warmup import warm_up_drafter
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup

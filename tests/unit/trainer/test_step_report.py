@@ -19,8 +19,8 @@ from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.flops import Utilization, forward_flops, make_utilization, peak_flops
 from tlt_megatron.trainer.phases import Phases
-from tlt_megatron.trainer.report import RunReport
 from tlt_megatron.trainer.rollout_worker import Collected
+from tlt_megatron.trainer.step_report import RunReport
 
 MODEL = ModelConfig(
     model_type="qwen2",
