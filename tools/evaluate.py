@@ -53,7 +53,6 @@ def evaluation_command(arguments: list[str]) -> list[str]:
         *("eval.num_prompts=0", "eval.interval=0", "run.num_steps=0", f"run.dir={out}"),
         *("speculation.enabled=false", "spot.enabled=false", "checkpoint.resume=never"),
         *("checkpoint.at_end=false", "checkpoint.export_hf=false", "logging.trace=false"),
-        "speculation.warmup_minutes=0",
         *given,
         *(word for word in rest if not word.startswith("-") and "=" in word),
     ]

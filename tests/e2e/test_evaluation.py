@@ -90,7 +90,7 @@ def test_a_run_without_an_exported_policy_is_told_how_to_get_one(tmp_path: Path)
 
 
 def test_what_only_training_needs_is_off_in_an_evaluation(tmp_path: Path) -> None:
-    settings = ("speculation.enabled=true", "spot.enabled=true", "speculation.warmup_minutes=5")
+    settings = ("speculation.enabled=true", "spot.enabled=true")
     trained = load_config(None, settings)
     (tmp_path / "config.yaml").write_text(dump_config(trained))
     (tmp_path / "hf").mkdir()

@@ -85,24 +85,6 @@ def test_resuming_a_finished_run_keeps_the_speedup_it_measured(
     assert after["num_steps"] == before["num_steps"]
 
 
-def test_a_warm_up_trains_the_drafter_and_changes_no_token(
-    config: Path, straight: Path, tmp_path: Path
-) -> None:
-    """The shortest one: a generation round and an update. A resumed run does not warm up again."""
-    warm = [*SPOT, "speculation.warmup_minutes=1e-6", "run.num_steps=1"]
-    run(2, config, tmp_path / "warm", *warm)
-    assert answers(tmp_path / "warm") == answers(straight)[: len(answers(straight)) // 4]
-    (row,) = metric_rows(tmp_path / "warm")
-    num_updates = row["drafter/num_updates"]
-    assert num_updates - row["spot/updates"] >= 1
-    assert row["drafter/version"] == 1
-    checkpoints = tmp_path / "warm" / "checkpoints"
-    more = [*warm, "run.num_steps=2", f"checkpoint.resume={checkpoints}"]
-    run(2, config, tmp_path / "resumed", *more)
-    (row,) = metric_rows(tmp_path / "resumed")
-    assert row["drafter/num_updates"] - row["spot/updates"] == num_updates
-
-
 def test_every_metric_is_documented(straight: Path) -> None:
     known = [name for rows in metric_tables().values() for row in rows for name in row.names]
     written = {name for row in metric_rows(straight) for name in row}

@@ -117,21 +117,6 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
         assert torch.equal(weights(run_dir)[name], tensor), name
 
 
-def test_a_stop_keeps_the_warm_up_that_a_resumed_run_did(
-    task: Path, start: Callable[..., Job]
-) -> None:
-    """Its step is on the disk already, from before the warm-up."""
-    folder = task.parent / "warm" / "checkpoints" / "iter_0000000"
-    written_ns = []
-    for more in ((), ("--resume", "auto", "speculation.warmup_minutes=1e-6")):
-        job = start("warm", SLOW, *SPOT, *more)
-        job.wait_until_held()
-        job.process.terminate()
-        job.end(0)
-        written_ns.append(folder.stat().st_mtime_ns)
-    assert written_ns[0] < written_ns[1]
-
-
 def check_loopback(job: Job) -> None:
     ports = job.open_ports()
     assert ports

@@ -23,6 +23,10 @@ from tlt_megatron.config.schema import RunConfig
 # A run's own config.yaml of an earlier version has such keys.
 REMOVED: dict[str, tuple[object, str]] = {
     "algorithm.stream_update": (False, "was removed: steps were no faster"),
+    "speculation.warmup_minutes": (
+        0.0,
+        "was removed: make the drafter first (tools/warmup_drafter.py) and set speculation.drafter",
+    ),
     "spot.publish": ("step", "was removed: drafters are published between rollouts"),
 }
 

@@ -300,13 +300,6 @@ class RunConfig:
             f"0 or None where rollout.engine={rollout.engine!r} (tools/export_drafter.py writes"
             " drafters with a reduced vocabulary for SGLang)",
         )
-        trains_random = spot.enabled and not speculation.drafter
-        speculation.require(
-            (trains_random and rollout.engine == "embedded") or not speculation.warmup_minutes,
-            "warmup_minutes",
-            f"0 where rollout.engine={rollout.engine!r}, speculation.drafter={speculation.drafter!r} and"
-            f" spot.enabled={spot.enabled} (needs the embedded engine, no drafter folder, and spot training)",
-        )
         needs_drafter = speculation.enabled and speculation.is_learned
         speculation.require(
             bool(speculation.drafter) or not needs_drafter or spot.enabled,

@@ -3,7 +3,7 @@
 A time is the wall time, read once, plus the monotonic clock since then. So ranks of one machine share a clock, and time never
 runs backwards. `align_clocks` shifts the ranks of other machines to the clock of the first machine.
 The project's phases: ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE DRAFT-TRAIN PREEMPT
-SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT WARM-UP.
+SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 
 from __future__ import annotations

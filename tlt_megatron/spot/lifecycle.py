@@ -2,7 +2,6 @@
 
 Called by the loop and the rollout worker if the run has spot training. In the order of a step:
 
-    warm_up              before the first step: all ranks train    -> trainer/warmup.py
     add_features         data: a response with its hidden states    -> drafter/data_buffer.py
     run_until_preempted  session: this rank's idle time              -> spot_trainer.py, session.py
       _measure_candidate   measurement: before the rank trains       -> holdout.py
@@ -18,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -137,26 +136,6 @@ class DrafterLifecycle:
             has_own_passes=not self._has_features,
         )
 
-    # ---- before the first step
-
-    def warm_up(self, is_over: Callable[[], bool]) -> float:
-        """Train on the data so far until `is_over` on any rank, at least once, and publish.
-
-        Returns the accept length on the hold-out, nan without one. A collective of all ranks.
-        """
-        with self.trainer.in_group(self.world):
-            while True:
-                batch = self.buffer.next_batch(self.trainer.batch_tokens)
-                stats = self.trainer.step(batch, lambda: (float(is_over()), 0.0))
-                if stats.flags[0] or not stats.num_tokens:
-                    break
-        self._num_considered = self.trainer.num_updates
-        self.publisher.adopt(self.trainer.model.state_dict())
-        self._load_published()
-        batches = self._holdout_batches(has_new=False)
-        mine = measure_holdout(self.trainer, self.publisher.published.weights, batches)
-        return HoldoutResult.merge(gather_objects(mine, self.world)).accept_length
-
     # ---- the idle time of a step
 
     def run_until_preempted(self, step: int, generation_round: int = 0) -> SpotReport:
@@ -184,17 +163,14 @@ class DrafterLifecycle:
         contenders: dict[int, Mapping[str, Tensor]] = {checksum: self._candidate}
         for drafter in (self.publisher.published, self.publisher.best):
             contenders[drafter.checksum] = drafter.weights
-        batches = self._holdout_batches(has_new=True)
+        batches = self.buffer.holdout_batches(
+            _HOLDOUT_BATCH_TOKENS, has_new=True, max_rows=_HOLDOUT_ROWS
+        )
         try:
             results = {c: self._measure(w, batches, watch) for c, w in contenders.items()}
         except PassAbandoned:
             return
         self._findings = checksum, results
-
-    def _holdout_batches(self, *, has_new: bool) -> list[DraftBatch]:
-        return self.buffer.holdout_batches(
-            _HOLDOUT_BATCH_TOKENS, has_new=has_new, max_rows=_HOLDOUT_ROWS
-        )
 
     def _measure(
         self, weights: Mapping[str, Tensor], batches: Sequence[DraftBatch], watch: StopWatch

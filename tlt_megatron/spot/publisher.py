@@ -72,7 +72,7 @@ class PublishDecision:
 class DrafterPublisher:
     """Holds the published and the best drafter, and decides on candidates.
 
-    Call `consider` at each phase boundary, and `adopt` after a warm-up.
+    Call `consider` at each phase boundary.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -81,10 +81,6 @@ class DrafterPublisher:
         self.best = self.published  # what accepted most at the last comparison
         self.best_accept_length = math.nan  # accept length of the best at the last comparison
         self.num_refused = 0
-
-    def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Make `weights` the published drafter, without a comparison."""
-        self.published = PublishedDrafter.copy_of(weights, self.published.version + 1)
 
     def consider(
         self, candidate: Mapping[str, Tensor], checksum: int, measured: Mapping[int, HoldoutResult]

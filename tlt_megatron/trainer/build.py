@@ -326,7 +326,6 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
         eval_interval=config.eval.interval,
         checkpoint_interval=config.checkpoint.interval,
         has_last_checkpoint=config.checkpoint.at_end,
-        warmup_s=60 * config.speculation.warmup_minutes,
         engine_dtype=getattr(torch, rollout.dtype),
         sampling=SamplingParams(
             num_samples=rollout.num_samples,

@@ -24,7 +24,6 @@ from tlt_megatron.trainer.identity import Resumed
 from tlt_megatron.trainer.rollout_worker import Collected, RolloutWorker
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.step_report import RunReport
-from tlt_megatron.trainer.warmup import warm_up_drafter
 from tlt_megatron.trainer.weight_sync import push_policy
 from tlt_megatron.types import Prompt, SamplingParams, ScoredGroup
 
@@ -43,7 +42,6 @@ class LoopSettings:
     checkpoint_interval: int  # 0: only after the last step
     has_last_checkpoint: bool  # after the last step; a stop always saves
     sampling: SamplingParams
-    warmup_s: float  # of a random drafter, before the first step; 0: off
     engine_dtype: torch.dtype  # of the weights that engines receive
 
 
@@ -95,7 +93,6 @@ class RLTrainer:
     def _run_steps(self) -> bool:
         """Return True after the last step, False after a stop request."""
         try:
-            self._warm_up_drafter()
             self._evaluate_if_due()
             while self.step < self.settings.num_steps:
                 self.train_step()
@@ -111,21 +108,6 @@ class RLTrainer:
         except GenerationStopped:  # on all ranks
             return False
         return True
-
-    def _warm_up_drafter(self) -> None:
-        """Warm up a drafter that no step and no earlier warm-up has trained."""
-        settings, drafter = self.settings, self.drafter
-        is_random = drafter is not None and drafter.trainer.num_updates == 0
-        if drafter is not None and is_random and self.step == 0 and settings.warmup_s:
-            warm_up_drafter(
-                drafter,
-                self.worker,
-                self.sampler,
-                settings.sampling,
-                num_prompts=settings.batch.num_prompts,
-                seconds=settings.warmup_s,
-            )
-            self._is_saved = False
 
     def _evaluate_if_due(self) -> None:
         """Evaluate at the first step, the last and the interval, unless done before a resume."""

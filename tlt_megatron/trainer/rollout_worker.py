@@ -182,7 +182,7 @@ class RolloutWorker:
             if not rollout.has_failed:
                 self.rewards.submit(key, prompt, text)
 
-        mine = self.share_of(prompts)
+        mine = self._share_of(prompts)
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
         progress.responses(0, status.status.num_responses)
         generate = (self.conversations or self.engine).generate
@@ -217,7 +217,7 @@ class RolloutWorker:
             passes=sum_passes(passes, step=step, rank=self.replicas.rank),
         )
 
-    def share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def _share_of(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """Return the prompts that this rank's engine answers."""
         engine, place = divmod(self.replicas.rank, self.ranks_per_engine)
         if place:

@@ -95,6 +95,7 @@ def test_overrides_read_strings_booleans_lists_and_nested_tables() -> None:
     "override, message",
     [
         ("rollout.num_sample=4", r"rollout\.num_sample=4: unknown key; did you mean num_samples\?"),
+        ("speculation.warmup_minutes=2", r"speculation\.warmup_minutes=2: .*warmup_drafter\.py"),
         ("algorithm.stream_update=true", r"algorithm\.stream_update=True: was removed: steps were"),
         ("spot.publish=live", r"spot\.publish='live': was removed: drafters are published between"),
         ("rolout.num_samples=4", r"rolout=.*unknown key; did you mean rollout\?"),

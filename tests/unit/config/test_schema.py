@@ -105,10 +105,6 @@ from tlt_megatron.config.load import load_config
             "rollout.engine=sglang speculation.draft_vocab_size=8192",
             r"speculation\.draft_vocab_size=8192: must be 0 or None where rollout\.engine='sglang'",
         ),
-        (
-            "speculation.warmup_minutes=5 speculation.enabled=true speculation.strategies=['ngram_4']",
-            r"speculation\.warmup_minutes=5\.0: must be 0 where .* spot\.enabled=False",
-        ),
         ("checkpoint.interval=-1", r"checkpoint\.interval=-1: must be >= 0"),
         ("checkpoint.keep=-1", r"checkpoint\.keep=-1: must be >= 0"),
         ("eval.interval=-1", r"eval\.interval=-1: must be >= 0"),
