@@ -37,7 +37,8 @@ from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks, wide_dtype
+from tlt_megatron.models.attention.kernels import attend_fused, attend_in_chunks
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.transformer import Transformer

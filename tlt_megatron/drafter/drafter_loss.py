@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tlt_megatron.config.schema import DrafterSection
 from tlt_megatron.drafter.packing import DraftBatch
-from tlt_megatron.models.attention.kernels import wide_dtype
 from tlt_megatron.models.attention.packed import UnrolledAttention
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.draft_model import DraftModel
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,17 @@ from tlt_megatron.models.layers import RmsNorm, RotaryTable, apply_rope_
 from tlt_megatron.models.matrix import Matrix, packs
 
 _MAX_PACKED_HEAD = 256 << 20  # bytes; a larger head is read in place, without a packed copy
+
+
+class _Matrices(NamedTuple):
+    """The drafter's fused matrices, in the engine's dtype."""
+
+    inputs: Matrix  # of EAGLE: fc, then q, k and v after it; of EAGLE-3: q, k and v
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    fuse: Matrix | None  # fc of EAGLE-3
+    head: Matrix | None  # None: the target's head is read in place
 
 
 class DraftInference:
@@ -53,24 +65,22 @@ class DraftInference:
 
         matrix, d = partial(Matrix.empty, dtype=dtype, device=device), c.hidden_size
         width = self._head_start + self._num_fused * c.head_dim
-        self._inputs = matrix(width, 2 * d, has_bias=not c.is_eagle3)
-        self._output = matrix(d, c.num_heads * c.head_dim)
-        self._gate_up = matrix(2 * c.ffn_size, d)
-        self._down = matrix(d, c.ffn_size)
-        self._matrices = [self._inputs, self._output, self._gate_up, self._down]
-        if c.is_eagle3:
-            self._fuse = matrix(d, model.fc.in_features)
-            self._matrices.append(self._fuse)
-        self._head = None
         self.ids_C: Tensor | None = None  # ascending, of the columns of `logits`; None: all V
+        head = None
         if 0 < num_ids < c.vocab_size:
             # In BPE vocabularies the lowest ids are the most frequent.
             self.ids_C = torch.arange(num_ids, device=device)
-            self._head = matrix(num_ids, d)
-            self._matrices.append(self._head)
+            head = matrix(num_ids, d)
         elif packs(dtype, device) and model.lm_head_VD.nbytes <= _MAX_PACKED_HEAD:
-            self._head = Matrix(model.lm_head_VD)
-            self._matrices.append(self._head)
+            head = Matrix(model.lm_head_VD)
+        self._matrices = _Matrices(
+            inputs=matrix(width, 2 * d, has_bias=not c.is_eagle3),
+            output=matrix(d, c.num_heads * c.head_dim),
+            gate_up=matrix(2 * c.ffn_size, d),
+            down=matrix(d, c.ffn_size),
+            fuse=matrix(d, model.fc.in_features) if c.is_eagle3 else None,
+            head=head,
+        )
         self.refresh()
 
     def weights(self) -> dict[str, Tensor]:
@@ -105,31 +115,32 @@ class DraftInference:
     def refresh(self) -> None:
         """Update the fused copies from the current drafter and target."""
         self._is_stale = False
-        model, layer = self._model, self._model.layer
+        model, layer, matrices = self._model, self._model.layer, self._matrices
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv = torch.cat([projection.weight for projection in projections])
         if self.config.is_eagle3:
             norms = (layer.input_layernorm.weight, layer.hidden_norm.weight)
-            self._inputs.set(qkv * torch.cat(norms))
-            self._fuse.set(model.fc.weight)
+            matrices.inputs.set(qkv * torch.cat(norms))
+            assert matrices.fuse is not None
+            matrices.fuse.set(model.fc.weight)
             self._norm.copy_(model.norm.weight)
         else:
             fc = model.fc
             bias = torch.cat((fc.bias, qkv @ fc.bias))
-            self._inputs.set(torch.cat((fc.weight, qkv @ fc.weight)), bias)
-        self._output.set(attention.o_proj.weight)
+            matrices.inputs.set(torch.cat((fc.weight, qkv @ fc.weight)), bias)
+        matrices.output.set(attention.o_proj.weight)
         gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
-        self._gate_up.set(gate_up * layer.post_attention_layernorm.weight)
-        self._down.set(mlp.down_proj.weight)
-        if self.ids_C is not None and self._head is not None:
-            self._head.set(model.lm_head_VD.index_select(0, self.ids_C))
-        elif self._head is not None:
-            self._head.refresh()
+        matrices.gate_up.set(gate_up * layer.post_attention_layernorm.weight)
+        matrices.down.set(mlp.down_proj.weight)
+        if matrices.head is not None and self.ids_C is not None:
+            matrices.head.set(model.lm_head_VD.index_select(0, self.ids_C))
+        elif matrices.head is not None:
+            matrices.head.refresh()
 
     def tensors_read(self) -> list[Tensor]:
         """Return what `forward` reads besides inputs and KV; graphs need fixed addresses."""
-        tensors = [tensor for matrix in self._matrices for tensor in matrix.tensors()]
+        tensors = [t for matrix in self._matrices if matrix for t in matrix.tensors()]
         return [
             *tensors,
             self._model.embedding_VD,
@@ -141,30 +152,32 @@ class DraftInference:
     def fuse(self, features_PF: Tensor) -> Tensor:
         """See `DraftModel.fuse`. The features must have the engine's dtype."""
         self.refresh_if_stale()
-        return self._fuse(features_PF) if self.config.is_eagle3 else features_PF
+        fuse = self._matrices.fuse
+        return features_PF if fuse is None else fuse(features_PF)
 
     def forward(
         self, token_ids_P: Tensor, hidden_PD: Tensor, position_ids_P: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """See `DraftModel.forward`."""
-        c, norm, start = self.config, self._rms, self._head_start
+        c, norm, start, m = self.config, self._rms, self._head_start, self._matrices
         embedded_PD = self._model.embedding_VD.index_select(0, token_ids_P).to(self.dtype)
         inputs_P2D = torch.stack((embedded_PD, hidden_PD), dim=1)
-        fused = self._inputs((norm(inputs_P2D) if c.is_eagle3 else inputs_P2D).flatten(1))
+        fused = m.inputs((norm(inputs_P2D) if c.is_eagle3 else inputs_P2D).flatten(1))
         residual_PD = fused[:, :start] if start else hidden_PD
         heads = fused[:, start:] if start else fused
         heads_PAH = heads.view(-1, self._num_fused, c.head_dim)
         apply_rope_(heads_PAH[:, : self._num_rotated], *self.rotary.lookup(position_ids_P))
         context = attention.attend(0, heads_PAH[:, : c.num_heads], heads_PAH[:, c.num_heads :])
-        residual_PD = self._output(context, residual_PD)
-        gate_PF, up_PF = self._gate_up(norm(residual_PD)).chunk(2, dim=-1)
-        output_PD = self._down(F.silu(gate_PF).mul_(up_PF), residual_PD)
+        residual_PD = m.output(context, residual_PD)
+        gate_PF, up_PF = m.gate_up(norm(residual_PD)).chunk(2, dim=-1)
+        output_PD = m.down(F.silu(gate_PF).mul_(up_PF), residual_PD)
         if not c.is_eagle3:
             return output_PD, output_PD
         return output_PD, norm(output_PD, self._norm)
 
     def logits(self, head_input_PD: Tensor) -> Tensor:
         """Return [P, V] logits from the target's head; [P, C] of `ids_C` if these are fewer."""
-        if self._head is not None:
-            return self._head(head_input_PD)
-        return F.linear(head_input_PD, self._model.lm_head_VD)
+        head = self._matrices.head
+        return (
+            F.linear(head_input_PD, self._model.lm_head_VD) if head is None else head(head_input_PD)
+        )

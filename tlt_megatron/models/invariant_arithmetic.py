@@ -21,8 +21,9 @@ from tlt_megatron.models.attention.invariant_attention import (
     invariant_lanes,
     invariant_paged,
 )
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import ModelConfig
-from tlt_megatron.models.layers import RmsNorm
+from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import has_triton
 
@@ -54,7 +55,7 @@ def invariant_arithmetic(
     return Arithmetic(
         matrix=InvariantMatrix,
         norm=InvariantNorm,
-        rotate_=rotate_,
+        rotate_=apply_rope_unfused_,
         gate=gate_silu,
         prefill=InvariantPrefillAttention,
         paged=invariant_paged,
@@ -116,7 +117,7 @@ class RowTiles:
 
 @functools.cache
 def _row_tiles(
-    num_out: int, num_in: int, dtype: torch.dtype, has_bias: bool, num_threads: int
+    num_out: int, num_in: int, dtype: torch.dtype, has_bias: bool, _num_threads: int
 ) -> RowTiles:
     """Test each kind of matrix once. Kernels divide their work by the number of threads."""
     return RowTiles(num_out, num_in, dtype, has_bias=has_bias)
@@ -147,7 +148,7 @@ class InvariantMatrix(Matrix):
         return out if addend is None else out.add_(addend)
 
 
-# ---- norm, rotation and gate
+# ---- norm and gate
 
 
 class InvariantNorm(RmsNorm):
@@ -158,12 +159,6 @@ class InvariantNorm(RmsNorm):
         length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = length.mul_(length).mul_(1.0 / x.shape[-1]).add_(self.eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(weight)
-
-
-def rotate_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
-    """Rotate in place as `layers.apply_rope_`, without a fused multiply-add."""
-    swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1).mul_(sin_P1H)
-    heads_PNH.mul_(cos_P1H).add_(swapped)
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -182,8 +177,7 @@ def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _check_exp(dtype: torch.dtype) -> None:
     """Raise RuntimeError if an element's exp depends on its place in the tensor."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    x = torch.linspace(-30.0, 30.0, 4099, dtype=wide)
+    x = torch.linspace(-30.0, 30.0, 4099, dtype=wide_dtype(dtype))
     expected = x.exp()
     parts = torch.cat([part.exp() for size in (1, 7, 18) for part in x.clone().split(size)])
     if not torch.equal(parts, expected.repeat(3)):

@@ -60,8 +60,6 @@ class KvCache:
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
         self.num_heads_per_kv = config.num_heads // config.num_kv_heads
-        self.device = device
-        self.scratch_slot = num_pages * page_size
         num_slots = (num_pages + has_scratch) * page_size
         num_layers = config.num_layers + num_draft_layers
         shape = num_layers, 2 * config.num_kv_heads, num_slots, config.head_dim
@@ -69,15 +67,26 @@ class KvCache:
         self.kv_LKTH = torch.zeros(shape, dtype=dtype, device=device)
         self.bias_T = torch.full((num_slots,), -torch.inf, dtype=dtype, device=device)
         self.layers = list(self.kv_LKTH.unbind(0))
-        self.has_features = tap_layers is not None
         self.tap_layers = tap_layers or ()
-        kept = num_slots if self.has_features else 0
+        kept = 0 if tap_layers is None else num_slots
         feature_size = config.hidden_size * (1 + len(self.tap_layers))
         self.features_TD = torch.zeros(kept, feature_size, dtype=dtype, device=device)
         # One more slot: the token after the last lane's last position is written, but never read.
-        self.token_ids_T = torch.zeros(kept + self.has_features, dtype=torch.int64, device=device)
-        self._paged_bias = self.bias_T.view(-1, page_size)
+        self.token_ids_T = torch.zeros(kept + bool(kept), dtype=torch.int64, device=device)
         self.reset()
+
+    @property
+    def device(self) -> torch.device:
+        return self.bias_T.device
+
+    @property
+    def scratch_slot(self) -> int:
+        """Return the slot after all pages that padded queries write to, if there is a scratch page."""
+        return self.num_pages * self.page_size
+
+    @property
+    def has_features(self) -> bool:
+        return self.token_ids_T.numel() > 0
 
     def reset(self) -> None:
         """Free every page and reset the peak."""
@@ -113,7 +122,8 @@ class KvCache:
         self._state[page] = state
         self._holder[page] = pages
         pages.append(page)
-        self._paged_bias[page].fill_(-torch.inf)
+        start = page * self.page_size
+        self.bias_T[start : start + self.page_size].fill_(-torch.inf)
         self.num_free -= 1
         self.peak_pages = max(self.peak_pages, self.num_pages - self.num_free)
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import RopeConfig
 
 
@@ -17,8 +18,7 @@ class RmsNorm:
     """
 
     def __init__(self, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.eps = torch.tensor(eps, dtype=wide, device=device)
+        self.eps = torch.tensor(eps, dtype=wide_dtype(dtype), device=device)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the normalized x, times `weight`, which broadcasts to x."""
@@ -56,7 +56,7 @@ class RotaryTable:
     def __init__(
         self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._angle_dtype = wide_dtype(dtype)
         self._frequencies = rope_frequencies(rope, head_dim, self._angle_dtype)
         # What `lookup` reads. `reserve` replaces it when it grows.
         self.table_SH2 = torch.empty(0, 2 * head_dim, dtype=dtype, device=device)
@@ -81,3 +81,12 @@ def apply_rope_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
     """Rotate the halves of H in place: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1)
     heads_PNH.mul_(cos_P1H).addcmul_(swapped, sin_P1H)
+
+
+def apply_rope_unfused_(heads_PNH: Tensor, cos_P1H: Tensor, sin_P1H: Tensor) -> None:
+    """Rotate in place as `apply_rope_`, without a fused multiply-add.
+
+    A loop over the last elements of a tensor may not fuse, so a fused result can depend on its place.
+    """
+    swapped = heads_PNH.roll(heads_PNH.shape[-1] // 2, -1).mul_(sin_P1H)
+    heads_PNH.mul_(cos_P1H).add_(swapped)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.attention.ordered import OrderedPages, ordered_lanes, ordered_prefill
-from tlt_megatron.models.invariant_arithmetic import rotate_
-from tlt_megatron.models.layers import RmsNorm
+from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.row_kernels import multiply, normalize
 
@@ -48,7 +47,7 @@ def row_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
     return Arithmetic(
         matrix=RowMatrix,
         norm=RowNorm,
-        rotate_=rotate_,
+        rotate_=apply_rope_unfused_,
         prefill=ordered_prefill,
         paged=OrderedPages,
         lanes=ordered_lanes,

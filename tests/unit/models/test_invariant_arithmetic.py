@@ -20,9 +20,8 @@ from tlt_megatron.models.invariant_arithmetic import (
     cancelling,
     gate_silu,
     invariant_arithmetic,
-    rotate_,
 )
-from tlt_megatron.models.layers import RmsNorm, apply_rope_
+from tlt_megatron.models.layers import RmsNorm, apply_rope_, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.runtime.device import has_triton
 
@@ -91,7 +90,7 @@ def test_what_lies_between_is_the_same_in_every_batch(size: int, dtype: torch.dt
 
     def rotate(rows: Tensor) -> Tensor:
         heads = rows.view(-1, 2, size).clone()
-        rotate_(heads, weight[:size].cos(), weight[size:].sin())
+        apply_rope_unfused_(heads, weight[:size].cos(), weight[size:].sin())
         return heads.view(rows.shape)
 
     for run in (lambda rows: norm(rows, weight), gate, rotate):

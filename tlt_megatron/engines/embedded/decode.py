@@ -134,9 +134,10 @@ class DecodeBatch:
         self._noise.start()
         if self._speculator is not None:
             self._speculator.set_changed()
-        states = self._state[:, : len(self.requests)]
-        self._rows = _Rows(*states)
-        self._growing_CB = states[_FIRST_GROWING:]
+        self._rows = _Rows(*self._state[:, : len(self.requests)])
+
+    def _grow_rows(self, num_tokens: Tensor | int) -> None:
+        self._state[_FIRST_GROWING:, : len(self.requests)].add_(num_tokens)
 
     # ---- one pass
 
@@ -216,7 +217,7 @@ class DecodeBatch:
             self._place(scheduler)
         self._hidden_BD, features = layout.run(self._tokens_B, rows.position, rows.slot)
         self._cache.keep_features(rows.slot, features, self._tokens_B)
-        self._growing_CB.add_(1)
+        self._grow_rows(1)
         if self._speculator is not None:
             self._speculator.set_changed()
         self.num_passes += 1
@@ -276,7 +277,7 @@ class DecodeBatch:
             policy_logprobs_B=policy_logprobs_BS.gather(1, last_B1).squeeze(1),
             kept=tuple(sets[-1] for sets in kept),
         )
-        self._growing_CB.add_(verdict.num_committed_B)
+        self._grow_rows(verdict.num_committed_B)
         for request, count, position in zip(self.requests, counts, roots.positions, strict=True):
             request.accept_lengths.append(count)
             request.verify_starts.append(position - request.state.num_tokens + 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.models.attention.kernels import PART_KEYS
+from tlt_megatron.models.attention.sums import PART_KEYS
 from tlt_megatron.models.config import ModelConfig
 
 # Most rows of a verify pass. Batch 20 with 16 rows is the largest product among the thresholds in

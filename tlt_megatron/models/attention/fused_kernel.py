@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import PART_KEYS, wide_dtype
+from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _merge_parts(
 
 
 def triton_wide(dtype: torch.dtype) -> tl.dtype:
-    """Return Triton's form of `kernels.wide_dtype`."""
+    """Return Triton's form of `wide_dtype`."""
     return tl.float64 if wide_dtype(dtype) == torch.float64 else tl.float32
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_with_lse, wide_dtype
+from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.attention.paged import PagedAttention, PrefillSegment
+from tlt_megatron.models.attention.sums import wide_dtype
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 

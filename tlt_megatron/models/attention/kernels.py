@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
 from tlt_megatron.runtime.device import has_triton
 
 _QUERY_CHUNK = 512  # queries whose scores are in memory at once, without a fused kernel
-PART_KEYS = 512  # keys of one program on CUDA: few long sequences still occupy the whole GPU
 
 
 def attend_with_lse(
@@ -95,11 +95,6 @@ def merge_attention(out_BMKRH: Tensor, lse_BMKR: Tensor) -> Tensor:
     """Merge the attention over M parts of a context. A part with lse -inf adds nothing."""
     weights_BMKR = lse_BMKR.softmax(dim=1)
     return (out_BMKRH * weights_BMKR.unsqueeze(-1)).sum(dim=1).to(out_BMKRH.dtype)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _scores(query: Tensor, key: Tensor, start: int, is_causal: bool, scale: float | None) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_megatron.models.attention.fused_kernel import _merge_parts, triton_wide
-from tlt_megatron.models.attention.kernels import PART_KEYS, wide_dtype
+from tlt_megatron.models.attention.sums import PART_KEYS, wide_dtype
 
 _TOKENS = 512  # of one call: bounds the memory of their parts
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_megatron.models.attention.kernels import attend_with_lse, differentiate_causal, wide_dtype
+from tlt_megatron.models.attention.kernels import attend_with_lse, differentiate_causal
+from tlt_megatron.models.attention.sums import wide_dtype
 
 
 def attend_packed(
