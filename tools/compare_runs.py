@@ -10,14 +10,55 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_megatron.cli import main as run_command
-from tools.bench.step_measures import Run, StepRecord, read_run
+from tools.run_report.data import read_lines, read_metrics
 
 LEARNED = ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
+STEP_SECONDS = "timing_s/step"
+ResponseKey = tuple[int, int]  # (draw_index, sample_index)
+Response = tuple[tuple[int, ...], float]  # token ids and reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One RL step of one run: its metrics, and the part of its responses that speculation must not change."""
+
+    metrics: dict[str, float]  # without values that were not finite
+    responses: dict[ResponseKey, Response]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all responses."""
+        return sum(len(token_ids) for token_ids, _ in self.responses.values())
+
+
+Run = dict[int, StepRecord]  # by step, from 1
+
+
+def read_run(folder: Path) -> Run:
+    """Return the steps of the run in `folder`, which needs logging.rollouts=true."""
+    run: Run = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        if STEP_SECONDS in row:
+            known = {name: value for name, value in row.items() if value is not None}
+            step = int(known["step"])
+            run[step] = StepRecord(metrics=known, responses=_read_responses(folder, step))
+    return run
+
+
+def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
+    path = folder / "rollouts" / f"step_{step:07d}.jsonl"
+    if not path.exists():
+        raise ValueError(f"{path}: missing; logging.rollouts must be on in every step of the run")
+    return {
+        (row["draw_index"], row["sample_index"]): (tuple(row["token_ids"]), row["reward"])
+        for _, row in read_lines(path)
+    }
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Compares speculation with plain decoding on the same requests, side by side in one process.
 
-Plain decoding runs before and after every variant. A ratio uses the mean of the two, so changes of the machine's speed affect
-both. The first round is reported separately, because selectors learn in it and a real run takes hours.
+Plain decoding runs before and after every variant. A ratio uses the mean of the two, so changes of the machine's speed
+affect both. The first round warms up and does not count, because selectors learn in it and a real run takes hours.
 """
 
 from __future__ import annotations
@@ -19,14 +19,6 @@ from tools.load_engine import LoadedPolicy, accept_length
 PLAIN = "off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A way to decode, and the rounds in which it runs after the first one."""
-
-    speculation: Speculation
-    num_rounds: int
-
-
 @dataclass(slots=True, kw_only=True)
 class Record:
     """The results of one variant, by round."""
@@ -39,35 +31,27 @@ class Record:
 
     @property
     def ratio(self) -> Spread:
-        """Return the spread over all rounds except the first, which is added as `first_round`."""
-        return {**spread(self.ratios[1:] or self.ratios), "first_round": self.ratios[0]}
+        """Return the spread over all rounds except the first."""
+        return spread(self.ratios[1:] or self.ratios)
 
 
 class Comparison:
-    """All variants and plain decoding on the same requests.
+    """All variants and plain decoding on the same requests. Only the CPU time of this process counts."""
 
-    Only the CPU time of this process counts.
-    """
-
-    def __init__(self, policy: LoadedPolicy, variants: Mapping[str, Variant]) -> None:
+    def __init__(self, policy: LoadedPolicy, variants: Mapping[str, Speculation]) -> None:
         self._policy = policy
         self._variants = variants
         self.records = {name: Record() for name in variants}
         self.plain = Record()
 
-    def run_round(
-        self, batches: Sequence[Sequence[Prompt]], params: SamplingParams, round_index: int
-    ) -> None:
-        """Run the variants of this round. Each answers every batch, one after the other."""
-        names = [n for n, variant in self._variants.items() if round_index <= variant.num_rounds]
-        order = with_plain(names)
+    def run_round(self, batches: Sequence[Sequence[Prompt]], params: SamplingParams) -> None:
+        """Run all variants. Each answers every batch, one after the other."""
+        order = with_plain(list(self._variants))
         ran = [self._run(name, batches, params) for name in order]
         seconds = [spent / sum(map(len, tokens)) for spent, tokens in ran]
         self.plain.seconds_per_token += seconds[::2]
-        for index, name in enumerate(order):
-            if name == PLAIN:
-                continue
-            record = self.records[name]
+        for index in range(1, len(order), 2):
+            record = self.records[order[index]]
             record.seconds_per_token.append(seconds[index])
             plain = (seconds[index - 1] + seconds[index + 1]) / 2
             record.ratios.append(plain / seconds[index])
@@ -81,15 +65,14 @@ class Comparison:
     ) -> tuple[float, list[list[int]]]:
         """Return the seconds and the tokens of all responses. Records accept lengths."""
         policy = self._policy
-        record = self.plain if name == PLAIN else self.records[name]
-        policy.engine.set_speculation(None if name == PLAIN else self._variants[name].speculation)
+        policy.engine.set_speculation(self._variants.get(name))
         warm_up = dataclasses.replace(params, num_samples=1, max_new_tokens=1)
         policy.generate(batches[0][:1], warm_up)  # allocates the KV
         groups: list[RolloutGroup] = []
         seconds = 0.0
         for prompts in batches:
             seconds += cpu_seconds(lambda p=prompts: groups.extend(policy.generate(p, params)))
-        record.accept_lengths.append(accept_length(groups))
+        self.records.get(name, self.plain).accept_lengths.append(accept_length(groups))
         return seconds, [r.token_ids.tolist() for group in groups for r in group.rollouts]
 
     @property

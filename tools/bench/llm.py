@@ -7,16 +7,15 @@
 Parts, each with a table and its keys in the JSON:
 
 - `cost`: what tools/bench/costs.py measures, for the shapes of the policy.
-- `passes`: where the time of a decode pass goes, at the policy's vocabulary and at 151,936 tokens.
-- `engine`: tokens per second of the embedded engine and of transformers generate: 2 prompts x 4 responses of equal length.
-- `decode`: speed over plain decoding and differing tokens per token by dtype, and what batch-invariant decoding costs.
+- `engine`: tools/bench/rollout.py with 2 prompts x 4 responses of equal length.
+- `decode`: speed over plain decoding and differing tokens per token by dtype, and the price of batch-invariant decoding.
 - `step`: RL steps by phase, for the variants of tools/bench/step.py. Rollouts are in float32, so that all variants draw the
   same tokens: in bfloat16 their lengths differ, and a step is faster or slower by luck.
 - `learn`: held-out accuracy before and after a run of the example.
 
-`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), the others the model as it is. The drafter of
-that policy is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there. The accept lengths that its warm-up measured
-are a table too.
+`decode` and `step` take the policy that imitated right sums (tools/imitate_sums.py), the others the model as it is. The
+drafter of that policy is warmed up first, for `--warm-up-minutes`, if `--drafter` is not there. The accept lengths that its
+warm-up measured are a table too.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.models.config import load_model_config
 from tools import warmup_drafter
 from tools.bench import costs, rollout
-from tools.bench.batch_invariant import bench_batch_invariant
-from tools.bench.decode_pass import bench_decode_pass
 from tools.bench.interleaved import mismatch_per_token
 from tools.bench.measure import print_table
 from tools.bench.setting import make_drafts, make_setting, make_variants
-from tools.bench.speed import bench_long_tail
-from tools.bench.step import Launcher, bench_speed
-from tools.bench.step_tables import print_by_step
+from tools.bench.speed import bench_batch_invariant, bench_long_tail
+from tools.bench.step import Launcher, bench_speed, print_by_step
+from tools.run_report.data import read_metrics
 
 QUICK = {
     "cost_rounds": 1,
@@ -54,22 +51,23 @@ QUICK = {
     "engine_tokens": 8,
     "warm_up_minutes": 0.01,
 }
-_BATCH_SIZES = (1, 8)  # of the parts `cost` and `passes`
+_COST_BATCH_SIZES = (1, 8)
 _ENGINE_BATCH_SIZE = 8
-_LARGE_VOCAB = 151_936  # of Qwen2.5
 _DTYPES = ("bfloat16", "float32")
+Part = Callable[[argparse.Namespace, RunConfig, Console], dict[str, object]]
 
 
-def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise, by batch size; by dtype."""
-    config = load_config(options.config, options.overrides)
+def bench_cost(
+    options: argparse.Namespace, config: RunConfig, console: Console
+) -> dict[str, object]:
+    """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise; by dtype."""
     vocab_size = load_model_config(config.model.path).vocab_size
     num_ids = {0, config.speculation.num_draft_ids(vocab_size)}  # 0: all
     found: dict[str, dict[str, object]] = {"draft_step_fraction": {}, "noise_fraction": {}}
     for dtype in options.dtypes:
         shapes = argparse.Namespace(
-            model=config.model.path, dtype=dtype, batch_sizes=_BATCH_SIZES, rounds=options.cost_rounds,
-            num_ids=sorted(num_ids), vocab_sizes=[vocab_size],
+            model=config.model.path, dtype=dtype, batch_sizes=_COST_BATCH_SIZES,
+            rounds=options.cost_rounds, num_ids=sorted(num_ids), vocab_sizes=[vocab_size],
         )  # fmt: skip
         measured = costs.run(shapes, console)
         for key, by_dtype in found.items():
@@ -77,20 +75,10 @@ def bench_cost(options: argparse.Namespace, console: Console) -> dict[str, objec
     return found
 
 
-def bench_passes(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Return the shares of weights, attention, noise with sampling, and the rest in a decode pass; by dtype."""
-    shapes = load_model_config(load_config(options.config, options.overrides).model.path)
-    sizes = [shapes.vocab_size, _LARGE_VOCAB]
-    found = {
-        dtype: bench_decode_pass(shapes, dtype, sizes, _BATCH_SIZES, options.cost_rounds, console)
-        for dtype in options.dtypes
-    }
-    return {"decode_pass": found}
-
-
-def bench_engine(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def bench_engine(
+    options: argparse.Namespace, config: RunConfig, console: Console
+) -> dict[str, object]:
     """Return tokens per second of plain decoding and of transformers generate at batch 8; by dtype."""
-    config = load_config(options.config, options.overrides)
     found = {}
     for dtype in options.dtypes:
         requests = argparse.Namespace(
@@ -103,10 +91,16 @@ def bench_engine(options: argparse.Namespace, console: Console) -> dict[str, obj
     return {"embedded_over_transformers": found}
 
 
-def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Return speed over plain decoding, mismatch per token and the price of batch invariance, by dtype."""
-    config = load_config(options.config, options.overrides)
-    settings = _decode_settings(options, config)
+def bench_decode(
+    options: argparse.Namespace, config: RunConfig, console: Console
+) -> dict[str, object]:
+    """Return speed over plain decoding, mismatch per token and the price of batch invariance; by dtype."""
+    settings = argparse.Namespace(
+        model=options.policy, drafter=options.drafter, prompts=_held_out(config), deepen=0,
+        max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature,
+        num_tokens=options.num_tokens, num_requests=options.num_requests, num_samples=1,
+        strategies=config.speculation.strategies, rounds=options.rounds,
+    )  # fmt: skip
     speedup, mismatch, invariant = {}, {}, {}
     for dtype in options.dtypes:
         setting = make_setting(settings, dtype)
@@ -122,79 +116,49 @@ def bench_decode(options: argparse.Namespace, console: Console) -> dict[str, obj
     }
 
 
-def _decode_settings(options: argparse.Namespace, config: RunConfig) -> argparse.Namespace:
-    """Return the options that tools/bench/setting.py reads, from those of the run."""
-    return argparse.Namespace(
-        model=options.policy,
-        drafter=options.drafter,
-        prompts=_held_out(config),
-        deepen=0,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        num_tokens=options.num_tokens,
-        num_requests=options.num_requests,
-        num_samples=1,
-        strategies=config.speculation.strategies,
-        rounds=options.rounds,
-    )
-
-
-def _held_out(config: RunConfig) -> str:
-    return [*config.data.eval_files.values(), ""][0]
-
-
-def bench_step(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def bench_step(
+    options: argparse.Namespace, _config: RunConfig, console: Console
+) -> dict[str, object]:
     """Return the tables of tools/bench/step.py for this model."""
     with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
-        settings = ("data.eval=", "checkpoint.keep=1", "rollout.dtype=float32")
-        policy = f"model.path={options.policy}"
-        launcher = _launcher(options, console, Path(root), policy, *settings)
-        return bench_speed(launcher, options)
+        own = (f"model.path={options.policy}", "data.eval=", "rollout.dtype=float32")
+        return bench_speed(_launcher(options, console, root, *own), options)
 
 
-def bench_learn(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def bench_learn(
+    options: argparse.Namespace, _config: RunConfig, console: Console
+) -> dict[str, object]:
     """Return held-out accuracy before and after `--learn-steps` of the example, and the reward by step."""
-    with tempfile.TemporaryDirectory(prefix="bench-llm-") as temporary:
-        root = Path(temporary)
-        launcher = _launcher(options, console, root, "checkpoint.keep=1")
-        run = launcher.run("learn", options.learn_steps)
-        lines = (root / "learn" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    with tempfile.TemporaryDirectory(prefix="bench-llm-") as root:
+        folder = _launcher(options, console, root).run("learn", options.learn_steps)
+        rows = read_metrics(folder / "metrics.jsonl")
     measured = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
-    rewards = [record.metrics["critic/rewards/mean"] for record in run.values()]
+    rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
     print_by_step(console, "learning", {"reward": rewards})
     accuracy = {"before": measured[0], "after": measured[-1]}
     console.print(f"held-out accuracy: {accuracy['before']:.3f} to {accuracy['after']:.3f}")
     return {"accuracy": accuracy, "reward_by_step": rewards}
 
 
+def _held_out(config: RunConfig) -> str:
+    return [*config.data.eval_files.values(), ""][0]
+
+
 def _launcher(
-    options: argparse.Namespace, console: Console, root: Path, *overrides: str
+    options: argparse.Namespace, console: Console, root: str, *overrides: str
 ) -> Launcher:
     quiet = ("logging.rollouts=true", "logging.progress=none", "logging.tensorboard=false")
     return Launcher(
-        root=root,
+        root=Path(root),
         config=options.config,
         ranks=options.ranks,
-        overrides=[*quiet, *overrides, *options.overrides],
+        overrides=[*quiet, "checkpoint.keep=1", *overrides, *options.overrides],
         console=console,
     )
 
 
-def _warm_up_table(path: Path, console: Console) -> dict[str, object]:
-    """Return the accept lengths that the drafter's warm-up measured; nothing without its file."""
-    if not path.is_file():
-        return {}
-    measured = json.loads(path.read_text(encoding="utf-8"))
-    rows = [[each["training_s"], each["steps"], each["accept_length"]] for each in measured]
-    columns = ("training s", "steps", "accept length")
-    print_table(console, "the drafter's warm-up", columns, rows, num_names=0)
-    return {"accept_length_by_training_s": measured}
-
-
-PARTS: dict[str, Callable[[argparse.Namespace, Console], dict[str, object]]] = {
+PARTS: dict[str, Part] = {
     "cost": bench_cost,
-    "passes": bench_passes,
     "engine": bench_engine,
     "decode": bench_decode,
     "step": bench_step,
@@ -230,7 +194,19 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
         measured = ("--measure-minutes", "1", "--num-eval-prompts", "8", "--strategy", "4_1_4")
         warmup_drafter.main([*folders, *minutes, *measured, "--threads", str(options.ranks)])
         torch.set_num_threads(1)  # as everything that follows is measured
+    config = load_config(options.config, options.overrides)
     result = _warm_up_table(Path(options.drafter) / "warm_up.json", console)
     for name in options.parts:
-        result |= PARTS[name](options, console)
+        result |= PARTS[name](options, config, console)
     return result
+
+
+def _warm_up_table(path: Path, console: Console) -> dict[str, object]:
+    """Return the accept lengths that the drafter's warm-up measured; nothing without its file."""
+    if not path.is_file():
+        return {}
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    rows = [[each["training_s"], each["steps"], each["accept_length"]] for each in measured]
+    columns = ("training s", "steps", "accept length")
+    print_table(console, "the drafter's warm-up", columns, rows, num_names=0)
+    return {"accept_length_by_training_s": measured}

@@ -66,6 +66,11 @@ def spread(values: Sequence[float]) -> Spread:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def told(values: Spread) -> str:
+    """Return "median (min-max)"."""
+    return f"{values['median']:.2f} ({values['min']:.2f}-{values['max']:.2f})"
+
+
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> Spread:
     """Return the spread of slow / fast, taken within each round."""
     return spread([s / f for s, f in zip(slow, fast, strict=True)])

@@ -15,12 +15,12 @@ from tlt_megatron.speculation.beg_mab import BegMabSelector
 from tlt_megatron.speculation.cost_model import CostModelSelector
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import FinishReason, Prompt
-from tools.bench.interleaved import Variant
 from tools.bench.measure import add_policy_options
 from tools.load_engine import LoadedPolicy
 
 GOOD, RANDOM = "good", "random"
 COST_MODEL, BEG_MAB = "cost_model", "beg_mab"
+UNHELPED = f"{COST_MODEL}/{RANDOM}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,7 @@ def make_setting(options: argparse.Namespace, dtype: str, **settings: int) -> Se
         max_new_tokens=options.max_new_tokens,
         **settings,
     )
-    prompts = policy.prompts(options.prompts)
-    return Setting(policy=policy, prompts=prompts, dtype=dtype)
+    return Setting(policy=policy, prompts=policy.prompts(options.prompts), dtype=dtype)
 
 
 def make_drafts(setting: Setting, drafter: str) -> dict[str, DraftInference]:
@@ -77,37 +76,22 @@ def make_drafts(setting: Setting, drafter: str) -> dict[str, DraftInference]:
 
 
 def make_variants(
-    drafts: dict[str, DraftInference], options: argparse.Namespace, bad_rounds: int = 0
-) -> dict[str, Variant]:
-    """Return every strategy and both selectors with the good drafter, and the cost model with every other drafter.
-
-    With the untrained drafter it runs `bad_rounds`, because its differences are small.
-    """
+    drafts: dict[str, DraftInference], options: argparse.Namespace
+) -> dict[str, Speculation]:
+    """Return every strategy and both selectors with the good drafter, and the cost model with the untrained one."""
     strategies = parse_strategies(options)
     good = drafts[GOOD]
-    variants = {
-        str(s): Variant(
-            speculation=Speculation(good, FixedSelector(s), [s]), num_rounds=options.rounds
-        )
-        for s in strategies
+    return {
+        **{str(s): Speculation(good, FixedSelector(s), [s]) for s in strategies},
+        BEG_MAB: Speculation(good, BegMabSelector([*strategies, OFF]), strategies),
+        COST_MODEL: Speculation(good, CostModelSelector(strategies), strategies),
+        UNHELPED: Speculation(drafts[RANDOM], CostModelSelector(strategies), strategies),
     }
-    speculation = Speculation(good, BegMabSelector([*strategies, OFF]), strategies)
-    variants[BEG_MAB] = Variant(speculation=speculation, num_rounds=options.rounds)
-    for name, draft in drafts.items():
-        speculation = Speculation(draft, CostModelSelector(strategies), strategies)
-        num_rounds = options.rounds if name == GOOD else bad_rounds
-        variants[adaptive_name(name)] = Variant(speculation=speculation, num_rounds=num_rounds)
-    return variants
 
 
 def parse_strategies(options: argparse.Namespace) -> list[SpeculationStrategy]:
     """Return the strategies of the options."""
     return [SpeculationStrategy.parse(text) for text in options.strategies]
-
-
-def adaptive_name(drafter: str) -> str:
-    """Return the name of the variant in which the cost model uses this drafter."""
-    return COST_MODEL if drafter == GOOD else f"{COST_MODEL}/{drafter}"
 
 
 def long_prompts(setting: Setting, num_tokens: int) -> list[Prompt]:

@@ -5,7 +5,7 @@
 (a) speed by batch size, for fixed strategies and both selectors; the cost model also with a useless drafter
 (b) a long-tailed set of requests end to end
 (c) accept length by kind of tree and temperature
-(d) the selectors against the best strategy of each batch size; `tools.bench gate` judges them without noise
+(d) the selectors against the strategy that is best over all batch sizes; `tools.bench gate` judges them without noise
 
 It also measures what `rollout.batch_invariant` costs.
 
@@ -22,8 +22,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from tools.bench.accept_length import bench_accept_lengths
-from tools.bench.batch_invariant import bench_batch_invariant
-from tools.bench.interleaved import PLAIN, mismatch_per_token
+from tools.bench.interleaved import mismatch_per_token
 from tools.bench.setting import (
     BEG_MAB,
     COST_MODEL,
@@ -33,12 +32,11 @@ from tools.bench.setting import (
     make_variants,
 )
 from tools.bench.speed import (
-    adaptive_minima,
+    bench_batch_invariant,
     bench_batch_sizes,
     bench_long_tail,
     best_fixed,
-    print_oracle,
-    speedup_by_batch,
+    compare_selectors,
 )
 
 QUICK = {
@@ -47,7 +45,6 @@ QUICK = {
     "num_requests": 16,
     "max_new_tokens": 200,
     "rounds": 1,
-    "unhelped_rounds": 1,
     "strategies": ["6_1_6", "4_2_8"],
     "temperatures": [1.0],
     "accept_prompts": 8,
@@ -63,7 +60,6 @@ def add_options(add: Callable[..., object]) -> None:
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     add("--accept-prompts", type=int, default=32)
     add("--accept-max-new-tokens", type=int, default=200)
-    add("--unhelped-rounds", type=int, default=12, help="in which the useless drafter runs")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "both"))
 
 
@@ -83,22 +79,21 @@ def _bench_one_dtype(
     """Run all tables except (c) in one dtype."""
     setting = make_setting(options, dtype)
     drafts = make_drafts(setting, options.drafter)
-    variants = make_variants(drafts, options, options.unhelped_rounds)
+    variants = make_variants(drafts, options)
     by_batch = bench_batch_sizes(setting, variants, options, console)
-    minima = adaptive_minima(by_batch, list(drafts), console)
-    oracle = print_oracle(by_batch, options.strategies, console)
-    near = min(by_batch, key=lambda size: abs(size - 8))
-    best, _ = best_fixed(by_batch[near], options.strategies)
-    in_tail = {n: variants[n] for n in (best, BEG_MAB, COST_MODEL) if n != PLAIN}
+    best = best_fixed(by_batch, options.strategies)
+    in_tail = {name: variants[name] for name in (best, BEG_MAB, COST_MODEL)}
     tail = bench_long_tail(setting, in_tail, options, console)
     comparisons = [*by_batch.values(), tail]
     return {
         "dtype": dtype,
         "num_layers": setting.policy.num_layers,
         "rounds": options.rounds,
-        "speedup_by_batch": speedup_by_batch(by_batch),
-        **minima,
-        "selector_vs_oracle": {"live": oracle},
+        "speedup_by_batch": {
+            str(size): {name: record.ratio for name, record in each.records.items()}
+            for size, each in by_batch.items()
+        },
+        "over_best_single": compare_selectors(by_batch, best, console),
         "long_tail_speedup": {name: record.ratio for name, record in tail.records.items()},
         "mismatch_per_token": {
             name: mismatch_per_token([c.records[name] for c in comparisons if name in c.records])

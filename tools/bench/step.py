@@ -1,24 +1,24 @@
-"""Measures what TLT gains in an RL step, and checks that it changes nothing else: the same run and seeds, four variants.
+"""Measures what TLT gains in an RL step, and checks that it changes nothing else: four variants of one run.
 
-    python -m tools.bench step                       # speed, exactness
-    python -m tools.bench step --parts drift         # a policy that changes fast
-    python -m tools.bench step --quick               # all of it small
+    python -m tools.bench step                       # speed and exactness
+    python -m tools.bench step --quick               # shows that everything works
 
-Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same drafter, trained on idle
-ranks), `cold_start` (tlt from random weights).
+Variants: `off` (no speculation), `frozen` (a warmed-up drafter without training), `tlt` (the same drafter, trained on
+idle ranks), `cold_start` (tlt from random weights).
 
-- Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In each round every variant
-  continues from its checkpoint for a few steps. The order rotates, and the first step of a round is not timed. Step k of one
-  variant is compared with step k of another.
+- Speed: training runs cannot alternate step by step in one process, so they alternate in rounds. In each round every
+  variant continues from its checkpoint for a few steps. The order rotates, and the first step of a round is not timed.
+  Speculation changes no token, so step k of two variants does the same work.
 - Exactness: all tokens and rewards of a shorter run with float64 rollouts are compared.
-- Drift: a large learning rate and one fixed strategy, so that accept lengths show the quality of the drafter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -31,48 +31,26 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from tools.bench.measure import made
-from tools.bench.step_measures import (
-    HOLDOUT_ACCEPT_LENGTH,
-    LIVE_ACCEPT_LENGTH,
-    REWARD,
-    ROLLOUT_SECONDS,
-    Run,
-    first_step_at,
-    idle_figures,
-    is_identical,
-    num_same_steps,
-    phase_seconds,
-    read_run,
-    rollout_share,
-    series,
-    speedups,
-    timed_steps,
-    with_a_tail,
-)
-from tools.bench.step_tables import (
-    print_by_step,
-    print_idle,
-    print_phases,
-    print_speedups,
-)
+from tools.bench.measure import made, print_table, spread, told
+from tools.compare_runs import STEP_SECONDS, Run, read_run
 from tools.expand_layers import expand_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 OFF, FROZEN, TLT, COLD = "off", "frozen", "tlt", "cold_start"
-QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1, "drift_steps": 4}
-RECOVERED_SHARE = 0.9  # of the warmed-up drafter's accept length
+QUICK = {"rounds": 1, "steps": 4, "exact_steps": 1}
+ROLLOUT_SECONDS = "timing_s/gen"
+_ACCEPT_LENGTH = "drafter/live_accept_length"
+_NUM_LONG = 0.1  # share of the prompts that are called long
 
 
 def variant_overrides(drafter: str) -> dict[str, tuple[str, ...]]:
-    """Return settings by variant. The first is off, which all others are compared with."""
-    speculate = ("speculation.enabled=true",)
-    warm = (*speculate, f"speculation.drafter={drafter}")
+    """Return settings by variant. All others are compared with the first, `off`."""
+    warm = ("speculation.enabled=true", f"speculation.drafter={drafter}")
     return {
         OFF: ("speculation.enabled=false", "spot.enabled=false"),
         FROZEN: (*warm, "spot.enabled=false"),
         TLT: (*warm, "spot.enabled=true"),
-        COLD: (*speculate, "speculation.drafter=", "spot.enabled=true"),
+        COLD: ("speculation.enabled=true", "speculation.drafter=", "spot.enabled=true"),
     }
 
 
@@ -80,13 +58,6 @@ def turned(names: Sequence[str], round_index: int) -> list[str]:
     """Return the order of a round: each variant is first, second, ... equally often."""
     start = round_index % len(names)
     return [*names[start:], *names[:start]]
-
-
-def own_words(output: str, num_lines: int = 30) -> str:
-    """Return the end of the ranks' own output of a failed run, without torchrun's report."""
-    lines = output.splitlines()
-    ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line)
-    return "\n".join(lines[: next(ends, len(lines))][-num_lines:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,39 +70,29 @@ class Launcher:
     overrides: Sequence[str]
     console: Console
 
-    def run(self, name: str, num_steps: int, *overrides: str) -> Run:
-        """Run `name` up to step `num_steps`, from its checkpoint if it has one. RuntimeError if it fails."""
+    def run(self, name: str, num_steps: int, *overrides: str) -> Path:
+        """Run `name` up to step `num_steps`, from its checkpoint if it has one. Return its folder.
+
+        RuntimeError if it fails.
+        """
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(sys.executable, "launch/torchrun.py", "--standalone"),
             *("--nproc-per-node", str(self.ranks), "launch/pretrain_rl.py"),
             *("--config", self.config, f"run.dir={folder}", f"run.num_steps={num_steps}"),
             *("checkpoint.resume=auto", *self.overrides, *overrides),
         ]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"PYTHONPATH": path}
         said = folder / "output.log"
         started = time.perf_counter()
         with said.open("a", encoding="utf-8") as output:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+            done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         if done.returncode:
-            quoted = own_words(said.read_text(encoding="utf-8"))
+            quoted = "\n".join(said.read_text(encoding="utf-8").splitlines()[-30:])
             raise RuntimeError(f"run {name} ended with {done.returncode}:\n{quoted}")
         seconds, load = time.perf_counter() - started, os.getloadavg()[0]
         self.console.print(f"{name}: at step {num_steps}, {seconds:.0f} s, load {load:.1f}")
-        return read_run(folder)
-
-    def run_variants(
-        self, part: str, num_steps: int, variants: Mapping[str, Sequence[str]], *shared: str
-    ) -> dict[str, Run]:
-        """Run `variants`, each with its own and the `shared` settings."""
-        return {
-            name: self.run(f"{part}{name}", num_steps, *shared, *overrides)
-            for name, overrides in variants.items()
-        }
+        return folder
 
 
 # ---- parts: each runs, prints, and returns its keys of the result
@@ -144,101 +105,145 @@ def bench_speed(launcher: Launcher, options: argparse.Namespace) -> dict[str, ob
     for round_index in range(options.rounds):
         for name in turned(list(variants), round_index):
             num_steps = (round_index + 1) * options.steps
-            runs[name] = launcher.run(f"speed/{name}", num_steps, *variants[name])
-    console = launcher.console
+            runs[name] = read_run(launcher.run(f"speed/{name}", num_steps, *variants[name]))
     num_steps = options.rounds * options.steps
-    timed = timed_steps(num_steps, options.steps)
-    later = range(2, num_steps + 1)  # the first step has no data of a step before it
+    timed, later = timed_steps(num_steps, options.steps), range(2, num_steps + 1)
     base = runs[OFF]
-    accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items() if name != OFF}
-    same = {name: num_same_steps(base, run, later) for name, run in runs.items()}
-    idle = {name: idle_figures(runs[name], later) for name in (TLT, COLD)}
-    settings = launcher.root / "speed" / TLT / "config.yaml"
     result: dict[str, Any] = {
-        "step_speedup": {name: speedups(base, run, timed) for name, run in runs.items()},
+        "step_speedup": {name: speedups(base, runs[name], timed) for name in variants},
         "rollout_speedup": {
-            name: speedups(base, run, timed, ROLLOUT_SECONDS) for name, run in runs.items()
+            name: speedups(base, runs[name], timed, ROLLOUT_SECONDS) for name in variants
         },
-        "rollout_share": rollout_share(base, timed),
+        "rollout_share": _sum(base, timed, ROLLOUT_SECONDS) / _sum(base, timed, STEP_SECONDS),
         "phases_s": {name: phase_seconds(runs[name], timed) for name in variants},
-        "steps_with_equal_tokens": {"of": len(later), **same},
-        **{key: idle[TLT][key] for key in ("stall_fraction", "idle_used_fraction", "preempt_ms")},
-        "idle": idle,
-        "accept_length_by_step": accepted,
-        "holdout_accept_length_by_step": {
-            name: series(runs[name], HOLDOUT_ACCEPT_LENGTH) for name in (TLT, COLD)
+        "steps_with_equal_tokens": {
+            name: num_same_steps(base, runs[name], later) for name in variants
         },
-        "cold_start_recovered_at_step": first_step_at(
-            accepted[COLD], accepted[TLT], RECOVERED_SHARE
-        ),
+        "idle": {name: idle_figures(runs[name], later) for name in (TLT, COLD)},
+        "accept_length_by_step": {
+            name: [record.metrics.get(_ACCEPT_LENGTH) for record in runs[name].values()]
+            for name in (FROZEN, TLT, COLD)
+        },
         "num_steps": num_steps,
         "num_timed_steps": len(timed),
-        "config": yaml.safe_load(settings.read_text(encoding="utf-8")),
     }
-    print_phases(console, result["phases_s"], result["rollout_share"], num_timed=len(timed))
-    print_speedups(console, result)
-    print_idle(console, idle)
-    print_by_step(console, "accept length", accepted)
-    recovered = result["cold_start_recovered_at_step"]
-    console.print(
-        f"cold start: {RECOVERED_SHARE:.0%} of the warmed-up accept length at step {recovered}"
-    )
+    print_speed(launcher.console, result)
     return result
+
+
+def print_speed(console: Console, result: Mapping[str, Any]) -> None:
+    """Print seconds and speed-ups by variant, the use of idle time, and accept lengths by step."""
+    columns = ("variant", "rollout s", "update s", "step s", "step speed-up", "all steps")
+    columns += ("rollout speed-up", "all rollouts", "equal tokens")
+    rows = []
+    for name, phases in result["phases_s"].items():
+        step, rollout = (result[f"{which}_speedup"][name] for which in ("step", "rollout"))
+        seconds = (phases.get(phase) for phase in ("gen", "update_actor", "step"))
+        speeds = (told(step), step["total"], told(rollout), rollout["total"])
+        rows.append([name, *seconds, *speeds, result["steps_with_equal_tokens"][name]])
+    share, num_later = result["rollout_share"], result["num_steps"] - 1
+    title = (
+        f"RL steps, {result['num_timed_steps']} timed; without speculation rollouts take {share:.0%}."
+        f" Speed-ups over off, median (min-max); steps with equal tokens out of {num_later}"
+    )
+    print_table(console, title, columns, rows)
+    rows = [
+        [name, each["idle_s"], f"{each['idle_used_fraction']:.0%}",
+         f"{each['stall_fraction']:.2%}", told(each["preempt_ms"]), each["updates_per_step"]]
+        for name, each in result["idle"].items()
+    ]  # fmt: skip
+    columns = ("variant", "idle rank-s", "used", "stall", "stop takes ms", "updates/step")
+    print_table(console, "spot training, from the second step on", columns, rows)
+    print_by_step(console, "accept length", result["accept_length_by_step"])
+
+
+def print_by_step(
+    console: Console, title: str, columns: Mapping[str, Sequence[float | None]]
+) -> None:
+    """Print values by RL step; "-" for a step without one, such as an accept length if nothing was drafted."""
+    rows = ([str(step), *row] for step, row in enumerate(zip(*columns.values(), strict=True), 1))
+    print_table(console, title, ("step", *columns), rows)
 
 
 def bench_exact(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
     """Run all variants with float64 rollouts, and compare every token and every reward."""
-    runs = launcher.run_variants(
-        "exact/",
-        options.exact_steps,
-        variant_overrides(options.drafter),
-        "rollout.dtype=float64",
-        f"rollout.max_new_tokens={options.exact_tokens}",
+    exact = ("rollout.dtype=float64", f"rollout.max_new_tokens={options.exact_tokens}")
+    base, *others = (
+        {
+            step: record.responses
+            for step, record in read_run(
+                launcher.run(f"exact/{name}", options.exact_steps, *exact, *overrides)
+            ).items()
+        }
+        for name, overrides in variant_overrides(options.drafter).items()
     )
-    identical = is_identical(runs.values())
-    num_tokens = sum(record.num_tokens for record in runs[OFF].values())
-    accepted = [v for v in series(runs[TLT], LIVE_ACCEPT_LENGTH) if v is not None]
+    num_tokens = sum(len(ids) for drawn in base.values() for ids, _ in drawn.values())
+    identical = all(other == base for other in others)
     verdict = "identical" if identical else "NOT identical"
     launcher.console.print(
-        f"float64: tokens and rewards of {len(runs)} variants are {verdict} "
-        f"({options.exact_steps} steps, {num_tokens:,} tokens, accept length {max(accepted, default=1.0):.1f})"
+        f"float64: tokens and rewards of all variants are {verdict} "
+        f"({options.exact_steps} steps, {num_tokens:,} tokens)"
     )
     return {"identical_tokens": identical, "identical_tokens_compared": num_tokens}
 
 
-def bench_drift(launcher: Launcher, options: argparse.Namespace) -> dict[str, object]:
-    """Compare a drafter that follows a fast-changing policy with one that does not, from the same weights."""
-    variants = variant_overrides(options.drafter)
-    runs = launcher.run_variants(
-        "drift/",
-        options.drift_steps,
-        {name: variants[name] for name in (FROZEN, TLT)},
-        f"optimizer.lr={options.drift_lr}",
-        f"speculation.strategies=['{options.drift_strategy}']",
-        "speculation.selector=fixed",
-    )
-    steps = range(1, options.drift_steps + 1)
-    accepted = {name: series(run, LIVE_ACCEPT_LENGTH) for name, run in runs.items()}
-    rewards = {name: series(run, REWARD) for name, run in runs.items()}
-    columns = {f"accept length, {name}": values for name, values in accepted.items()}
-    columns |= {f"reward, {name}": values for name, values in rewards.items()}
-    moves = f"learning rate {options.drift_lr:g}, strategy {options.drift_strategy}"
-    print_by_step(launcher.console, f"a policy that moves fast ({moves})", columns)
+# ---- measures of runs
+
+
+def timed_steps(num_steps: int, steps_per_round: int) -> list[int]:
+    """Return all steps except the first of each round, which warms its process up."""
+    return [step for step in range(1, num_steps + 1) if (step - 1) % steps_per_round > 0]
+
+
+def speedups(
+    base: Run, other: Run, steps: Sequence[int], metric: str = STEP_SECONDS
+) -> dict[str, float]:
+    """Return the spread over steps of base / other seconds, and `total`, the ratio of the sums."""
+    pairs = [(base[step].metrics[metric], other[step].metrics[metric]) for step in steps]
+    total = sum(slow for slow, _ in pairs) / sum(fast for _, fast in pairs)
+    return spread([slow / fast for slow, fast in pairs]) | {"total": total}
+
+
+def phase_seconds(run: Run, steps: Sequence[int]) -> dict[str, float]:
+    """Return mean seconds of a step by phase, largest over ranks. Phases that a run lacks are left out."""
+    names = {name for step in steps for name in run[step].metrics if name.startswith("timing_s/")}
+    means = {name: _sum(run, steps, name) / len(steps) for name in sorted(names)}
+    return {name.removeprefix("timing_s/"): mean for name, mean in means.items()}
+
+
+def idle_figures(run: Run, steps: Sequence[int]) -> dict[str, Any]:
+    """Return idle rank-seconds, the share that the drafter used, and what the RL step paid for it."""
+    idle_s, used_s = _sum(run, steps, "bubble/idle_s"), _sum(run, steps, "bubble/used_s")
+    preempt_ms = [run[step].metrics.get("spot/preempt_ms", 0.0) for step in steps]
+    preempted = [value for value in preempt_ms if value > 0]  # steps that ended in a session
     return {
-        "drift": {
-            "accept_length_by_step": accepted,
-            "rewards_by_step": rewards,
-            "lr": options.drift_lr,
-            "strategy": options.drift_strategy,
-            "steps_with_equal_tokens": num_same_steps(runs[FROZEN], runs[TLT], steps),
-        }
+        "idle_s": idle_s,
+        "idle_used_fraction": used_s / idle_s if idle_s else math.nan,
+        "stall_fraction": _sum(run, steps, "bubble/stall_s") / _sum(run, steps, STEP_SECONDS),
+        "preempt_ms": spread(preempted or [math.nan]),
+        "updates_per_step": _sum(run, steps, "spot/updates") / len(steps),
     }
+
+
+def num_same_steps(one: Run, other: Run, steps: Sequence[int]) -> int:
+    """Return the number of steps in which both runs drew the same tokens."""
+    return sum(_tokens(one, step) == _tokens(other, step) for step in steps)
+
+
+def _tokens(run: Run, step: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    return {key: token_ids for key, (token_ids, _) in run[step].responses.items()}
+
+
+def _sum(run: Run, steps: Sequence[int], metric: str) -> float:
+    return sum(run[step].metrics.get(metric, 0.0) for step in steps)
+
+
+# ---- the entry
 
 
 PARTS: dict[str, Callable[[Launcher, argparse.Namespace], dict[str, object]]] = {
     "speed": bench_speed,
     "exact": bench_exact,
-    "drift": bench_drift,
 }
 
 
@@ -246,19 +251,14 @@ def add_options(add: Callable[..., object]) -> None:
     """Add the options of this benchmark."""
     add("--config", default="examples/bench_step.yaml")
     add("--drafter", default="build/tiny_drafter", type=made, help="warmed up")
-    add("--parts", nargs="+", choices=PARTS, default=["speed", "exact"])
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--ranks", type=int, default=2)
     add("--rounds", type=int, default=4, help="of speed")
     add("--steps", type=int, default=6, help="of a round; the first is not timed")
     add("--exact-steps", type=int, default=3)
     add("--exact-tokens", type=int, default=200, help="longest response")
-    add("--drift-steps", type=int, default=20)
-    add("--drift-lr", type=float, default=4e-4)
-    add("--drift-strategy", default="6_1_6")
     add("--extra-layers", type=int, default=20, help="of a policy made here")
-    add("--tail-share", type=float, default=0.1, help="of prompts called long")
     add("--seed", type=int, default=0)
-    add("--keep", help="empty folder for the runs; default: a temporary one")
     add("overrides", nargs="*", metavar="section.key=value")
 
 
@@ -266,15 +266,12 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Make what is missing, run the parts and print their tables. Return the values of the JSON."""
     if options.steps < 2:
         raise SystemExit(f"--steps {options.steps}: must be >= 2")
-    with tempfile.TemporaryDirectory(prefix="bench-step-") as temporary:
-        root = Path(options.keep or temporary).resolve()
-        if root.is_dir() and any(root.iterdir()):
-            raise SystemExit(f"--keep {root}: must be empty, runs in it would be resumed")
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as root:
         launcher = Launcher(
-            root=root,
+            root=Path(root),
             config=options.config,
             ranks=options.ranks,
-            overrides=prepare(options, root),
+            overrides=[*_prepare(options, Path(root)), *options.overrides],
             console=console,
         )
         result: dict[str, object] = {"ranks": options.ranks}
@@ -283,23 +280,35 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     return result
 
 
-def prepare(options: argparse.Namespace, root: Path) -> list[str]:
-    """Make the deep policy and the order of its prompts; return the settings of all runs."""
+def _prepare(options: argparse.Namespace, root: Path) -> list[str]:
+    """Make the deep policy and the order of its prompts; return their settings."""
     settings = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
     policy = Path(settings["model"]["path"])
     if not (ROOT / policy).is_dir():
         expand_policy(ROOT / "build/tiny_policy", options.extra_layers, ROOT / policy)
     lines = (ROOT / settings["data"]["train"]).read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    ordered = with_a_tail(
-        rows,
-        [row["metadata"]["right_tokens"] for row in rows],
-        num_prompts=settings["rollout"]["num_prompts"],
-        tail_share=options.tail_share,
-        seed=options.seed,
-    )
+    rows = sorted(map(json.loads, lines), key=lambda row: row["metadata"]["right_tokens"])
+    ordered = with_a_tail(rows, settings["rollout"]["num_prompts"], options.seed)
     prompts = root / "prompts.jsonl"
-    root.mkdir(parents=True, exist_ok=True)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
-    order = (f"data.train={prompts}", "data.shuffle=false", f"run.seed={options.seed}")
-    return [*order, *options.overrides]
+    return [f"data.train={prompts}", "data.shuffle=false", f"run.seed={options.seed}"]
+
+
+def with_a_tail(by_length: Sequence[Any], num_prompts: int, seed: int) -> list[Any]:
+    """Order prompts, given by length, so that every `num_prompts` of them hold one of the longest.
+
+    A step of a few prompts then has the tail that a step of hundreds always has. Prompts that do not fill a step are
+    left out.
+    """
+    shuffle = random.Random(seed)
+    num_tail = max(1, round(_NUM_LONG * len(by_length)))
+    body, tail = [*by_length[:-num_tail]], [*by_length[-num_tail:]]
+    shuffle.shuffle(body)
+    shuffle.shuffle(tail)
+    ordered = []
+    num_body = num_prompts - 1
+    for number in range(min(len(tail), len(body) // num_body)):
+        step = [tail[number], *body[number * num_body : (number + 1) * num_body]]
+        shuffle.shuffle(step)
+        ordered += step
+    return ordered

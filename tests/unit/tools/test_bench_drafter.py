@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.slow_draft import make_draft_model, make_sequence
@@ -14,10 +13,9 @@ from tlt_megatron.drafter.packing import pack_batch
 from tools.bench.drafter import ASYNCHRONOUS, FULL, measure_blocking, pad_batch
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "hass", "eagle3"])
-def test_a_padded_batch_trains_the_same_rows_to_the_same_loss(algorithm: str) -> None:
-    model = make_draft_model("eagle3" if algorithm == "eagle3" else "eagle")
-    trainer = DrafterTrainer(model, DrafterSection(algorithm=algorithm))
+def test_a_padded_batch_trains_the_same_rows_to_the_same_loss() -> None:
+    model = make_draft_model("eagle")
+    trainer = DrafterTrainer(model, DrafterSection(algorithm="hass"))
     sequences = [
         make_sequence(model, num_tokens, seed=num_tokens, loss_start=start)
         for num_tokens, start in ((5, 0), (12, 4), (8, 3))
@@ -33,7 +31,6 @@ def test_a_padded_batch_trains_the_same_rows_to_the_same_loss(algorithm: str) ->
 
 def test_blocking_is_measured_for_every_variant_and_round(tmp_path: Path) -> None:
     trainer = DrafterTrainer(make_draft_model("eagle"), DrafterSection())
-    seconds, written = measure_blocking(trainer, tmp_path, rounds=2)
+    seconds = measure_blocking(trainer, tmp_path, rounds=2)
     assert seconds.keys() == {FULL, ASYNCHRONOUS}
     assert all(len(values) == 2 for values in seconds.values())
-    assert written > 0

@@ -53,7 +53,7 @@ def test_the_benchmark_of_a_language_model_measures_any_policy_folder(tmp_path: 
     policy = ("--config", str(config), "--policy", str(tmp_path / "model"))
     folders = (*policy, "--drafter", str(tmp_path / "drafter"), "--out", str(out))
     strategy = "speculation.strategies=['2_1_2']"
-    main(["llm", "--quick", "--parts", "cost", "passes", "engine", "decode", *folders, strategy])
+    main(["llm", "--quick", "--parts", "cost", "engine", "decode", *folders, strategy])
     result = json.loads(out.read_text())
     for dtype in ("bfloat16", "float32"):
         assert result["draft_step_fraction"][dtype]["8/0"]["median"] > 0
@@ -63,9 +63,6 @@ def test_the_benchmark_of_a_language_model_measures_any_policy_folder(tmp_path: 
         invariant = result["batch_invariant_price"][dtype]
         assert "refused" in invariant or set(invariant["mismatch_per_token"]) == {"1", "8", "64"}
         assert result["embedded_over_transformers"][dtype]["ratio"]["median"] > 0
-        shares = result["decode_pass"][dtype]["48/8"]
-        assert shares.pop("pass_ms") > 0
-        assert sum(shares.values()) == pytest.approx(1.0)
     assert result["accept_length_by_training_s"][0]["training_s"] == 0.0
     assert len(result["accept_length_by_training_s"]) == 2
     assert (tmp_path / "drafter" / "config.json").is_file()

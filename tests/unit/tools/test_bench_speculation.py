@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import cast
 
-from tools.bench.interleaved import PLAIN, Record, with_plain
+import pytest
+from rich.console import Console
+
+from tools.bench.interleaved import PLAIN, Comparison, Record, with_plain
 from tools.bench.measure import first_differences
+from tools.bench.setting import BEG_MAB, COST_MODEL
+from tools.bench.speed import best_fixed, compare_selectors
+from tools.load_engine import LoadedPolicy
 
 
 def test_plain_decoding_runs_on_both_sides_of_every_variant() -> None:
@@ -35,7 +41,19 @@ def test_a_response_that_ends_earlier_differs(
     assert first_differences([([1, 2, 3, 4], other)]) == (differing, compared)
 
 
-def test_the_first_round_stands_apart_from_the_others() -> None:
-    record = Record(ratios=[0.5, 2.0, 1.0, 3.0])
-    assert record.ratio == {"median": 2.0, "min": 1.0, "max": 3.0, "first_round": 0.5}
+def test_the_first_round_warms_up_and_does_not_count() -> None:
+    assert Record(ratios=[0.5, 2.0, 1.0, 3.0]).ratio == {"median": 2.0, "min": 1.0, "max": 3.0}
     assert Record(ratios=[0.5]).ratio["median"] == pytest.approx(0.5)
+
+
+def test_the_best_strategy_is_that_of_all_batch_sizes() -> None:
+    policy = cast(LoadedPolicy, None)  # nothing is decoded
+    ratios = {1: {"a": 4.0, "b": 2.0, COST_MODEL: 3.0}, 8: {"a": 1.0, "b": 1.5, COST_MODEL: 1.5}}
+    measured = {size: Comparison(policy, {}) for size in ratios}
+    for size, by_name in ratios.items():
+        measured[size].records = {
+            name: Record(ratios=[9.0, ratio]) for name, ratio in (by_name | {BEG_MAB: 1.0}).items()
+        }
+    assert best_fixed(measured, ["a", "b"]) == "b"
+    found = compare_selectors(measured, "b", Console(quiet=True))
+    assert found[COST_MODEL] == pytest.approx(2 / (1 / 1.5 + 1))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tools.bench.step_measures import Response, Run, StepRecord
-from tools.compare_runs import compare
+from tools.compare_runs import Run, StepRecord, compare
 
 
 def make_run(*tokens: int, reward: float = 1.0, grad_norm: float = 0.5) -> Run:
@@ -12,8 +11,8 @@ def make_run(*tokens: int, reward: float = 1.0, grad_norm: float = 0.5) -> Run:
         step: StepRecord(
             metrics={"actor/grad_norm": grad_norm},
             responses={
-                (0, 0): Response(token_ids=(7, token), reward=reward),
-                (0, 1): Response(token_ids=(8,), reward=0.0),
+                (0, 0): ((7, token), reward),
+                (0, 1): ((8,), 0.0),
             },
         )
         for step, token in enumerate(tokens, start=1)
