@@ -29,7 +29,7 @@ from tlt_megatron.trainer.command_line import read_command
 from tlt_megatron.trainer.run_folder import RunFolder, claim_run_folder
 
 if TYPE_CHECKING:
-    from tlt_megatron.trainer.build import Run
+    from tlt_megatron.trainer.run import Run
 
 log = logging.getLogger("launch.pretrain_rl")
 
@@ -129,9 +129,9 @@ class _Launch:
             print(ledger.headline(free_bytes), flush=True)
         check_memory(ledger, free_bytes, device.host_free_bytes(), world)
         self._run = build_run(config, self._run_dir, world, device, stack, self._stop)
-        self._run.trainer.report.history.add_memory_plan(ledger)
+        self._run.report.history.add_memory_plan(ledger)
         with self._run.explaining():
-            self._run.trainer.train()
+            self._run.train()
             finish_run(self._run, config, self._run_dir)
 
     def _report(self, error: Exception) -> int:

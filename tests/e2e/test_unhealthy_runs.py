@@ -118,14 +118,17 @@ def test_engine_with_other_weights_is_noticed_before_the_first_update(
         world = init_world(device.backend, 60.0)
         with ExitStack() as stack:
             built = build_run(settings, tmp_path, world, device, stack)
-            before = {name: tensor.clone() for name, tensor in built.model.export_hf_weights()}
+            before = {
+                name: tensor.clone()
+                for name, tensor in built.trainer.policy_trainer.model.export_hf_weights()
+            }
             other = ChecksummedTensors(
                 ((name, tensor * 1.01) for name, tensor in before.items()), torch.float64
             )
             built.trainer.engine.load_weights(other, version=0, checksum=other.checksum)
             with pytest.raises(UnhealthyTrainingError) as caught:
-                built.trainer.train()
-            after = dict(built.model.export_hf_weights())
+                built.train()
+            after = dict(built.trainer.policy_trainer.model.export_hf_weights())
             return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
 
     for message, is_unchanged in run_ranks(2, rank, has_world=False):

@@ -1,4 +1,4 @@
-"""Builds a ready RLTrainer from a RunConfig. This is the only module that imports every package."""
+"""Builds a ready Run from a RunConfig. This is the only module that imports every package."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,10 +49,11 @@ from tlt_megatron.trainer.conversations import Conversations
 from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.flops import make_utilization
 from tlt_megatron.trainer.identity import Resumed, compare_run, describe_run, saved_run_of
-from tlt_megatron.trainer.loop import LoopSettings, RLTrainer
+from tlt_megatron.trainer.loop import RLTrainer, StepSettings
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
+from tlt_megatron.trainer.run import Run, Schedule
 from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
 from tlt_megatron.trainer.run_folder import CHECKPOINTS
 from tlt_megatron.trainer.speculation_log import SpeculationLog
@@ -63,16 +64,6 @@ from tlt_megatron.types import Prompt, SamplingParams
 log = logging.getLogger(__name__)
 
 EVAL_SEED_OFFSET = 0x5EED  # evaluation never samples with the noise of training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A built run, with the parts that the launcher needs to finish it."""
-
-    trainer: RLTrainer
-    model: McorePolicyModel
-    # for work of all ranks: a failed collective raises RanksLost, which names the lost ranks
-    explaining: Callable[[], AbstractContextManager[None]]
 
 
 def build_run(
@@ -95,12 +86,12 @@ def build_run(
     heartbeat = stack.enter_context(running_heartbeat(store, world, *limits_s, stop))
     explaining = partial(heartbeat.explaining, settings.group_timeout_s)
     with explaining():
-        trainer, model = _build(
-            _Site(config, run_dir, world, device, store, heartbeat, stop, stack)
+        run = _build(
+            _Site(config, run_dir, world, device, store, heartbeat, stop, stack), explaining
         )
         stop.begin_training()
         barrier(world)  # no rank trains while a signal would still end another without a save
-    return Run(trainer=trainer, model=model, explaining=explaining)
+    return run
 
 
 class _Site(NamedTuple):
@@ -116,7 +107,7 @@ class _Site(NamedTuple):
     stack: ExitStack
 
 
-def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
+def _build(site: _Site, explaining: Callable[[], AbstractContextManager[None]]) -> Run:
     config, run_dir, world, stack = site.config, site.run_dir, site.world, site.stack
     saved = saved_run_of(config, run_dir, world)
     _check_extensions(config)
@@ -154,8 +145,7 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     stack.callback(destroy_model_parallel)
     step = saved.step if saved else 0
     worker = _build_worker(site, rewards, tokenizer, first_step=step)
-    model = _build_policy(config, groups, site.device)
-    critic = _build_critic(config, groups, site.device) if config.has_critic else None
+    model, critic = _build_models(config, groups, site.device)
     checkpoints = CheckpointManager(
         run_dir / CHECKPOINTS,
         model,
@@ -167,28 +157,41 @@ def _build(site: _Site) -> tuple[RLTrainer, McorePolicyModel]:
     folder = checkpoints.restore(saved) if saved else None
     for each in filter(None, (model, critic)):
         each.leave_device()  # the engine is awake: its memory is taken
-    settings = _loop_settings(config, tokenizer)
-    with worker.phases("SYNC", "update_weights", version=step):
+    settings = _step_settings(config, tokenizer)
+    phases = worker.phases
+    with phases("SYNC", "update_weights", version=step):
         push_policy(model, worker.engine, step, dtype=settings.engine_dtype, world=world)
-    worker.phases.take_timings()  # of no step
-    drafter = _build_drafter(site, worker, folder if resumed.has_drafter else None)
-    carried = load_carried(folder, sampler.prompt_at) if folder else ()
+    phases.take_timings()  # of no step
     trainer = RLTrainer(
         settings,
         sampler=sampler,
         worker=worker,
+        engine=worker.engine,
         policy_trainer=_build_policy_trainer(config, model, critic, groups),
+        drafter=_build_drafter(site, worker, folder if resumed.has_drafter else None),
+        phases=phases,
+        world=world,
+    )
+    carried = load_carried(folder, sampler.prompt_at) if folder else ()
+    run = Run(
+        Schedule(
+            num_steps=config.run.num_steps,
+            eval_interval=config.eval.interval,
+            checkpoint_interval=config.checkpoint.interval,
+            has_last_checkpoint=config.checkpoint.at_end,
+        ),
+        trainer,
         evaluator=Evaluator(
             worker, held_out, _eval_sampling(config, tokenizer), config.reward.right_score
         ),
         checkpoints=checkpoints,
-        drafter=drafter,
         # last: it cuts what an earlier run wrote after the checkpoint
-        report=_open_report(site, worker.phases, tokenizer, saved),
+        report=_open_report(site, phases, tokenizer, saved),
+        explaining=explaining,
     )
     if saved and folder:
-        trainer.resume(saved, folder, resumed, carried)
-    return trainer, model
+        run.resume(saved, folder, resumed, carried)
+    return run
 
 
 def _check_conversations(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
@@ -307,10 +310,9 @@ def _make_trackers(config: RunConfig, run_dir: Path, resume_step: int | None) ->
     return Trackers(trackers)
 
 
-def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
+def _step_settings(config: RunConfig, tokenizer: Tokenizer) -> StepSettings:
     rollout, algorithm = config.rollout, config.algorithm
-    return LoopSettings(
-        num_steps=config.run.num_steps,
+    return StepSettings(
         batch=BatchRules(
             num_prompts=rollout.num_prompts,
             right_score=config.reward.right_score,
@@ -323,9 +325,6 @@ def _loop_settings(config: RunConfig, tokenizer: Tokenizer) -> LoopSettings:
             overlong_tokens=config.reward.overlong_tokens,
             overlong_penalty=config.reward.overlong_penalty,
         ),
-        eval_interval=config.eval.interval,
-        checkpoint_interval=config.checkpoint.interval,
-        has_last_checkpoint=config.checkpoint.at_end,
         engine_dtype=getattr(torch, rollout.dtype),
         sampling=SamplingParams(
             num_samples=rollout.num_samples,
@@ -349,27 +348,22 @@ def _eval_sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     )
 
 
-def _build_policy(config: RunConfig, groups: ProcessGroups, device: Device) -> McorePolicyModel:
-    return McorePolicyModel(
+def _build_models(
+    config: RunConfig, groups: ProcessGroups, device: Device
+) -> tuple[McorePolicyModel, McoreCriticModel | None]:
+    layout: dict[str, Any] = {"parallel": config.parallel, "mcore": config.mcore}
+    layout |= {"groups": groups, "device": device}
+    policy = McorePolicyModel(
         model=config.model,
-        parallel=config.parallel,
-        mcore=config.mcore,
         optimizer=config.optimizer,
-        groups=groups,
-        device=device,
         keep_reference=config.algorithm.kl_coef > 0,
+        **layout,
     )
-
-
-def _build_critic(config: RunConfig, groups: ProcessGroups, device: Device) -> McoreCriticModel:
-    return McoreCriticModel(
-        model=replace(config.model, path=config.critic_path),
-        parallel=config.parallel,
-        mcore=config.mcore,
-        optimizer=config.critic.optimizer(config.optimizer),
-        groups=groups,
-        device=device,
-    )
+    if not config.has_critic:
+        return policy, None
+    model = replace(config.model, path=config.critic_path)
+    optimizer = config.critic.optimizer(config.optimizer)
+    return policy, McoreCriticModel(model=model, optimizer=optimizer, **layout)
 
 
 def _build_policy_trainer(

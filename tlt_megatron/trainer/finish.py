@@ -18,7 +18,7 @@ from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.durable import read_json_lines, replace_text
 from tlt_megatron.runtime.progress import Progress, format_number
 from tlt_megatron.runtime.timeline import merge_timelines
-from tlt_megatron.trainer.build import Run
+from tlt_megatron.trainer.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     trainer = run.trainer
     progress, is_first = trainer.phases.progress, trainer.world.is_first
     is_complete = trainer.step == config.run.num_steps
-    if not trainer.is_stopped:
+    if not run.is_stopped:
         if config.speculation.measure_gain and is_complete:
-            trainer.measure_gain()
+            run.measure_gain()
         if trainer.drafter is not None and is_first:
             trainer.drafter.export(run_dir / "hf_drafter")
         if config.checkpoint.export_hf and is_complete:
@@ -69,12 +69,12 @@ def finish_run(run: Run, config: RunConfig, run_dir: Path) -> None:
     barrier(trainer.world)
     if not is_first:
         return
-    path, summary = run_dir / "summary.json", trainer.report.history.summary()
-    if not trainer.last_rounds and path.exists():
+    path, summary = run_dir / "summary.json", run.report.history.summary()
+    if not run.num_new_steps and path.exists():
         # No step since a resume: the speedup that was measured at the run's end stays true.
         summary = json.loads(path.read_text(encoding="utf-8")) | summary
     replace_text(path, json.dumps(summary, indent=2) + "\n")
-    if trainer.is_stopped:
+    if run.is_stopped:
         progress.close()
         log.info(
             "saved step %d of %d; resume with: --resume auto run.dir=%s",
@@ -121,7 +121,7 @@ def result_lines(summary: Mapping[str, float | None]) -> list[str]:
 
 def _export_policy(run: Run, config: RunConfig, folder: Path) -> None:
     """Write the policy as a Hugging Face model on rank 0. A collective of all ranks."""
-    weights = run.model.export_hf_weights()
+    weights = run.trainer.policy_trainer.model.export_hf_weights()
     if run.trainer.world.is_first:
         dtype = getattr(torch, config.model.dtype)
         save_hf_model(folder, weights, Path(config.model.path), dtype=dtype)

@@ -43,7 +43,7 @@ class RolloutLog:
         groups: Sequence[ScoredGroup],
         differences: Mapping[tuple[int, int], float],
     ) -> list[dict[str, object]]:
-        """Write the responses of a step and return the first ones. `differences` as in `RunReport.end_step`."""
+        """Write the responses of a step and return the first ones. `differences` as in `TrainedStep`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         first: list[dict[str, object]] = []
         with open(self.folder / _file_name(step), "w", encoding="utf-8") as file:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
-from collections.abc import Mapping
 
 import psutil
 
-from tlt_megatron.policy.policy_trainer import Inference
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.durable import sync_path
 from tlt_megatron.runtime.metrics import MetricsWriter
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.trainer.flops import Utilization
 from tlt_megatron.trainer.history import RunHistory
+from tlt_megatron.trainer.loop import TrainedStep
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_log import RolloutLog
-from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.speculation_log import SpeculationLog
-
-log = logging.getLogger(__name__)
 
 # whose time per token counts prompts too, as in verl
 _PHASES_OF_ALL_TOKENS = ("values", "update_critic", "update_actor")
@@ -53,19 +48,9 @@ class RunReport:
         self._step_started = time.perf_counter()
         self.phases.timeline.status.begin_step(step)
 
-    def end_step(
-        self,
-        step: int,
-        collected: Collected,
-        inference: Inference,
-        update: dict[str, float],
-        differences: Mapping[tuple[int, int], float],
-    ) -> None:
-        """Report the step. A collective of all ranks.
-
-        `update` are metrics of the update. `differences` are the engines' mean absolute
-        log-prob differences by (draw_index, sample_index).
-        """
+    def end_step(self, step: int, trained: TrainedStep) -> None:
+        """Report the step. A collective of all ranks."""
+        collected, inference, update, differences = trained
         if self._passes is not None:
             self._passes.write(collected.passes)
         if self._rollouts is not None and self._metrics is not None:
@@ -128,31 +113,6 @@ class RunReport:
             for phase, num_bytes in of.items()
             if num_bytes
         }
-
-    def num_written(self) -> dict[str, int]:
-        """Return the number of rows, or of files that are not empty, in each part of the run's history on the disk."""
-        if self._metrics is None or self._passes is None:
-            return {}
-        run_dir = self._metrics.path.parent
-        counts = {each.path.name: each.num_rows for each in (self._metrics, self._passes)}
-        for name in ("rollouts", "timeline"):
-            sizes = [file.stat().st_size for file in (run_dir / name).glob("*.jsonl")]
-            counts[f"{name}/"] = sum(size > 0 for size in sizes)
-        return counts
-
-    def warn_of_loss(self, saved: Mapping[str, int]) -> None:
-        """Warn if less is there than `num_written` was at the checkpoint from which the run resumes."""
-        found = self.num_written()
-        lost = [
-            f"{n} {found[n]} of {count}"
-            for n, count in saved.items()
-            if found.get(n, count) < count
-        ]
-        if lost:
-            log.warning(
-                "history that was there at the checkpoint is gone (rows; files in a folder): %s",
-                ", ".join(lost),
-            )
 
     def sync(self) -> None:
         """Write the metrics so far to the disk."""

@@ -1,67 +1,15 @@
-"""The prompts that measure the gain of speculation: new ones, as many as in the generation rounds of the latest steps."""
+"""The prompts that measure the gain of speculation are new ones."""
 
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from tlt_megatron.rewards.dapo import BatchRules
 from tlt_megatron.runtime.process_groups import Group
-from tlt_megatron.trainer import loop
 from tlt_megatron.trainer.gain import measure_gain
-from tlt_megatron.trainer.loop import RLTrainer
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
-
-
-def test_each_round_of_a_step_is_timed_as_a_batch_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Six steps, each with three prompts and then two more by dynamic sampling."""
-    drawn = 0
-
-    def next_batch(count: int) -> list[Any]:
-        nonlocal drawn
-        drawn += count
-        return list(range(drawn - count, drawn))
-
-    def collect(*_: object, plan: Any, **__: object) -> Any:
-        plan.draw(2)
-
-    measured: list[int] = []
-
-    def measure(_: object, sizes: list[int], *__: object, **___: object) -> None:
-        measured.extend(sizes)
-
-    monkeypatch.setattr(loop, "measure_gain", measure)
-    trainer = RLTrainer(
-        SimpleNamespace(
-            batch=BatchRules(num_prompts=3, max_rounds=2, metric="reward"),
-            sampling=None,
-        ),
-        sampler=SimpleNamespace(state_dict=dict, next_batch=next_batch),
-        worker=SimpleNamespace(
-            engine=None,
-            phases=lambda *_, **__: nullcontext(),
-            replicas=None,
-            collect=collect,
-            should_stop=None,
-        ),
-        policy_trainer=None,
-        evaluator=None,
-        checkpoints=None,
-        drafter=None,
-        report=None,
-    )
-    for _ in range(6):
-        trainer._collect()
-    trainer.measure_gain()
-    assert measured == [3, 2] * 4
-    assert drawn == 30
 
 
 class RecordingEngine:

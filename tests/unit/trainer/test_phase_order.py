@@ -93,23 +93,16 @@ def make_trainer(gpu: SharedGpu) -> RLTrainer:
         update=update,
         engine_differences={},
     )
-    worker = SimpleNamespace(
-        engine=SimpleNamespace(sleep=gpu.sleep, wake=gpu.wake),
-        phases=lambda *_, **__: nullcontext(),
-        replicas=None,
-        collect=collect,
-    )
-    ignored = SimpleNamespace(begin_step=lambda _: None, end_step=lambda *_: None)
     sampler = SimpleNamespace(state_dict=dict, epoch=0, next_batch=lambda n: [])
     return RLTrainer(
         SimpleNamespace(batch=BatchRules(num_prompts=1), sampling=None, engine_dtype=None),
         sampler=sampler,
-        worker=worker,
+        worker=SimpleNamespace(collect=collect),
+        engine=SimpleNamespace(sleep=gpu.sleep, wake=gpu.wake),
         policy_trainer=policy_trainer,
-        evaluator=None,
-        checkpoints=None,
         drafter=None,
-        report=ignored,
+        phases=lambda *_, **__: nullcontext(),
+        world=None,
     )
 
 

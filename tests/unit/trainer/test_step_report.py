@@ -18,6 +18,7 @@ from tlt_megatron.runtime.progress import Progress
 from tlt_megatron.runtime.timeline import Timeline
 from tlt_megatron.runtime.trackers import Trackers
 from tlt_megatron.trainer.flops import Utilization, forward_flops, make_utilization, peak_flops
+from tlt_megatron.trainer.loop import TrainedStep
 from tlt_megatron.trainer.phases import Phases
 from tlt_megatron.trainer.rollout_worker import Collected
 from tlt_megatron.trainer.step_report import RunReport
@@ -119,7 +120,7 @@ def test_a_step_on_known_gpus(tmp_path: Path) -> None:
     ):
         with phases(name, timing):
             pass
-    report.end_step(1, collected, inference, {"actor/num_updates": 2.0}, {})
+    report.end_step(1, TrainedStep(collected, inference, {"actor/num_updates": 2.0}, {}))
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     # three times a forward pass over 5 and 7 tokens, twice; forward passes of policy and reference over all
     updated, inferred = 6 * forward_flops(MODEL, [5, 7]), 2 * forward_flops(MODEL, [5, 7, 6])

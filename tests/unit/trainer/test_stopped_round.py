@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,18 +90,15 @@ def test_a_step_that_stops_after_its_first_round_gives_all_its_draws_back() -> N
             sampling=None,
         ),
         sampler=sampler,
-        worker=SimpleNamespace(
-            engine=None, phases=lambda *_, **__: nullcontext(), replicas=None, collect=collect
-        ),
+        worker=SimpleNamespace(collect=collect),
+        engine=None,
         policy_trainer=None,
-        evaluator=None,
-        checkpoints=None,
         drafter=None,
-        report=None,
+        phases=None,
+        world=None,
     )
     before = torch.get_rng_state()
     with pytest.raises(GenerationStopped):
-        trainer._collect()
+        trainer.train_step()
     assert sampler.drawn == 5
     assert torch.equal(torch.get_rng_state(), before)
-    assert not trainer.last_rounds

@@ -1,0 +1,155 @@
+"""A run: RL steps with evaluations and checkpoints between them, until the last step or a stop. Built by build.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_megatron.engines.base import GenerationStopped
+from tlt_megatron.rewards.partial import save_carried
+from tlt_megatron.runtime.collectives import agree_any
+from tlt_megatron.trainer.evaluation import Evaluator
+from tlt_megatron.trainer.gain import measure_gain
+from tlt_megatron.trainer.identity import Resumed
+from tlt_megatron.trainer.loop import RLTrainer
+from tlt_megatron.trainer.run_checkpoint import CheckpointManager, SavedRun
+from tlt_megatron.trainer.step_report import RunReport
+from tlt_megatron.types import ScoredGroup
+
+_GAIN_STEPS = 4  # batches that measure the speedup of speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Lengths and intervals, in RL steps."""
+
+    num_steps: int
+    eval_interval: int  # 0: only before the first step and after the last
+    checkpoint_interval: int  # 0: only after the last step
+    has_last_checkpoint: bool  # after the last step; a stop always saves
+
+
+class Run:
+    """Trains, evaluates, saves, stops and resumes. Every method is a collective of all ranks."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        trainer: RLTrainer,
+        *,
+        evaluator: Evaluator,
+        checkpoints: CheckpointManager,
+        report: RunReport,
+        explaining: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """In `explaining()`, a collective that fails raises RanksLost, which names the lost ranks."""
+        self.schedule = schedule
+        self.trainer = trainer
+        self.evaluator = evaluator
+        self.checkpoints = checkpoints
+        self.report = report
+        self.explaining = explaining
+        self.num_new_steps = 0  # since the start or the resume
+        self.is_stopped = False  # stopped on request; a resumed run does the rest
+        self._is_saved = False  # a checkpoint of this run holds the present state
+
+    def train(self) -> None:
+        """Run from the current step to the last or to a stop request, and save a checkpoint.
+
+        A stop drops unfinished rollouts: the policy has not changed in that step, so the checkpoint
+        is the state at its beginning. A running update is finished first.
+        """
+        self.is_stopped = not self._run_steps()
+        if self.is_stopped or self.schedule.has_last_checkpoint:
+            self.save_checkpoint()
+
+    def _run_steps(self) -> bool:
+        """Return True after the last step, False after a stop request."""
+        trainer = self.trainer
+        try:
+            self._evaluate_if_due()
+            while trainer.step < self.schedule.num_steps:
+                self.report.begin_step(trainer.step + 1)
+                trained = trainer.train_step()
+                self.num_new_steps += 1
+                self._is_saved = False
+                self.report.end_step(trainer.step, trained)
+                if agree_any(trainer.worker.should_stop(), trainer.world):
+                    return False
+                self._evaluate_if_due()
+                # checkpoints of steps without an update would replace the last good one
+                is_good = trainer.policy_trainer.is_last_update_good
+                if is_good and self._is_due(self.schedule.checkpoint_interval):
+                    self.save_checkpoint()
+        except GenerationStopped:  # on all ranks
+            return False
+        return True
+
+    def _is_due(self, interval: int) -> bool:
+        step = self.trainer.step
+        return interval > 0 and step % interval == 0 and step < self.schedule.num_steps
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate at the first step, the last and the interval, unless done before a resume."""
+        step = self.trainer.step
+        is_end = step in (0, self.schedule.num_steps)
+        is_done = self.report.history.last_eval_step == step
+        if is_done or not (is_end or self._is_due(self.schedule.eval_interval)):
+            return
+        with self.trainer.phases("EVAL", "testing"):
+            result = self.evaluator.evaluate(step)
+        self.report.end_evaluation(step, result)
+        if result:
+            self._is_saved = False
+
+    def save_checkpoint(self) -> None:
+        """Save everything that a resumed run needs to equal an uninterrupted one, unless it is saved."""
+        if self._is_saved:
+            return
+        trainer = self.trainer
+
+        def save_part(folder: Path) -> None:
+            if trainer.drafter is not None:
+                trainer.drafter.save_into(folder)
+            if trainer.carried and trainer.world.is_first:
+                save_carried(folder, trainer.carried)
+
+        with trainer.phases("CHECKPOINT", "save_checkpoint"):
+            state = trainer.state_dict() | {"history": self.report.history.state_dict()}
+            self.report.sync()  # a checkpoint's steps must not be lost to a power cut
+            self.checkpoints.save(trainer.step, state, save_part=save_part)
+        self._is_saved = True
+        self.report.add_memory()
+
+    def resume(
+        self, saved: SavedRun, folder: Path, resumed: Resumed, carried: Sequence[ScoredGroup]
+    ) -> None:
+        """Restore what `save_checkpoint` wrote, except policy, sampler and drafter. `resumed`: learned parts."""
+        self._is_saved = folder.resolve() == self.checkpoints.folder(saved.step).resolve()
+        self.report.history.load_state_dict(saved.state["history"])
+        self.trainer.load_state_dict(
+            saved.state,
+            carried,
+            has_critic=(folder / "critic").is_dir(),
+            has_selector=resumed.has_selector,
+        )
+
+    def measure_gain(self) -> None:
+        """Time further batches with and without speculation, for the summary. None after a run without steps."""
+        trainer = self.trainer
+        sizes = [trainer.settings.batch.num_first(())] * min(_GAIN_STEPS, self.num_new_steps)
+        if not sizes:  # resumed after the last step
+            return
+        gain = measure_gain(
+            trainer.engine,
+            sizes,
+            trainer.sampler.next_batch,
+            trainer.settings.sampling,
+            policy_version=trainer.step,
+            replicas=trainer.world,
+            should_stop=trainer.worker.should_stop,
+        )
+        if gain is not None:
+            self.report.history.add_gain(gain)
