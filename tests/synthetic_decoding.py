@@ -13,9 +13,7 @@ ARMS = tuple(
     SpeculationStrategy.parse(text)
     for text in ("2_1_2", "4_1_4", "6_1_6", "3_4_8", "4_4_16", "6_4_16")
 )
-RETRIEVING_ARMS = tuple(
-    SpeculationStrategy.parse(text) for text in ("4_1_4", "ngram_4", "ngram_8", "4_1_4+ngram_4")
-)
+RETRIEVING_ARMS = tuple(SpeculationStrategy.parse(text) for text in ("4_1_4", "ngram_4", "ngram_8"))
 
 
 class SyntheticDecoding:

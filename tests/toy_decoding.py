@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import gumbel_noise, sample
-from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
 from tlt_megatron.speculation.verify import Verdict
 
 NUM_STATES = 97
@@ -131,7 +130,7 @@ def random_tree(generator: random.Random, batch_size: int, num_nodes: int, vocab
         parents_BQ=torch.tensor(parents),
         depths_BQ=torch.tensor(depths),
         scores_BQ=torch.zeros(batch_size, num_nodes),
-        num_steps=max(map(max, depths)),
+        depth=max(map(max, depths)),
     )
 
 
@@ -165,14 +164,13 @@ def decode_speculative(
         positions_B = torch.tensor([len(responses[i]) for i in active])
         left_B = torch.tensor([max_tokens[i] - len(responses[i]) for i in active])
         noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.depth, draft_table.shape[1])
-        tree = None
         if strategy.is_learned:
             grower = TreeGrower(strategy, ranking=ranking)
             tree = grow_draft(draft_table, states_B, grower, how, noise_BDV, tau_D)
-        if strategy.num_retrieved:
+        else:
             so_far = [responses[i] for i in active]
             found_BN = retrieve(active, so_far, strategy.num_retrieved)
-            tree = retrieved_chain(found_BN) if tree is None else graft(tree, found_BN)
+            tree = chain_tree(found_BN, torch.zeros(found_BN.shape))
         verdict = verify(tree, row_states(tree, states_B), seeds_B, positions_B, left_B)
         going = []
         for row, index in enumerate(active):

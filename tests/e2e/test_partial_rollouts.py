@@ -29,7 +29,7 @@ SETTINGS = (
     *("rollout.partial_rollout_tokens=6", "reward.timeout_s=600"),
 )
 TLT = (
-    *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']"),
+    *("speculation.enabled=true", "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']"),
     *("spot.enabled=true", "drafter.batch_tokens=64"),
 )
 # From the third step of the run `stopped` on, responses of more than one round wait while `hold` exists.

@@ -77,7 +77,7 @@ TLT = {
     "spot.max_updates": (1, 4),
     "spot.data_bytes": (1, 3000, 20000),
 }
-STRATEGIES = ("1_1_1", "4_1_4", "4_2_8", "6_4_16", "2_2_6", "ngram_5", "4_2_8+ngram_4")
+STRATEGIES = ("1_1_1", "4_1_4", "4_2_8", "6_4_16", "2_2_6", "ngram_5")
 
 
 @pytest.mark.parametrize("number", range(NUM_DRAWS))

@@ -24,7 +24,7 @@ UNEVEN = ("rollout.num_prompts=3", "rollout.max_batch_size=4", "rollout.max_new_
 SPOT = (
     *UNEVEN,
     "speculation.enabled=true",
-    "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']",
+    "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']",
     "spot.enabled=true",
     "drafter.algorithm=hass",
     "drafter.batch_tokens=64",

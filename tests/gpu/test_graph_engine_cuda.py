@@ -27,7 +27,7 @@ from tlt_megatron.speculation.selector import Decision, FixedSelector
 from tlt_megatron.types import Prompt, SamplingParams
 
 pytestmark = needs_gpus()
-STRATEGIES = ("off", "4_1_4", "3_2_6", "ngram_4", "3_2_6+ngram_5")
+STRATEGIES = ("off", "4_1_4", "3_2_6", "ngram_4")
 PARAMS = SamplingParams(num_samples=3, max_new_tokens=60, stop_token_ids=(5,), seed=5)
 PROMPTS = [
     Prompt(prompt_id=str(i), draw_index=i, token_ids=tuple((3 * j + i) % 40 + 8 for j in range(n)))

@@ -18,7 +18,7 @@ from tests.tiny_task import answers, launch, make_tiny_task, metric_rows
 pytestmark = [*needs_gpus(), pytest.mark.e2e]
 SPECULATION = (
     "speculation.enabled=true",
-    "speculation.strategies=['3_1_3', '3_2_6+ngram_3', 'ngram_4']",
+    "speculation.strategies=['3_1_3', '3_2_6', 'ngram_4']",
     "spot.enabled=true",
     "drafter.algorithm=hass",
     "drafter.batch_tokens=64",

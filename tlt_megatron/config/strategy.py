@@ -17,19 +17,21 @@ class SpeculationStrategy:
 
     Each draft step expands `topk` nodes into `topk` children each; the best `num_draft_tokens` candidates are verified.
     Example: `SpeculationStrategy(num_steps=6, topk=4, num_draft_tokens=16)`, written "6_4_16". `topk=1` is a chain.
-    The n-gram drafter can add tokens to the learned tree, "4_2_8+ngram_4", or draft alone, "ngram_8".
+    The n-gram drafter proposes a chain without draft steps: "ngram_8" is `num_retrieved=8`.
     """
 
-    num_steps: int  # depth of the learned tree, >= 1 (0: off)
-    topk: int  # nodes expanded per draft step and children per node, >= 1 (0: off)
-    num_draft_tokens: int  # learned nodes to verify, the last committed token not counted (0: off)
-    num_retrieved: int = 0  # additional n-gram nodes to verify; also their largest depth
+    num_steps: int = 0  # depth of the learned tree, >= 1 (0: no learned drafter)
+    topk: int = 0  # nodes expanded per draft step and children per node, >= 1
+    num_draft_tokens: int = 0  # learned nodes to verify, the last committed token not counted
+    num_retrieved: int = 0  # n-gram nodes to verify, instead of learned ones
 
     def __post_init__(self) -> None:
         values = (self.num_steps, self.topk, self.num_draft_tokens)
-        if self.num_retrieved < 0:
-            raise ValueError(f"num_retrieved={self.num_retrieved}: must be >= 0")
-        if values == (0, 0, 0):
+        if self.num_retrieved < 0 or (self.num_retrieved and any(values)):
+            raise ValueError(
+                f"num_retrieved={self.num_retrieved}: must be >= 0, and 0 beside learned nodes"
+            )
+        if not any(values):
             return
         if min(values) < 1:
             raise ValueError(
@@ -55,7 +57,7 @@ class SpeculationStrategy:
     @property
     def depth(self) -> int:
         """Return the most drafted tokens that a verify pass can accept."""
-        return max(self.num_steps, self.num_retrieved)
+        return self.num_steps + self.num_retrieved
 
     @property
     def num_nodes(self) -> int:
@@ -80,38 +82,32 @@ class SpeculationStrategy:
     @property
     def is_chain(self) -> bool:
         """Return whether every node has one child."""
-        return self.topk <= 1 and not (self.is_learned and self.num_retrieved)
+        return self.topk <= 1
 
     def __str__(self) -> str:
         if self.is_off:
             return "off"
-        parts = []
-        if self.is_learned:
-            parts.append(f"{self.num_steps}_{self.topk}_{self.num_draft_tokens}")
         if self.num_retrieved:
-            parts.append(f"ngram_{self.num_retrieved}")
-        return "+".join(parts)
+            return f"ngram_{self.num_retrieved}"
+        return f"{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
 
     @classmethod
     def parse(cls, text: str) -> SpeculationStrategy:
-        """Parse "6_4_16", "ngram_8", "4_2_8+ngram_4" or "off". ValueError for anything else."""
+        """Parse "6_4_16", "ngram_8" or "off". ValueError for anything else."""
         if text == "off":
             return OFF
         match = _TEXT.fullmatch(text)
-        numbers = [int(part or 0) for part in match.groups()] if match else [0, 0, 0, 0]
-        if not any(numbers):
+        values = {name: int(part or 0) for name, part in match.groupdict().items()} if match else {}
+        if not any(values.values()):
+            hint = "; a learned and a retrieved part are two strategies" if "+" in text else ""
             raise ValueError(
-                f"strategy={text!r}: expected num_steps_topk_num_draft_tokens such as 6_4_16, ngram_8, "
-                "both such as 4_2_8+ngram_4, or off"
+                f"strategy={text!r}: expected num_steps_topk_num_draft_tokens such as 6_4_16, "
+                f"ngram_8, or off{hint}"
             )
-        num_steps, topk, num_draft_tokens, num_retrieved = numbers
-        return cls(
-            num_steps=num_steps,
-            topk=topk,
-            num_draft_tokens=num_draft_tokens,
-            num_retrieved=num_retrieved,
-        )
+        return cls(**values)
 
 
-_TEXT = re.compile(r"(?:(\d+)_(\d+)_(\d+))?(?:(?:^|(?<=\d)\+)ngram_(\d+))?")
-OFF = SpeculationStrategy(num_steps=0, topk=0, num_draft_tokens=0)
+_TEXT = re.compile(
+    r"(?P<num_steps>\d+)_(?P<topk>\d+)_(?P<num_draft_tokens>\d+)|ngram_(?P<num_retrieved>\d+)"
+)
+OFF = SpeculationStrategy()

@@ -23,27 +23,24 @@ _MIN_RATE = 0.01  # per node with drafted children; the memory is about 1 / (gai
 
 
 def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """Return [3, num_steps] float32 counts by depth, over learned nodes whose parent was accepted.
+    """Return [3, depth] float32 counts by depth, over nodes whose parent was accepted.
 
-    Rows: sum of estimated acceptances, number of accepted nodes, number of such parents. There are no columns without
-    learned nodes. The result stays on the device; add up several passes before reading it.
+    Rows: sum of estimated acceptances, number of accepted nodes, number of such parents. The result stays on the device; add up several passes before reading it.
     """
     batch_size, num_nodes = tree.token_ids_BQ.shape
-    learned = slice(tree.num_learned)
     rows_BR = torch.zeros(
         batch_size, num_nodes + 1, dtype=torch.bool, device=tree.token_ids_BQ.device
     )
     rows_BR.scatter_(1, verdict.path_BS, True)
-    parent_rows_BQ = tree.parents_BQ[:, learned] + 1
-    scores_BQ = tree.scores_BQ[:, learned]
-    is_reached_BQ = rows_BR.gather(1, parent_rows_BQ) & (tree.token_ids_BQ[:, learned] != UNUSED)
+    parent_rows_BQ, scores_BQ = tree.parents_BQ + 1, tree.scores_BQ
+    is_reached_BQ = rows_BR.gather(1, parent_rows_BQ) & (tree.token_ids_BQ != UNUSED)
     parent_scores_BQ = torch.nn.functional.pad(scores_BQ, (1, 0), value=1.0).gather(
         1, parent_rows_BQ
     )
     estimate_BQ = (scores_BQ / parent_scores_BQ).nan_to_num(0.0, 0.0, 0.0)
-    is_accepted_BQ = is_reached_BQ & rows_BR[:, 1:][:, learned]
-    depth_D = torch.arange(1, tree.num_steps + 1, device=rows_BR.device)
-    is_depth_DBQ = tree.depths_BQ[:, learned] == depth_D.view(-1, 1, 1)
+    is_accepted_BQ = is_reached_BQ & rows_BR[:, 1:]
+    depth_D = torch.arange(1, tree.depth + 1, device=rows_BR.device)
+    is_depth_DBQ = tree.depths_BQ == depth_D.view(-1, 1, 1)
     is_reached_DBQ = is_depth_DBQ & is_reached_BQ
     return torch.stack(
         [
@@ -55,15 +52,14 @@ def calibration_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
 
 
 def first_counts(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """Return [num_steps] int64: requests whose accepted token at each depth is the first child of its parent.
+    """Return [depth] int64: requests whose accepted token at each depth is the first child of its parent.
 
-    The learned drafter ranks children in node order. Retrieved nodes are not counted.
+    The learned drafter ranks children in node order.
     """
-    parents_BQ = tree.parents_BQ[:, : tree.num_learned]
-    is_sibling_BQQ = parents_BQ.unsqueeze(2) == parents_BQ.unsqueeze(1)
+    is_sibling_BQQ = tree.parents_BQ.unsqueeze(2) == tree.parents_BQ.unsqueeze(1)
     is_first_BQ = ~is_sibling_BQQ.tril(-1).any(dim=2)
-    is_first_BR = torch.nn.functional.pad(is_first_BQ, (1, tree.num_retrieved))
-    return is_first_BR.gather(1, verdict.path_BS)[:, 1 : tree.num_steps + 1].sum(dim=0)
+    is_first_BR = torch.nn.functional.pad(is_first_BQ, (1, 0))
+    return is_first_BR.gather(1, verdict.path_BS)[:, 1:].sum(dim=0)
 
 
 class AcceptanceCalibrator:

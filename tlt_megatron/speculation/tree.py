@@ -1,7 +1,6 @@
 """Draft trees: the record that drafters pass to the verify pass, and its growth from draft logits.
 
-The engines grow trees with the learned drafter as the callable `Expand`; `graft.py` builds the same record from retrieved
-tokens. The strategy fixes every shape and nothing is read back from the device, so a graph can capture growth.
+The engines grow trees with the learned drafter as the callable `Expand`. `chain_tree` makes the same record of retrieved tokens. The strategy fixes every shape and nothing is read back from the device, so a graph can capture growth.
 Shapes: Q nodes, R = Q + 1 rows of the verify pass (row 0 is the root, the last committed token; node q is row q + 1),
 S = depth + 1 rows of a path, K nodes expanded at once, D positions of noise.
 
@@ -44,7 +43,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTree:
-    """Drafted tokens of B requests. Parents precede their children, and learned nodes precede retrieved ones.
+    """Drafted tokens of B requests. Parents precede their children.
 
     Example: root -> {7 -> {8}, 9} is token_ids [7 9 8], parents [-1 -1 0], depths [1 1 2].
     """
@@ -53,19 +52,8 @@ class DraftTree:
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
     scores_BQ: Tensor  # estimated acceptance of the node and its ancestors; 0 if retrieved
-    num_steps: int  # largest depth of a learned node
-    num_retrieved: int = 0  # number of retrieved nodes, at the end; also their largest depth
+    depth: int  # largest depth of a node; the same for all trees of a strategy
     is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 has depth q + 1
-
-    @property
-    def depth(self) -> int:
-        """Return the largest depth of a node; the same for all trees of a strategy."""
-        return max(self.num_steps, self.num_retrieved)
-
-    @property
-    def num_learned(self) -> int:
-        """Return the number of nodes from the learned drafter."""
-        return self.token_ids_BQ.shape[1] - self.num_retrieved
 
     @property
     def row_depths_BR(self) -> Tensor:
@@ -86,7 +74,7 @@ def chain_tree(token_ids_BQ: Tensor, scores_BQ: Tensor) -> DraftTree:
         parents_BQ=nodes_BQ - 1,
         depths_BQ=nodes_BQ + 1,
         scores_BQ=scores_BQ,
-        num_steps=num_nodes,
+        depth=num_nodes,
         is_chain=True,
     )
 
@@ -127,16 +115,10 @@ def deepest_path(
     length_B, last_row_B = (depths_BR * ~has_mismatch_BR).max(dim=1)
     last_B1R = last_row_B.view(-1, 1, 1).expand(-1, 1, depths_BR.shape[1])
     on_path_BR = ancestors_BRR.gather(1, last_B1R).squeeze(1)
-    return length_B, path_of_rows(on_path_BR, depths_BR, num_slots)
-
-
-def path_of_rows(on_path_BR: Tensor, depths_BR: Tensor, num_slots: int) -> Tensor:
-    """Return [B, num_slots]: the row of a path at each depth, 0 after its end."""
-    batch_size, num_rows = on_path_BR.shape
-    rows_BR = torch.arange(num_rows, device=depths_BR.device).expand(batch_size, num_rows)
+    rows_BR = torch.arange(depths_BR.shape[1], device=depths_BR.device).expand_as(depths_BR)
     slots_BR = torch.where(on_path_BR, depths_BR, num_slots)
-    path = rows_BR.new_zeros(batch_size, num_slots + 1).scatter_(1, slots_BR, rows_BR)
-    return path[:, :num_slots]
+    path = rows_BR.new_zeros(len(rows_BR), num_slots + 1).scatter_(1, slots_BR, rows_BR)
+    return length_B, path[:, :num_slots]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,5 +327,5 @@ class TreeGrower:
             parents_BQ=parents_BQ.clamp(min=ROOT),
             depths_BQ=self._depths_M[kept_BQ],
             scores_BQ=log_scores_BQ.exp().masked_fill(is_unused_BQ, 0.0),
-            num_steps=strategy.num_steps,
+            depth=strategy.num_steps,
         )

@@ -53,29 +53,7 @@ def verify_noise_keyed(
     is_match_BQ = sampled_BQ == tree.token_ids_BQ  # False for UNUSED: no sample is negative
     num_accepted_B, path_BS = deepest_path(tree, is_match_BQ, ancestors_BRR)
     tokens_BS = target_samples_BR.gather(1, path_BS)
-    return _commit(num_accepted_B, path_BS, tokens_BS, stop_token_ids, max_commit_B)
-
-
-def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
-    """Return how many requests accepted at least d drafted tokens, in element d - 1; selectors observe it.
-
-    Example: accepted [2, 0, 1] by a strategy of depth 3 gives [2, 1, 0].
-    """
-    counts = [0] * depth
-    for accepted in num_accepted:
-        for index in range(accepted):
-            counts[index] += 1
-    return counts
-
-
-def _commit(
-    num_accepted_B: Tensor,
-    path_BS: Tensor,
-    tokens_BS: Tensor,
-    stop_token_ids: Tensor | None,
-    max_commit_B: Tensor | None,
-) -> Verdict:
-    """Cut the accepted tokens and the bonus token after the first stop token and at the limit."""
+    # The first stop token and the limit cut what is committed.
     slots_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     num_committed_B = num_accepted_B + 1
     if max_commit_B is not None:
@@ -94,3 +72,11 @@ def _commit(
         num_committed_B=num_committed_B,
         is_stopped_B=is_stopped_B,
     )
+
+
+def accepted_by_depth(num_accepted: Sequence[int], depth: int) -> list[int]:
+    """Return how many requests accepted at least d drafted tokens, in element d - 1; selectors observe it.
+
+    Example: accepted [2, 0, 1] by a strategy of depth 3 gives [2, 1, 0].
+    """
+    return [sum(accepted > index for accepted in num_accepted) for index in range(depth)]

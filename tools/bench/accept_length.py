@@ -24,7 +24,6 @@ KINDS: dict[str, tuple[str, Ranking]] = {
     "chain by noise": ("16_1_16", Ranking.NOISE),
     "chain by probability": ("16_1_16", Ranking.PROBABILITY),
     "n-gram": ("ngram_16", Ranking.NOISE),
-    "tree and n-gram": ("6_4_12+ngram_4", Ranking.NOISE),
 }
 _NUM_WARM_UP = 16  # prompts for the calibration of draft logits to converge
 

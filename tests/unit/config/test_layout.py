@@ -209,7 +209,6 @@ def test_a_sequence_must_leave_sglang_room_for_its_drafts(tmp_path: Path) -> Non
         (["4_2_8"], 22),
         (["6_4_16"], 52),
         (["ngram_8"], 22),
-        (["2_1_2+ngram_4"], 18),
     ],
 )
 def test_the_slack_covers_the_widest_and_the_deepest_draft(

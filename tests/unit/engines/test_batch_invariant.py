@@ -34,8 +34,7 @@ MODELS = (
 )  # with two query heads for a kv head; with sizes that no vector length divides
 DTYPES = ("float32", "bfloat16")
 STRATEGIES = [
-    SpeculationStrategy.parse(text)
-    for text in ("5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6", "3_2_6+ngram_5")
+    SpeculationStrategy.parse(text) for text in ("5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6")
 ]
 Key = tuple[str, int]  # prompt, sample
 

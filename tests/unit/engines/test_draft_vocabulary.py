@@ -68,7 +68,7 @@ def accept_lengths(groups: list[RolloutGroup]) -> list[tuple[int, ...]]:
 def test_few_draft_ids_give_the_tokens_of_plain_decoding(
     ranking: Ranking, device: Device | None, tiny_path: Path
 ) -> None:
-    """Chains, trees and grafts by turns; ids chosen anew before the second call, under the captured graphs."""
+    """Chains and trees by turns; ids chosen anew before the second call, under the captured graphs."""
     engine = engine_over(tiny_path, device=device, max_batch_size=16, max_new_tokens=64)
     plain = answer(engine)
     speculation = speculate_with(engine, tiny_path, ranking=ranking)

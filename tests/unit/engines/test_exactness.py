@@ -34,7 +34,7 @@ from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 VOCAB_SIZE, HIDDEN_SIZE = 48, 64
 STRATEGIES = [
     SpeculationStrategy.parse(text)
-    for text in ("1_1_1", "5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6", "3_2_6+ngram_5")
+    for text in ("1_1_1", "5_1_5", "3_2_6", "4_4_16", "2_8_20", "ngram_6")
 ]
 CHAIN, TREE, NGRAMS = (SpeculationStrategy.parse(text) for text in ("4_1_4", "4_4_16", "ngram_4"))
 DRAFTERS = ("trained", "random", "always_wrong", "always_right")

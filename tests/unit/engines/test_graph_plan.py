@@ -47,7 +47,7 @@ SHARED_SIZES = (
 )  # fmt: skip
 QUICKSTART = tuple(SpeculationSection().strategies)
 PAPER_CODE = ("8_4_47", "8_4_31", "8_4_15", "8_4_8")  # its defaults, the root not counted
-MIXED = ("8_4_48", "6_4_16", "4_2_8+ngram_4", "6_1_6", "ngram_8")
+MIXED = ("8_4_48", "6_4_16", "4_2_8", "6_1_6", "ngram_8")
 
 
 def make_plan(

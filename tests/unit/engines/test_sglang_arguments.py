@@ -117,7 +117,6 @@ def test_retrieval_needs_no_drafter() -> None:
     "strategies, selector, reason",
     [
         (["4_2_8", "4_1_4"], "cost_model", "speculation.strategies=4_2_8.*chains alone"),
-        (["4_2_8+ngram_4"], "fixed", "n-gram cache alone"),
         (["ngram_4", "4_1_4"], "cost_model", "n-gram cache alone"),
         (["off"], "fixed", "all are off"),
     ],

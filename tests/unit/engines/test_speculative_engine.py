@@ -28,8 +28,7 @@ from tlt_megatron.speculation.tree import Ranking
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
 STRATEGIES = [
-    SpeculationStrategy.parse(s)
-    for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20", "ngram_4", "3_2_6+ngram_5")
+    SpeculationStrategy.parse(s) for s in ("1_1_1", "4_1_4", "3_2_6", "4_4_16", "2_8_20", "ngram_4")
 ]
 PARAMS = SamplingParams(
     num_samples=3, max_new_tokens=40, temperature=1.0, stop_token_ids=(5,), seed=5

@@ -85,14 +85,6 @@ def test_retrieval_is_used_where_the_learned_drafter_fails() -> None:
     assert score.of_oracle > 0.97
 
 
-def test_hybrids_are_used_where_both_drafters_are_good() -> None:
-    world = SyntheticDecoding(seed=0, quality=0.7, retrieval=0.6, arms=RETRIEVING_ARMS)
-    assert str(world.best(2)) == "4_1_4+ngram_4"
-    selector = CostModelSelector(RETRIEVING_ARMS)
-    run_selector(selector, world, [2] * 200)
-    assert run_selector(selector, world, [2] * 300).chosen.count(world.best(2)) > 250
-
-
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_speculation_is_turned_off_when_the_drafter_goes_bad(batch_size: int) -> None:
     """Mostly within 40 steps, a single request being a poor witness, and what is lost in the meantime is small."""
@@ -323,7 +315,6 @@ def test_one_strategy_informs_the_acceptance_of_all() -> None:
     assert table.tokens(ARMS[1]) == pytest.approx(long, abs=0.02)
     assert table.tokens(ARMS[4]) > long + 0.2
     assert table.tokens(RETRIEVING_ARMS[1]) == unknown
-    assert table.tokens(RETRIEVING_ARMS[3]) > long + 0.2
 
 
 def test_a_tree_tells_of_chains_and_learns_its_own_width() -> None:

@@ -215,7 +215,7 @@ def test_chain_tree_is_the_tree_with_one_branch() -> None:
         parents_BQ=torch.tensor([[-1, 0, 1]] * 2),
         depths_BQ=torch.tensor([[1, 2, 3]] * 2),
         scores_BQ=chain.scores_BQ,
-        num_steps=3,
+        depth=3,
     )
     assert torch.equal(chain.parents_BQ, general.parents_BQ)
     assert torch.equal(chain.depths_BQ, general.depths_BQ)

@@ -145,7 +145,7 @@ def test_first_counts_of_a_small_tree_by_hand() -> None:
         parents_BQ=parents,
         depths_BQ=torch.tensor([[1, 1, 2, 2]]).expand(2, -1),
         scores_BQ=torch.ones(2, 4),
-        num_steps=2,
+        depth=2,
     )
     verdict = verify_noise_keyed(tree, torch.tensor([[7, 5, 1, 1, 1], [9, 1, 1, 1, 1]]))
     assert verdict.num_accepted_B.tolist() == [2, 1]

@@ -87,7 +87,7 @@ def test_tables_with_holes_are_refused() -> None:
 
 
 def test_records_survive_json() -> None:
-    strategy = SpeculationStrategy.parse("4_2_8+ngram_4")
+    strategy = SpeculationStrategy.parse("4_2_8")
     record = one_pass(strategy, 3, (3, 2, 1, 0), 0.25)
     assert PassTrace.from_json(json.loads(json.dumps(record.to_json()))) == record
 

@@ -33,11 +33,10 @@ from tlt_megatron.speculation.calibration import (
     calibration_counts,
     first_counts,
 )
-from tlt_megatron.speculation.graft import graft, retrieved_chain
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.token_counts import TokenCounts
-from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask
+from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask, chain_tree
 from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
 from tlt_megatron.types import SamplingParams
 
@@ -184,7 +183,7 @@ class Speculator:
         latest: Callable[[int], list[list[int]]],
     ) -> Committed:
         """Draft and verify once for every row. `latest` is for `Retriever.propose`."""
-        params, noise_BSV, retrieved_BN = self._params, None, None
+        params, noise_BSV = self._params, None
         if self._cache.has_features:  # roots sampled after a plain pass are not written yet
             at_B = roots.positions_B + view.starts_B
             self._cache.token_ids_T.index_copy_(0, at_B, roots.token_ids_B)
@@ -202,14 +201,10 @@ class Speculator:
         if strategy.num_retrieved:
             found_BN = self._speculation.retriever.propose(
                 roots.requests, roots.positions, latest, strategy.num_retrieved
-            )
-            retrieved_BN = found_BN.to(self._cache.device, non_blocking=True)
-        if not strategy.is_learned:
-            assert retrieved_BN is not None, strategy
-            return self._verify(view, roots, retrieved_chain(retrieved_BN), noise_BSV)
+            ).to(self._cache.device, non_blocking=True)
+            scores_BN = torch.zeros(found_BN.shape, device=found_BN.device)
+            return self._verify(view, roots, chain_tree(found_BN, scores_BN), noise_BSV)
         tree = self._grow(view, roots, strategy, None if is_reduced else noise_BSV)
-        if retrieved_BN is not None:
-            tree = graft(tree, retrieved_BN)
         committed = self._verify(view, roots, tree, noise_BSV)
         self._calibrate(tree, committed.verdict)
         if strategy.topk > 1:
@@ -246,8 +241,8 @@ class Speculator:
 
     def _calibrate(self, tree: DraftTree, verdict: Verdict) -> None:
         counts = calibration_counts(tree, verdict)
-        earlier = self._counts.get(tree.num_steps)
-        self._counts[tree.num_steps] = counts if earlier is None else earlier + counts
+        earlier = self._counts.get(tree.depth)
+        self._counts[tree.depth] = counts if earlier is None else earlier + counts
         self._num_counted += 1
         if self._num_counted % _CALIBRATE_EVERY == 0:
             for total in self._counts.values():

@@ -53,7 +53,7 @@ def plan_speculation(section: SpeculationSection) -> SpeculationPlan | None:
         strategies = strategies[:1]
     drafting = tuple(strategy for strategy in strategies if not strategy.is_off)
     for strategy in drafting:
-        if strategy.num_retrieved and (strategy.is_learned or len(drafting) > 1):
+        if strategy.num_retrieved and len(drafting) > 1:
             raise ValueError(
                 f"speculation.strategies={strategy}: sglang drafts with the n-gram cache alone or not at all; one strategy"
                 " such as 'ngram_8' with speculation.selector=fixed"
