@@ -25,7 +25,7 @@ import time
 import traceback
 
 from tlt_megatron.config.extensions import load_extension
-from tlt_megatron.rewards.environment import read_answer
+from tlt_megatron.rewards.environment_answer import read_answer
 from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
 from tlt_megatron.runtime.stop import SIGNALS
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from tlt_megatron.rewards.environment import Answer, read_answer
+from tlt_megatron.rewards.environment_answer import Answer, read_answer
 from tlt_megatron.rewards.reward import name_setting, read_result
 
 _START_TIMEOUT_S = 300.0  # to import the user's module

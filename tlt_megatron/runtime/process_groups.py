@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt_megatron.runtime.collective_errors import is_collective_error
-from tlt_megatron.runtime.environment import environment
+from tlt_megatron.runtime.environment_variables import environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.policy.critic import CriticTrainer
 from tlt_megatron.policy.health import TrainingHealth
 from tlt_megatron.policy.policy_trainer import PolicyTrainer
-from tlt_megatron.rewards.dapo import BatchRules
-from tlt_megatron.rewards.partial import load_carried
+from tlt_megatron.rewards.batch_rules import BatchRules
+from tlt_megatron.rewards.open_responses import load_carried
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.runtime.collectives import barrier
 from tlt_megatron.runtime.device import Device

@@ -20,7 +20,7 @@ from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.device import Device
-from tlt_megatron.runtime.environment import communication_settings
+from tlt_megatron.runtime.environment_variables import communication_settings
 from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of
 from tlt_megatron.trainer.build_drafter import make_drafter
 

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from math import comb
 from statistics import fmean
 
-from tlt_megatron.rewards.dapo import right_responses
+from tlt_megatron.rewards.batch_rules import right_responses
 from tlt_megatron.trainer.rollout_metrics import details_by_source
 from tlt_megatron.trainer.rollout_worker import RolloutWorker
 from tlt_megatron.types import Prompt, Rollout, SamplingParams, ScoredGroup

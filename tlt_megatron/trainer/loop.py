@@ -12,7 +12,7 @@ import torch
 from tlt_megatron.data.prompts import PromptSampler
 from tlt_megatron.engines.base import GenerationStopped, RolloutEngine
 from tlt_megatron.policy.policy_trainer import Inference, PolicyTrainer
-from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
+from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.rng import rng_state, set_rng_state

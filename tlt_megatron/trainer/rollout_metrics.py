@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.rewards.dapo import right_responses, scores
+from tlt_megatron.rewards.batch_rules import right_responses, scores
 from tlt_megatron.trainer.speculation_log import PassTotals
 from tlt_megatron.types import FinishReason, ScoredGroup
 

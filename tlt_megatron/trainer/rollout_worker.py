@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tlt_megatron.engines.base import EngineStats, GenerationStopped, RolloutEngine
-from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
-from tlt_megatron.rewards.partial import OpenResponses, ScoredResponse, carried_metrics
+from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
+from tlt_megatron.rewards.open_responses import OpenResponses, ScoredResponse, carried_metrics
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 from tlt_megatron.runtime.collectives import gather_objects

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_megatron.engines.base import GenerationStopped
-from tlt_megatron.rewards.partial import save_carried
+from tlt_megatron.rewards.open_responses import save_carried
 from tlt_megatron.runtime.collectives import agree_any
 from tlt_megatron.trainer.evaluation import Evaluator
 from tlt_megatron.trainer.gain import measure_gain

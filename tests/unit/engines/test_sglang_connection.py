@@ -15,7 +15,7 @@ from tlt_megatron.config.schema import RolloutSection, SglangSection
 from tlt_megatron.engines.sglang.connection import Connection, _environment, check_version
 from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.runtime.environment import engine_owner, environment
+from tlt_megatron.runtime.environment_variables import engine_owner, environment
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.build_sglang import check_communication
 

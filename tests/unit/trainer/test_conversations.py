@@ -20,7 +20,7 @@ from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.rewards.environment import Answer
+from tlt_megatron.rewards.environment_answer import Answer
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.trainer.conversations import Conversations

@@ -17,8 +17,8 @@ from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
-from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
-from tlt_megatron.rewards.partial import load_carried, save_carried
+from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
+from tlt_megatron.rewards.open_responses import load_carried, save_carried
 from tlt_megatron.rewards.worker_process import Outcome
 from tlt_megatron.rewards.workers import RewardStats
 from tlt_megatron.runtime.device import select_device

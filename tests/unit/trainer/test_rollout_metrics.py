@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tlt_megatron.rewards.dapo import right_responses
+from tlt_megatron.rewards.batch_rules import right_responses
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.trainer.evaluation import (
     Evaluator,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.unit.trainer.test_idle_time import Engine, FixedClock, Rewards
 from tlt_megatron.engines.base import GenerationStopped
-from tlt_megatron.rewards.dapo import BatchPlan, BatchRules
+from tlt_megatron.rewards.batch_rules import BatchPlan, BatchRules
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.process_groups import group_of
 from tlt_megatron.runtime.progress import Progress

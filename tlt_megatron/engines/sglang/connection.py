@@ -28,7 +28,7 @@ from tlt_megatron.engines.sglang.processes import (
     ended_if_late,
     watched,
 )
-from tlt_megatron.runtime.environment import environment, owned_engine, unless_set
+from tlt_megatron.runtime.environment_variables import environment, owned_engine, unless_set
 
 if TYPE_CHECKING:
     from sglang import Engine

@@ -16,7 +16,7 @@ from tlt_megatron.engines.sglang import noise
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.answers import Answers
 from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
-from tlt_megatron.runtime.environment import engine_owner
+from tlt_megatron.runtime.environment_variables import engine_owner
 
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlt_megatron.config.load import load_config
-from tlt_megatron.rewards.dapo import BatchRules
+from tlt_megatron.rewards.batch_rules import BatchRules
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, ScoredGroup
 
 

@@ -1,6 +1,6 @@
 """Which groups form the batch of an RL step, and soft overlong punishment.
 
-Dynamic sampling and the punishment are DAPO's (Yu et al. 2025, arXiv 2503.14476). With partial rollouts (partial.py), a step
+Dynamic sampling and the punishment are DAPO's (Yu et al. 2025, arXiv 2503.14476). With partial rollouts (open_responses.py), a step
 has as many rounds as its batch needs. The rollout worker applies the rules between the rewards and the update. They depend on
 the drawn prompts, their responses and rewards alone, so every rank decides the same, with any number of ranks and after a
 resume.

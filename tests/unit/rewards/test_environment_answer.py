@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_megatron.rewards.environment import read_answer
+from tlt_megatron.rewards.environment_answer import read_answer
 from tlt_megatron.rewards.workers import RewardPool
 from tlt_megatron.types import Prompt
 
