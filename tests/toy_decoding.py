@@ -75,7 +75,6 @@ def grow_draft(
     grower: TreeGrower,
     how: Sampling,
     noise_BDV: Tensor,
-    tau_D: Tensor | None = None,
 ) -> DraftTree:
     """A tree by a drafter that knows nothing but its own table and the states it was led through."""
     rows: dict[str, Tensor] = {"states": states_B.unsqueeze(1)}
@@ -89,7 +88,6 @@ def grow_draft(
         expand,
         temperature=how.temperature,
         noise_BDV=noise_BDV,
-        tau_D=tau_D,
         top_p=how.top_p,
         top_k=how.top_k,
     )
@@ -129,7 +127,6 @@ def random_tree(generator: random.Random, batch_size: int, num_nodes: int, vocab
         token_ids_BQ=torch.tensor(tokens),
         parents_BQ=torch.tensor(parents),
         depths_BQ=torch.tensor(depths),
-        scores_BQ=torch.zeros(batch_size, num_nodes),
         depth=max(map(max, depths)),
     )
 
@@ -147,7 +144,6 @@ def decode_speculative(
     max_tokens: list[int],
     verify: Verify,
     choose: Callable[[int], tuple[SpeculationStrategy, Ranking]],
-    tau_D: Tensor | None = None,
     retrieve: Retrieve | None = None,
 ) -> tuple[list[list[int]], list[int]]:
     """All requests together; one that ends leaves the batch. Returns their tokens and all accept lengths.
@@ -166,11 +162,11 @@ def decode_speculative(
         noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.depth, draft_table.shape[1])
         if strategy.is_learned:
             grower = TreeGrower(strategy, ranking=ranking)
-            tree = grow_draft(draft_table, states_B, grower, how, noise_BDV, tau_D)
+            tree = grow_draft(draft_table, states_B, grower, how, noise_BDV)
         else:
             so_far = [responses[i] for i in active]
             found_BN = retrieve(active, so_far, strategy.num_retrieved)
-            tree = chain_tree(found_BN, torch.zeros(found_BN.shape))
+            tree = chain_tree(found_BN)
         verdict = verify(tree, row_states(tree, states_B), seeds_B, positions_B, left_B)
         going = []
         for row, index in enumerate(active):

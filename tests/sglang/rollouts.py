@@ -31,7 +31,6 @@ from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.models.hf_io import HfReader, checksum_tensors
 from tlt_megatron.runtime.device import select_device
-from tlt_megatron.speculation.calibration import AcceptanceCalibrator
 from tlt_megatron.speculation.selector import FixedSelector
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -118,23 +117,12 @@ def start_sglang(
     return engine
 
 
-class TrueLogits(AcceptanceCalibrator):
-    """Takes draft logits at their word, as SGLang does."""
-
-    def __init__(self, max_steps: int) -> None:
-        super().__init__(max_steps, initial_tau=1.0)
-
-    def observe(self, counts: Sequence[Sequence[float]]) -> None:
-        """Learn nothing."""
-
-
 def start_embedded(
     policy: Path,
     *,
     drafter: Path | None = None,
     strategy: str = "",
     tap_layers: Sequence[int] = (),
-    is_calibrated: bool = True,
     ids: Sequence[int] = (),
 ) -> EmbeddedEngine:
     """The embedded twin in float32, speculating if a drafter is given. `ids`: the only ones that it drafts."""
@@ -155,8 +143,6 @@ def start_embedded(
         speculation = Speculation(draft, FixedSelector(parsed), [parsed])
         counts = {"ids": list(ids), "counts": [10**6] * len(ids)}
         speculation.load_state_dict(speculation.state_dict() | {"token_counts": counts})
-        if not is_calibrated:
-            speculation.calibrator = TrueLogits(parsed.num_steps)
         engine.set_speculation(speculation)
     return engine
 
@@ -226,25 +212,24 @@ def check_accept_lengths(
     engine: SglangEngine, policy: Path, drafter: Path, strategy: str, *, num_tokens: int
 ) -> None:
     """What passes commit, over at least `num_tokens` tokens greedy and as many at temperature 1: the mean is the embedded
-    engine's within 5 %, and with equal trees nearly every pass of every response is (rounding may swap two drafts)."""
-    twins = [
-        start_embedded(policy, drafter=drafter, strategy=strategy, is_calibrated=is_calibrated)
-        for is_calibrated in (True, False)
-    ]
+    engine's within 5 %, and with a chain nearly every pass of every response is (rounding may swap two drafts)."""
+    twin = start_embedded(policy, drafter=drafter, strategy=strategy)
     for params in (replace(GREEDY, seed=7), replace(SAMPLED, seed=7, num_samples=4)):
         prompts = make_prompts(48 // params.num_samples, seed=7)
         found = answers(engine, params, prompts=prompts)
-        calibrated, equal = (answers(twin, params, prompts=prompts) for twin in twins)
-        assert token_lists(found) == token_lists(calibrated) == token_lists(equal)
+        expected = answers(twin, params, prompts=prompts)
+        assert token_lists(found) == token_lists(expected)
         assert sum(sum(rollout.accept_lengths) for rollout in found) >= num_tokens
         for rollout in found:  # a verify pass starts where the one before ended
             passes = zip(rollout.verify_starts, rollout.accept_lengths, strict=True)
             ends = [start + count for start, count in passes]
             assert [1, *ends] == [*rollout.verify_starts, rollout.token_ids.numel()]
         mean = mean_accept_length(found)
-        assert mean == pytest.approx(mean_accept_length(calibrated), rel=0.05)
+        assert mean == pytest.approx(mean_accept_length(expected), rel=0.05)
         assert mean > 1.2
-        pairs = zip(found, equal, strict=True)
+        if not SpeculationStrategy.parse(strategy).is_chain:
+            continue  # SGLang keeps the nodes of its trees by other estimates
+        pairs = zip(found, expected, strict=True)
         num_same = sum(ours.accept_lengths == theirs.accept_lengths for ours, theirs in pairs)
         assert num_same >= 0.95 * len(found)
 

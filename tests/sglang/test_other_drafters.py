@@ -61,7 +61,6 @@ def test_an_exported_drafter_of_few_ids_loads_and_accepts_as_much(
         drafter=drafter,
         strategy="4_1_4",
         tap_layers=tap_layers,
-        is_calibrated=False,
         ids=ids,
     )
     engine = start_sglang(policy_folder, drafter=few, strategies=["4_1_4"])

@@ -24,6 +24,10 @@ from tlt_megatron.speculation.sampling import add_noise, cut_logits
 ROOT = -1  # as a parent: the last committed token
 UNUSED = -1  # as a token: a node that is never accepted
 
+# The error of draft logits: a child's estimate is softmax((logits + temperature * noise) / error). If
+# the error were Gumbel noise of this scale, the softmax would be the exact posterior.
+_DRAFT_ERROR = 0.7
+
 # Subtracted from a candidate's log score per depth, in float64. A child then never ties with its parent, so the best Q
 # candidates always include their own ancestors.
 _DEPTH_PENALTY = 1e-9
@@ -51,7 +55,6 @@ class DraftTree:
     token_ids_BQ: Tensor  # int64, UNUSED where there is no node
     parents_BQ: Tensor  # int64 node index, or ROOT
     depths_BQ: Tensor  # int64, 1 below the root
-    scores_BQ: Tensor  # estimated acceptance of the node and its ancestors; 0 if retrieved
     depth: int  # largest depth of a node; the same for all trees of a strategy
     is_chain: bool = False  # node q is the child of node q - 1, and row q + 1 has depth q + 1
 
@@ -65,7 +68,7 @@ class DraftTree:
         return torch.cat([root_ids_B.unsqueeze(1), self.token_ids_BQ.clamp(min=0)], dim=1)
 
 
-def chain_tree(token_ids_BQ: Tensor, scores_BQ: Tensor) -> DraftTree:
+def chain_tree(token_ids_BQ: Tensor) -> DraftTree:
     """Return a tree with one branch. Trailing UNUSED tokens end it early."""
     num_nodes = token_ids_BQ.shape[1]
     nodes_BQ = torch.arange(num_nodes, device=token_ids_BQ.device).expand_as(token_ids_BQ)
@@ -73,7 +76,6 @@ def chain_tree(token_ids_BQ: Tensor, scores_BQ: Tensor) -> DraftTree:
         token_ids_BQ=token_ids_BQ,
         parents_BQ=nodes_BQ - 1,
         depths_BQ=nodes_BQ + 1,
-        scores_BQ=scores_BQ,
         depth=num_nodes,
         is_chain=True,
     )
@@ -125,8 +127,7 @@ def deepest_path(
 class _Scoring:
     """Estimates the acceptance of every token as a child of a node, by depth."""
 
-    # factors on the logits; 0-dim, so that float64 does not promote the logits
-    scale_D: tuple[Tensor, ...]
+    scale: Tensor  # factor on the logits; 0-dim, so that float64 does not promote the logits
     offsets: tuple[Tensor, ...] | None  # [B, V] each, added to the scaled logits
     keys: tuple[Tensor, Tensor] | None  # instead: seeds [B] and positions [B] of depth 0's noise
     temperature: float
@@ -144,21 +145,20 @@ class _Scoring:
         """Return log softmax(logits * scale + offset) in at least float32. `logits` is [B, V] or [B, K, V]."""
         if self.offsets is None and self.keys is None:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return (logits * self.scale_D[depth]).log_softmax(-1)
+            return (logits * self.scale).log_softmax(-1)
         if self.top_p < 1.0 or self.top_k > 0:
             logits = self._cut(logits)
-        scale = self.scale_D[depth]
         if self.keys is not None:
             seeds_B, positions_B = self.keys
-            factor = scale * self.temperature
+            factor = self.scale * self.temperature
             positions_B = positions_B + depth
-            noisy = add_noise(logits, seeds_B, positions_B, scale, factor, self.ids_V)
+            noisy = add_noise(logits, seeds_B, positions_B, self.scale, factor, self.ids_V)
             return noisy.log_softmax(-1)
         assert self.offsets is not None
         offset = self.offsets[depth]
         if logits.dim() == 3:
             offset = offset.unsqueeze(1)
-        return torch.addcmul(offset, logits, scale).log_softmax(-1)
+        return torch.addcmul(offset, logits, self.scale).log_softmax(-1)
 
     def _cut(self, logits: Tensor) -> Tensor:
         """Drop tokens that the target's top-p and top-k most likely exclude, because noise could rank them high.
@@ -195,7 +195,7 @@ class TreeGrower:
         # First candidate of each expanded depth, plus 1: index 0 of `node_of_BM` is the root.
         starts = [1] + [1 + topk + d * topk**2 for d in range(max(steps - 2, 0))]
         self._beam_starts_E1 = torch.tensor(starts, device=device).unsqueeze(1)
-        self._ones_D = torch.ones(steps, dtype=torch.float64, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
 
     def grow(
         self,
@@ -205,7 +205,6 @@ class TreeGrower:
         temperature: float,
         noise_BDV: Tensor | None = None,
         noise_keys: tuple[Tensor, Tensor] | None = None,
-        tau_D: Tensor | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
         ids_V: Tensor | None = None,
@@ -214,22 +213,23 @@ class TreeGrower:
 
         `root_logits_BV` are the draft logits after the root. `noise_BDV[:, d]` is `gumbel_noise` of the position of depth
         d + 1; the row for the bonus token is not read. Only `Ranking.NOISE` at temperature > 0 needs this noise. On CUDA
-        give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `tau_D`
-        (float64, at least num_steps values on the device) is the error of draft logits at each depth, default 1
-        (`calibration.AcceptanceCalibrator`). `top_p` and `top_k` are those of the target's sampling. `ids_V` are the token ids
+        give `noise_keys` instead, the seeds and positions [B] of depth 1: then the noise is never written. `top_p` and `top_k` are those of the target's sampling. `ids_V` are the token ids
         of the columns of logits and `noise_BDV`; None: 0 to V - 1.
         """
         dtype = torch.promote_types(root_logits_BV.dtype, torch.float32)
         has_noise = self.ranking is Ranking.NOISE and temperature > 0.0
         if has_noise and noise_BDV is None and noise_keys is None:
             raise ValueError(f"ranking={self.ranking} at temperature={temperature} needs noise_BDV")
-        scale_D = self._scales(temperature, tau_D)
+        error = _DRAFT_ERROR
+        if self.ranking is Ranking.PROBABILITY:
+            error = temperature or 1.0
+        scale = self._one / error
         offsets = None
         if has_noise and noise_BDV is not None:
-            factor_D1 = (scale_D * temperature).unsqueeze(1)
-            offsets = (noise_BDV[:, : self.strategy.num_steps] * factor_D1).to(dtype).unbind(1)
+            noise_BDV = noise_BDV[:, : self.strategy.num_steps]
+            offsets = (noise_BDV * (scale * temperature)).to(dtype).unbind(1)
         scoring = _Scoring(
-            scale_D=scale_D.unbind(),
+            scale=scale,
             offsets=offsets,
             keys=noise_keys if has_noise and offsets is None else None,
             temperature=temperature,
@@ -241,16 +241,6 @@ class TreeGrower:
             return self._grow_chain(root_logits_BV, expand, scoring)
         return self._grow_tree(root_logits_BV, expand, scoring)
 
-    def _scales(self, temperature: float, tau_D: Tensor | None) -> Tensor:
-        """Return the factor on logits of each depth; the estimate is softmax(logits * factor + noise * temperature * factor).
-
-        Noise ranking uses (logits + temperature * noise) / tau, so tau is an error of draft logits at any temperature,
-        0 included. If that error were Gumbel noise of scale tau, the softmax would be the exact posterior.
-        """
-        if self.ranking is Ranking.PROBABILITY:
-            return self._ones_D / temperature if temperature > 0.0 else self._ones_D
-        return 1.0 / tau_D[: self.strategy.num_steps] if tau_D is not None else self._ones_D
-
     def _grow_chain(
         self,
         root_logits_BV: Tensor,
@@ -260,15 +250,13 @@ class TreeGrower:
         steps = self.strategy.num_steps
         logits_BV = root_logits_BV
         zeros_B1 = torch.zeros(logits_BV.shape[0], 1, dtype=torch.int64, device=logits_BV.device)
-        log_probs, tokens = [], []
+        tokens = []
         for depth in range(steps):
-            log_prob_B1, token_B1 = scoring.best(logits_BV, depth, 1)
-            log_probs.append(log_prob_B1)
+            _, token_B1 = scoring.best(logits_BV, depth, 1)
             tokens.append(token_B1)
             if depth + 1 < steps:
                 logits_BV = expand(token_B1, zeros_B1).squeeze(1)
-        scores_BQ = torch.cat(log_probs, dim=1).cumsum(1).exp()
-        return chain_tree(torch.cat(tokens, dim=1), scores_BQ)
+        return chain_tree(torch.cat(tokens, dim=1))
 
     def _grow_tree(
         self,
@@ -326,6 +314,5 @@ class TreeGrower:
             token_ids_BQ=tokens_BM.gather(1, kept_BQ).masked_fill(is_unused_BQ, UNUSED),
             parents_BQ=parents_BQ.clamp(min=ROOT),
             depths_BQ=self._depths_M[kept_BQ],
-            scores_BQ=log_scores_BQ.exp().masked_fill(is_unused_BQ, 0.0),
             depth=strategy.num_steps,
         )

@@ -6,7 +6,6 @@ It measures no time, so a busy machine does not matter.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -25,20 +24,17 @@ KINDS: dict[str, tuple[str, Ranking]] = {
     "chain by probability": ("16_1_16", Ranking.PROBABILITY),
     "n-gram": ("ngram_16", Ranking.NOISE),
 }
-_NUM_WARM_UP = 16  # prompts for the calibration of draft logits to converge
 
 
 def bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Return temperature -> kind -> tokens out per verify pass, and the entropy at temperature 1 in nats per token.
 
-    Entropy is minus the mean log-probability of what the policy draws. Calibration converges on warm-up prompts. No prompt is
-    used twice by one kind.
+    Entropy is minus the mean log-probability of what the policy draws.
     """
     limit = options.accept_max_new_tokens
     policy = LoadedPolicy(options.model, max_new_tokens=limit)
     model = policy.load_drafter(options.drafter)
     prompts = policy.prompts(options.prompts, options.accept_prompts)
-    warm_up = policy.prompts(Path(options.model) / "train.jsonl")[-_NUM_WARM_UP:]
     groups = policy.generate(prompts, policy.params(limit, num_samples=2, seed=3))
     logprobs = torch.cat([r.policy_logprobs for group in groups for r in group.rollouts])
     lengths: dict[str, dict[str, float]] = {}
@@ -47,7 +43,6 @@ def bench_accept_lengths(options: argparse.Namespace, console: Console) -> dict[
         row = lengths[str(temperature)] = {}
         for kind, (text, ranking) in KINDS.items():
             policy.speculate(model, SpeculationStrategy.parse(text), ranking)
-            policy.generate(warm_up, params)
             row[kind] = accept_length(policy.generate(prompts, params))
     entropy = -float(logprobs.mean())
     title = f"(c) tokens out per verify pass of 16 drafted tokens, {entropy:.2f} nats of entropy"

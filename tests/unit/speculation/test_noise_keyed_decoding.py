@@ -130,11 +130,9 @@ def test_speculative_tokens_equal_plain_tokens(drafter: str, retrieved: str, how
 def test_drafter_equal_to_the_target_is_always_accepted(
     strategy: SpeculationStrategy, temperature: float
 ) -> None:
-    """A small tau says that the drafter can be trusted, so that the budget goes into the depth."""
     how, limits = Sampling(temperature=temperature), [20, 17]
-    tau_D = torch.full((strategy.num_steps,), 0.05, dtype=torch.float64)
     responses, accept_lengths = decode_speculative(
-        TARGET, [5, 6], how, limits, by_noise(how), lambda _: (strategy, Ranking.NOISE), tau_D
+        TARGET, [5, 6], how, limits, by_noise(how), lambda _: (strategy, Ranking.NOISE)
     )
     per_step = strategy.num_steps + 1
     assert len(accept_lengths) == sum(-(-len(tokens) // per_step) for tokens in responses)

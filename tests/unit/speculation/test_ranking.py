@@ -1,12 +1,10 @@
-"""How much is accepted: noise against probability ranking, and the calibration of the estimates.
+"""How much is accepted: noise against probability ranking.
 
 The drafter of DESIGN 5.1: 512 tokens, target logits 3 x normal, draft logits off by 0.7 x normal. Margins are above 4
 standard errors, so at fresh seeds a test fails by chance less than once in 10,000 runs.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -21,14 +19,9 @@ from tests.toy_decoding import (
     row_states,
 )
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.speculation.calibration import (
-    AcceptanceCalibrator,
-    calibration_counts,
-    first_counts,
-)
 from tlt_megatron.speculation.sampling import gumbel_noise
-from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower, chain_tree
-from tlt_megatron.speculation.verify import verify_noise_keyed
+from tlt_megatron.speculation.tree import DraftTree, Ranking, TreeGrower
+from tlt_megatron.speculation.verify import first_counts, verify_noise_keyed
 
 VOCAB = 512
 TARGET = random_table(VOCAB, seed=0)
@@ -53,7 +46,6 @@ def test_children_ranked_by_noise_hold_the_sample_more_often() -> None:
 def accept_length(
     text: str,
     ranking: Ranking,
-    calibrator: AcceptanceCalibrator | None = None,
     how: Sampling | None = None,
     num_steps: int = 12,
     batch_size: int = 64,
@@ -65,14 +57,11 @@ def accept_length(
     positions_B, states_B = torch.zeros_like(seeds_B), seeds_B.clone() % 90
     for _ in range(num_steps):
         noise_BDV = noise_of_depths(seeds_B, positions_B, strategy.num_steps, VOCAB)
-        tau_D = torch.tensor(calibrator.tau(), dtype=torch.float64) if calibrator else None
-        tree = grow_draft(DRAFT, states_B, grower, how, noise_BDV, tau_D)
+        tree = grow_draft(DRAFT, states_B, grower, how, noise_BDV)
         positions_BR = positions_B.unsqueeze(1) + tree.row_depths_BR
         seeds_BR = seeds_B.unsqueeze(1).expand_as(positions_BR)
         samples_BR = draw(TARGET, row_states(tree, states_B), seeds_BR, positions_BR, how)
         verdict = verify_noise_keyed(tree, samples_BR)
-        if calibrator is not None:
-            calibrator.observe(calibration_counts(tree, verdict).tolist())
         for slot in range(strategy.num_steps + 1):
             token_B = verdict.committed_tokens_BS[:, slot]
             states_B = torch.where(
@@ -104,39 +93,6 @@ def test_cut_target_is_followed_by_a_cut_drafter() -> None:
     assert accept_length("4_1_4", Ranking.NOISE, how=how) > 2.1
 
 
-def test_calibration_finds_the_error_of_the_drafter_and_keeps_better_nodes() -> None:
-    """The error is normal with deviation 0.7; a Gumbel error of that deviation has the scale 0.7 sqrt(6) / pi = 0.55."""
-    calibrator = AcceptanceCalibrator(6, initial_tau=3.0)
-    accept_length("4_4_12", Ranking.NOISE, calibrator, num_steps=25)
-    assert calibrator.tau()[:2] == pytest.approx([0.5, 0.5], abs=0.15)
-    assert calibrator.tau()[4:] == [calibrator.tau()[3]] * 2
-    calibrated = accept_length("4_4_12", Ranking.NOISE, calibrator)
-    assert calibrated > 1.05 * accept_length("4_4_12", Ranking.NOISE)
-
-
-def test_calibration_counts_of_a_small_chain_by_hand() -> None:
-    """Estimates 0.8 and 0.5 given the first; request 0 accepts one of two drafts, request 1 none."""
-    tree = chain_tree(torch.tensor([[7, 8], [7, 8]]), torch.tensor([[0.8, 0.4], [0.8, 0.4]]))
-    verdict = verify_noise_keyed(tree, torch.tensor([[7, 1, 1], [1, 8, 1]]))
-    predicted, accepted, parents = calibration_counts(tree, verdict).tolist()
-    assert predicted == pytest.approx([1.6, 0.5])
-    assert accepted == [1.0, 0.0]
-    assert parents == [2.0, 1.0]
-
-
-def test_calibrator_state_survives_json() -> None:
-    calibrator = AcceptanceCalibrator(3)
-    calibrator.observe([[1.5, 0.5, 0.0], [1.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
-    assert calibrator.tau()[0] > 0.7 > calibrator.tau()[1]
-    other = AcceptanceCalibrator(3)
-    other.load_state_dict(json.loads(json.dumps(calibrator.state_dict())))
-    for each in (calibrator, other):
-        each.observe([[1.0, 0.5, 0.1], [2.0, 0.0, 0.0], [4.0, 1.0, 1.0]])
-    assert calibrator.tau() == other.tau()
-    with pytest.raises(ValueError, match="max_steps=4"):
-        AcceptanceCalibrator(4).load_state_dict(calibrator.state_dict())
-
-
 def test_first_counts_of_a_small_tree_by_hand() -> None:
     """root -> {7 -> {8, 5}, 9}. Row 0 takes 7 then 5, its second child; row 1 takes 9, the second child of the root."""
     parents = torch.tensor([[-1, -1, 0, 0]]).expand(2, -1)
@@ -144,7 +100,6 @@ def test_first_counts_of_a_small_tree_by_hand() -> None:
         token_ids_BQ=torch.tensor([[7, 9, 8, 5]]).expand(2, -1),
         parents_BQ=parents,
         depths_BQ=torch.tensor([[1, 1, 2, 2]]).expand(2, -1),
-        scores_BQ=torch.ones(2, 4),
         depth=2,
     )
     verdict = verify_noise_keyed(tree, torch.tensor([[7, 5, 1, 1, 1], [9, 1, 1, 1, 1]]))

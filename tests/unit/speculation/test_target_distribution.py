@@ -83,7 +83,7 @@ def decode(strategy: SpeculationStrategy, how: Sampling) -> Tensor:
             tree = grow_draft(DRAFT, states_B, TreeGrower(strategy), how, noise_BDV)
         else:
             found_BN = (states_B.unsqueeze(1) + torch.arange(strategy.depth) * 2) % VOCAB
-            tree = chain_tree(found_BN, torch.zeros(found_BN.shape))
+            tree = chain_tree(found_BN)
         positions_BR = positions_B.unsqueeze(1) + tree.row_depths_BR
         seeds_BR = seeds_B.unsqueeze(1).expand_as(positions_BR)
         samples_BR = draw(TARGET, row_states(tree, states_B), seeds_BR, positions_BR, how)

@@ -79,7 +79,7 @@ def test_verdict_equals_the_slow_walk_on_chains() -> None:
     generator = random.Random(2)
     for _ in range(60):
         tokens = torch.tensor([[generator.randrange(-1, 2) for _ in range(5)] for _ in range(3)])
-        tree = chain_tree(tokens, torch.ones(3, 5))
+        tree = chain_tree(tokens)
         samples = [[generator.randrange(2) for _ in range(6)] for _ in range(3)]
         verdict = verify_noise_keyed(tree, torch.tensor(samples))
         for row in range(3):
@@ -89,7 +89,7 @@ def test_verdict_equals_the_slow_walk_on_chains() -> None:
 def chain_verdict(*, stop: int | None = None, limit: int | None = None) -> Verdict:
     """Drafts 7, 8, 9 all accepted, then the bonus token 5."""
     return verify_noise_keyed(
-        chain_tree(torch.tensor([[7, 8, 9]]), torch.ones(1, 3)),
+        chain_tree(torch.tensor([[7, 8, 9]])),
         torch.tensor([[7, 8, 9, 5]]),
         stop_token_ids=torch.tensor([stop]) if stop is not None else None,
         max_commit_B=torch.tensor([limit]) if limit is not None else None,

@@ -83,7 +83,6 @@ class ModelDrafter:
         params: SamplingParams,
         *,
         noise_BSV: Tensor | None,
-        tau_D: Tensor | None,
     ) -> DraftTree:
         """Compute the pairs that the drafter has not seen. Then grow a tree from every root.
 
@@ -106,7 +105,6 @@ class ModelDrafter:
             temperature=params.temperature,
             noise_BDV=noise_BSV,
             noise_keys=(roots.seeds_B, roots.draw_positions_B + 1),
-            tau_D=tau_D,
             top_p=params.top_p,
             top_k=params.top_k,
             ids_V=self._model.ids_C,

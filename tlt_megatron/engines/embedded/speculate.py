@@ -28,19 +28,12 @@ from tlt_megatron.models.attention.lanes import LaneView, drafted_bias
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.speculation.calibration import (
-    AcceptanceCalibrator,
-    calibration_counts,
-    first_counts,
-)
 from tlt_megatron.speculation.sampling import NoiseWindow, Sampled, is_searched, sample
 from tlt_megatron.speculation.selector import StrategySelector
 from tlt_megatron.speculation.token_counts import TokenCounts
 from tlt_megatron.speculation.tree import DraftTree, Ranking, ancestor_mask, chain_tree
-from tlt_megatron.speculation.verify import Verdict, verify_noise_keyed
+from tlt_megatron.speculation.verify import Verdict, first_counts, verify_noise_keyed
 from tlt_megatron.types import SamplingParams
-
-_CALIBRATE_EVERY = 16  # steps between two updates of the calibrator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +44,11 @@ class Committed:
     logprobs_BS: Tensor
     policy_logprobs_BS: Tensor
     kept: list[list[Tensor]]  # [B][S] `Sampled.kept`; [] without top-p and top-k
-    first_by_depth: Tensor | None = None  # of a tree: see `calibration.first_counts`
+    first_by_depth: Tensor | None = None  # of a tree: see `verify.first_counts`
 
 
 class Speculation:
-    """The state of speculation that outlives a `generate` call: drafters, selector, calibration."""
+    """The state of speculation that outlives a `generate` call: drafters and selector."""
 
     def __init__(
         self,
@@ -75,7 +68,6 @@ class Speculation:
         self.selector = selector
         self.ranking = ranking
         self.retriever = Retriever()
-        self.calibrator = AcceptanceCalibrator(max((s.num_steps for s in learned), default=1))
         self.drafter_version = 0  # number of `load_drafter` calls
         self.draft_slots = draft_slots_of(drafting)
         # of all responses, if the drafter proposes only the most frequent token ids
@@ -106,7 +98,6 @@ class Speculation:
         counts = self._token_counts
         return {
             "selector": self.selector.state_dict(),
-            "calibrator": self.calibrator.state_dict(),
             "token_counts": None if counts is None else counts.state_dict(),
         }
 
@@ -119,7 +110,6 @@ class Speculation:
         if self._token_counts is not None and saved is not None:
             self._token_counts.load_state_dict(saved)
         self.selector.load_state_dict(state["selector"])
-        self.calibrator.load_state_dict(state["calibrator"])
 
     def start(
         self, model: Transformer, cache: KvCache, params: SamplingParams, graphs: GraphPool
@@ -165,11 +155,7 @@ class Speculator:
                 graphs=graphs,
             )
         self._drafter_version = speculation.drafter_version
-        self._calibrator = speculation.calibrator
         self._noise = NoiseWindow(model.config.vocab_size)
-        self._tau_D: Tensor | None = None
-        self._counts: dict[int, Tensor] = {}  # by num_steps
-        self._num_counted = 0
 
     def set_changed(self) -> None:
         """Note that the rows of the batch or their order changed, or that a plain pass ran."""
@@ -202,11 +188,9 @@ class Speculator:
             found_BN = self._speculation.retriever.propose(
                 roots.requests, roots.positions, latest, strategy.num_retrieved
             ).to(self._cache.device, non_blocking=True)
-            scores_BN = torch.zeros(found_BN.shape, device=found_BN.device)
-            return self._verify(view, roots, chain_tree(found_BN, scores_BN), noise_BSV)
+            return self._verify(view, roots, chain_tree(found_BN), noise_BSV)
         tree = self._grow(view, roots, strategy, None if is_reduced else noise_BSV)
         committed = self._verify(view, roots, tree, noise_BSV)
-        self._calibrate(tree, committed.verdict)
         if strategy.topk > 1:
             first = first_counts(tree, committed.verdict)
             committed = dataclasses.replace(committed, first_by_depth=first)
@@ -230,25 +214,7 @@ class Speculator:
             strategy,
             self._params,
             noise_BSV=noise_BSV,
-            tau_D=self._tau(),
         )
-
-    def _tau(self) -> Tensor:
-        if self._tau_D is None:
-            values = torch.tensor(self._calibrator.tau(), dtype=torch.float64)
-            self._tau_D = values.to(self._cache.device)
-        return self._tau_D
-
-    def _calibrate(self, tree: DraftTree, verdict: Verdict) -> None:
-        counts = calibration_counts(tree, verdict)
-        earlier = self._counts.get(tree.depth)
-        self._counts[tree.depth] = counts if earlier is None else earlier + counts
-        self._num_counted += 1
-        if self._num_counted % _CALIBRATE_EVERY == 0:
-            for total in self._counts.values():
-                self._calibrator.observe(total.tolist())
-            self._counts.clear()
-            self._tau_D = None
 
     # ---- verification
 
