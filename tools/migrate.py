@@ -122,7 +122,10 @@ def convert(given: theirs.Values) -> tuple[dict[str, Any], dict[str, Any]]:
             continue
         settings = None
         if "$" not in str(value):  # else the script leaves it open
-            settings = meaning(value, newest) if meaning else theirs.passed_on(name, value)
+            try:
+                settings = meaning(value, newest) if meaning else theirs.passed_on(name, value)
+            except (TypeError, ValueError):
+                settings = None  # of another kind than expected, so it is listed
         if settings is None and name in theirs.NAMES:
             ours[theirs.NAMES[name]] = value  # which the checks refuse
         elif settings is None:

@@ -65,3 +65,19 @@ def test_an_environment_is_named_but_not_taken_over(
     printed = capsys.readouterr().out
     assert f"{turns}enable: True; see rollout.environment (here empty for one turn)" in printed
     assert "'a.yaml'; see rollout.environment (path/to/file.py:name)" in printed
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.save_freq=after_each_epoch",
+        "actor_rollout_ref.actor.optim.betas=0.9",
+        "actor_rollout_ref.actor.tis_imp_ratio_cap=none",
+    ],
+)
+def test_a_value_of_another_kind_is_listed_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, setting: str
+) -> None:
+    (tmp_path / "run.sh").write_text(f"trainer.total_training_steps=7 {setting}")
+    assert main([str(tmp_path / "run.sh"), "--out", str(tmp_path / "ours.yaml")]) == 0
+    assert f"  {setting.partition('=')[0]}: " in capsys.readouterr().out
