@@ -129,27 +129,27 @@ def test_transformers_reads_sizes_and_rope_of_every_layout(
     assert (seen.hidden_size, seen.head_dim, seen.num_layers) == (HIDDEN_SIZE, 6, 1)
 
 
-@pytest.mark.parametrize("format", ["sglang", "vllm"])
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"norm.weight": None}, r"norm\.weight is missing"),
-        ({"d2t": torch.zeros(2)}, "d2t is unknown"),
-        ({"fc.weight": torch.zeros(2, 2)}, r"fc\.weight has shape \(2, 2\), must be \(16, 48\)"),
-        ({"norm.weight": torch.ones(16).half()}, r"norm\.weight is torch\.float16"),
-        ({"norm.weight": torch.full((16,), 3.0)}, r"norm\.weight has other values"),
+        {"norm.weight": None},
+        {"d2t": torch.zeros(2)},
+        {"fc.weight": torch.zeros(2, 2)},
+        {"norm.weight": torch.ones(16).half()},
+        {"norm.weight": torch.full((16,), 3.0)},
     ],
 )
 def test_an_export_that_an_engine_would_misread_is_refused(
-    change: dict[str, Tensor | None], message: str, format: str, tmp_path: Path
+    change: dict[str, Tensor | None], tmp_path: Path
 ) -> None:
-    source, out = save(tmp_path / "d", make_draft_model("eagle3")), tmp_path / "out"
-    export_drafter(source, out, format)
+    """A tensor that is missing or unknown, or has another shape, dtype or value."""
+    out = tmp_path / "out"
+    export_drafter(save(tmp_path / "d", make_draft_model("eagle3")), out, "sglang")
     exported = read_layout(out)
     tensors = exported.tensors | change
-    good = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(good, out / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    written = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(written, out / "model.safetensors")
+    with pytest.raises(ValueError, match=f"is not what was to be written: {next(iter(change))}$"):
         check_export(out, exported)
 
 
