@@ -110,6 +110,15 @@ class KeptTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """The messages of a conversation with an environment."""
+
+    messages: tuple[Message, ...]  # prompt included
+    num_turns: int  # of the policy
+    has_failed: bool  # the environment failed: the conversation ended, and its reward is 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One response, or one conversation with an environment.
 
@@ -127,16 +136,13 @@ class Rollout:
     policy_logprobs: Tensor  # [T] float32
     finish_reason: FinishReason
     policy_version: int  # that drew the last token
-    accept_lengths: tuple[
-        int, ...
-    ] = ()  # tokens out per verify pass, bonus token included; () for plain decoding
+    # tokens out per verify pass, bonus token included; () for plain decoding
+    accept_lengths: tuple[int, ...] = ()
     kept: KeptTokens | None = None  # None: top-p and top-k are off
     verify_starts: tuple[int, ...] = ()  # of each verify pass: the index of its first token
     # [T] bool, False on observation tokens, whose logprobs are 0; None: the policy drew all tokens
     loss_mask: Tensor | None = None
-    num_turns: int = 1  # of the policy
-    messages: tuple[Message, ...] = ()  # of a conversation, prompt included; () without environment
-    has_failed: bool = False  # the environment failed: the conversation ended, and its reward is 0
+    transcript: Transcript | None = None  # None without an environment
     # (policy version, tokens that it drew), oldest first; () if policy_version drew all of them
     versions: tuple[tuple[int, int], ...] = ()
 

@@ -207,7 +207,7 @@ def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[Scor
         for row in rows:
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["kept"] = row["kept"] and KeptTokens(**row["kept"])
-        rollouts = tuple(Rollout(**row) for row in rows)
+        rollouts = tuple(Rollout(**{n: row[n] for n in _FIELDS if n in row}) for row in rows)
         group = RolloutGroup(prompt=prompt_at(rollouts[0].draw_index), rollouts=rollouts)
         groups.append(ScoredGroup(group=group, rewards=rewards, details=tuple(details)))
     return tuple(groups)

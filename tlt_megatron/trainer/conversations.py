@@ -28,6 +28,7 @@ from tlt_megatron.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    Transcript,
 )
 
 _Key = tuple[int, int]  # draw_index, sample_index
@@ -88,9 +89,11 @@ class _Conversation:
             verify_starts=tuple(starts),
             kept=self._kept(),
             loss_mask=torch.cat(mask) if self.num_observed else None,
-            num_turns=len(self.turns),
-            messages=tuple(self.messages),
-            has_failed=self.has_failed,
+            transcript=Transcript(
+                messages=tuple(self.messages),
+                num_turns=len(self.turns),
+                has_failed=self.has_failed,
+            ),
             finish_reason=FinishReason.LENGTH if self.is_cut else last.finish_reason,
         )
 
@@ -144,7 +147,7 @@ class Conversations:
         """Return the conversations as `RolloutEngine.generate` returns responses; `on_finish` gets each when it ends.
 
         `params.max_new_tokens` limits the policy's tokens of a conversation. With reward.on_error=raise, RuntimeError if the
-        environment fails. Otherwise the conversation ends with its last turn, and `Rollout.has_failed` is set.
+        environment fails. Otherwise the conversation ends with its last turn, and `Transcript.has_failed` is set.
         """
         open_: dict[_Key, _Conversation] = {
             (prompt.draw_index, index): _Conversation(prompt=prompt, messages=self._begin(prompt))

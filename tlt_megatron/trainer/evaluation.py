@@ -72,8 +72,8 @@ class Evaluator:
 
     def _last_turn(self, rollout: Rollout) -> str:
         """Return the text of a response, of a conversation only the last turn."""
-        if rollout.messages:
-            return str(rollout.messages[-1]["content"])
+        if rollout.transcript:
+            return str(rollout.transcript.messages[-1]["content"])
         return self.worker.decode(rollout.token_ids.tolist())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,10 +57,8 @@ class RolloutLog:
                         "reward": reward,
                         "logprob_diff": difference,
                     }
-                    if rollout.messages:
-                        row["num_turns"] = rollout.num_turns
-                        row["messages"] = [dict(message) for message in rollout.messages]
-                        row["has_failed"] = rollout.has_failed
+                    if rollout.transcript:
+                        row |= dataclasses.asdict(rollout.transcript)
                     if rollout.loss_mask is not None:
                         row["loss_mask"] = rollout.loss_mask.int().tolist()
                     if rollout.versions:  # of a response that was carried

@@ -47,9 +47,10 @@ def rollout_metrics(
         torch.cat([r.generated(r.logprobs) for r in rollouts]).mean()
     )
     metrics |= _kept_metrics([r.generated(r.kept.counts) for r in rollouts if r.kept is not None])
-    if any(r.messages for r in rollouts):
-        metrics["rollout/num_turns/mean"] = fmean(r.num_turns for r in rollouts)
-        metrics["rollout/num_turns/max"] = float(max(r.num_turns for r in rollouts))
+    turns = [r.transcript.num_turns for r in rollouts if r.transcript]
+    if turns:
+        metrics["rollout/num_turns/mean"] = fmean(turns)
+        metrics["rollout/num_turns/max"] = float(max(turns))
     accepted = [n for r in rollouts for n in r.accept_lengths]
     if accepted:
         metrics["rollout/spec_token_share"] = sum(accepted) / float(lengths.sum())

@@ -174,13 +174,14 @@ class RolloutWorker:
             key = (rollout.draw_index, rollout.sample_index)
             prompt = responses.prompts[rollout.draw_index]
             text = self.decode(rollout.token_ids.tolist())
-            if rollout.messages:
-                replies = rollout.messages[len(prompt.messages) or 1 :]
+            if talk := rollout.transcript:
+                if talk.has_failed:
+                    return
+                replies = talk.messages[len(prompt.messages) or 1 :]
                 text = "\n".join(str(message["content"]) for message in replies)
-                info = {**prompt.extra_info, "messages": rollout.messages}
+                info = {**prompt.extra_info, "messages": talk.messages}
                 prompt = dataclasses.replace(prompt, extra_info=info)
-            if not rollout.has_failed:
-                self.rewards.submit(key, prompt, text)
+            self.rewards.submit(key, prompt, text)
 
         mine = self._share_of(prompts)
         status.expect_responses(sum(len(p.sample_indices(responses.params)) for p in mine))
@@ -205,7 +206,8 @@ class RolloutWorker:
             outcomes = self.rewards.collect()
         parts = []
         for part in (rollout for group in groups for rollout in group.rollouts):
-            is_scored = not part.has_failed and not responses.is_cut(part)
+            has_failed = part.transcript is not None and part.transcript.has_failed
+            is_scored = not has_failed and not responses.is_cut(part)
             outcome = outcomes[part.draw_index, part.sample_index] if is_scored else Outcome()
             unprompted = dataclasses.replace(part, prompt_ids=())  # all ranks know the prompts
             parts.append(ScoredResponse(unprompted, outcome.score, outcome.details))

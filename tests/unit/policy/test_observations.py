@@ -31,7 +31,6 @@ def observed(rollout: Rollout) -> Rollout:
             (rollout.policy_logprobs[:-1], nothing, rollout.policy_logprobs[-1:])
         ),
         loss_mask=mask,
-        num_turns=2,
     )
 
 

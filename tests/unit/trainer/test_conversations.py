@@ -179,11 +179,13 @@ def test_conversations_are_their_turns_one_after_another(tiny_path: Path, settin
         is_drawn = rollout.logprobs != 0
         assert is_drawn.tolist() == mask
         assert rollout.num_generated == sum(mask) <= PARAMS.max_new_tokens
-        assert rollout.messages[-1]["role"] == "assistant"
+        assert rollout.transcript.messages[-1]["role"] == "assistant"
     if not settings:  # only observations are prefilled, and the last token of each turn before one
-        again = sum(r.token_ids.numel() - r.num_generated + r.num_turns - 1 for r in plain)
+        again = sum(
+            r.token_ids.numel() - r.num_generated + r.transcript.num_turns - 1 for r in plain
+        )
         assert engine.stats().num_prompt_tokens == again + sum(len(p.token_ids) for p in prompts)
-    assert {r.num_turns for r in plain} >= {1, 2, 3}
+    assert {r.transcript.num_turns for r in plain} >= {1, 2, 3}
     assert {r.finish_reason for r in plain} == {FinishReason.STOP, FinishReason.LENGTH}
     strategy = SpeculationStrategy.parse("ngram_4")
     engine.set_speculation(Speculation(None, FixedSelector(strategy), [strategy]))
@@ -197,7 +199,7 @@ def test_a_slow_answer_holds_no_other_conversation(tiny_path: Path) -> None:
     prompts = draw_prompts(4)
     engine = engine_over(tiny_path, **SETTINGS, max_batch_size=4, kv_cache_tokens=64 * 64)
     plain = converse(engine, prompts)
-    slow = next((r.draw_index, r.sample_index) for r in plain if r.num_turns > 2)
+    slow = next((r.draw_index, r.sample_index) for r in plain if r.transcript.num_turns > 2)
     ended: list[Rollout] = []
     used: list[int] = []  # KV pages, while only the slow conversation is open
 
@@ -240,10 +242,12 @@ def test_a_failed_environment_ends_its_conversation(tiny_path: Path) -> None:
     conversations = Conversations(engine, pool, Letters(), RolloutSection(**SETTINGS))
     finished: list[Rollout] = []
     conversations.generate(draw_prompts(6), PARAMS, policy_version=1, on_finish=finished.append)
-    failed = [r for r in finished if r.has_failed]
+    failed = [r for r in finished if r.transcript.has_failed]
     assert failed
-    assert all((r.num_turns == 2 and r.loss_mask is None) or r.loss_mask[-1] for r in failed)
-    assert max(r.num_turns for r in finished) == 2
+    assert all(
+        (r.transcript.num_turns == 2 and r.loss_mask is None) or r.loss_mask[-1] for r in failed
+    )
+    assert max(r.transcript.num_turns for r in finished) == 2
     stats = conversations.take_stats()
     assert (stats.num_timeouts, stats.num_errors) == (len(failed), 0)
     assert stats.seconds == 0.5 * (pool.num_asked - len(failed)) + 2.0 * len(failed)

@@ -30,6 +30,7 @@ from tlt_megatron.types import (
     RolloutGroup,
     SamplingParams,
     ScoredGroup,
+    Transcript,
 )
 
 
@@ -129,7 +130,8 @@ def test_the_vote_of_a_conversation_is_its_last_turn() -> None:
     group = scored((2, 2, 1), (0.0, 0.0, 1.0), 8)
     texts = [("user", "x"), ("assistant", "#### 5"), ("user", "6?"), ("assistant", "7")]
     messages = tuple({"role": role, "content": content} for role, content in texts)
-    talks = [replace(rollout, messages=messages) for rollout in group.group.rollouts[:2]]
+    talk = Transcript(messages=messages, num_turns=2, has_failed=False)
+    talks = [replace(rollout, transcript=talk) for rollout in group.group.rollouts[:2]]
     last = replace(group.group.rollouts[2], token_ids=torch.tensor([57]))
     group = replace(group, group=replace(group.group, rollouts=(*talks, last)))
 
