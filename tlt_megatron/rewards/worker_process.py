@@ -142,11 +142,9 @@ class WorkerProcess:
         if self._loaded.done():
             task = message.pop("task")
             score, _ = read_result(message.pop("score", 0.0))
-            further = message.pop("details", {})  # one of several functions may be named "score"
-            details = {name: read_result(value)[0] for name, value in further.items()}
             if "answer" in message:
                 message["answer"] = read_answer(message["answer"])
-            outcome = Outcome(score=score, details=details, **message)
+            outcome = Outcome(score=score, **message)
             answer = self._answers.pop(task)
             if not answer.done():  # cancelled by the pool's end
                 answer.set_result(outcome)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tlt_megatron.rewards.reward import name_setting
 from tlt_megatron.rewards.worker_process import Outcome, WorkerProcess
@@ -70,27 +70,21 @@ class RewardPool:
                 f"num_workers={num_workers} must be >= 1, timeout_s={timeout_s} > 0, "
                 f"on_error={on_error!r} one of raise, zero"
             )
-        self._weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
-        self._environment = environment
-        self._timeouts_s = {"reward": timeout_s, "environment": environment_timeout_s}
-        self._on_error = on_error
-        self._folder = os.getcwd()  # relative paths mean the same in a worker started later
+        weights = {functions: 1.0} if isinstance(functions, str) else dict(functions)
         self._batch: dict[Hashable, Future[Outcome]] = {}
         self._turns: list[Future[Outcome]] = []  # being answered
         self._scored: list[Outcome] = []  # since `take_stats`
         self._wait_seconds = 0.0
         self._is_closed = False
-        # Used by the loop's thread, like all below.
-        self._logged_prompt_ids: set[str] = set()
-        self._num_output_bytes = 0  # since the last `collect`
-        self._workers: list[WorkerProcess] = []
-        self._free: asyncio.Queue[_Seat] = asyncio.Queue()  # a seat once per response it can take
-        self._alone = _Seat()  # rescores responses whose worker ended with several at once
-        self._alone_lock = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
+        self._workers = _Workers(
+            _Functions(weights, environment),
+            {"reward": timeout_s, "environment": environment_timeout_s},
+            is_fatal=on_error == "raise",
+        )
         self._thread = threading.Thread(target=self._run_loop, name="reward-workers", daemon=True)
         self._thread.start()
-        self._loaded = self._call(self._start_workers(num_workers))
+        self._loaded = self._call(self._workers.start(num_workers))
 
     def wait_ready(self) -> None:
         """Return when every worker has loaded the function.
@@ -111,7 +105,7 @@ class RewardPool:
         if rollout_key in self._batch:
             raise ValueError(f"rollout_key={rollout_key!r}: submitted twice in one batch")
         arguments = _arguments(prompt, solution_str=solution_str)
-        work = self._run("reward", arguments, prompt.prompt_id, f"rollout {rollout_key!r}")
+        work = self._workers.run("reward", arguments, prompt.prompt_id, f"rollout {rollout_key!r}")
         self._batch[rollout_key] = self._call(work)
 
     def answer(
@@ -123,7 +117,8 @@ class RewardPool:
         """
         where = f"turn {turn} of rollout {(prompt.draw_index, sample_index)!r}"
         arguments = _arguments(prompt, messages=[dict(message) for message in messages])
-        future = self._call(self._run("environment", arguments, prompt.prompt_id, where))
+        work = self._workers.run("environment", arguments, prompt.prompt_id, where)
+        future = self._call(work)
         self._turns = [turn for turn in self._turns if not turn.done()]
         self._turns.append(future)
         return future
@@ -149,7 +144,7 @@ class RewardPool:
         outcomes = {key: future.result() for key, future in self._batch.items()}
         self._batch = {}
         self._scored += outcomes.values()
-        self._loop.call_soon_threadsafe(self._end_output)
+        self._loop.call_soon_threadsafe(self._workers.end_output)
         return outcomes
 
     def take_stats(self) -> RewardStats:
@@ -172,7 +167,7 @@ class RewardPool:
         self._is_closed = True
         for future in (self._loaded, *self._batch.values(), *self._turns):
             future.cancel()
-        self._call(self._end_workers()).result()
+        self._call(self._workers.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -202,26 +197,44 @@ class RewardPool:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._loop.run_forever()
 
-    async def _start_workers(self, num_workers: int) -> None:
-        seats = [_Seat() for _ in range(num_workers)]
-        workers = await asyncio.gather(*map(self._worker_of, seats))
+
+class _Workers:
+    """The workers of a pool. Only the thread of the pool's event loop calls it."""
+
+    def __init__(
+        self, functions: _Functions, timeouts_s: Mapping[str, float], *, is_fatal: bool
+    ) -> None:
+        self._functions = functions
+        self._timeouts_s = timeouts_s  # of each function
+        self._is_fatal = is_fatal  # a failure raises RuntimeError
+        self._folder = os.getcwd()  # relative paths mean the same in a worker started later
+        self._logged_prompt_ids: set[str] = set()
+        self._num_output_bytes = 0  # since the last `collect`
+        self._seats: list[_Seat] = []
+        self._free: asyncio.Queue[_Seat] = asyncio.Queue()  # a seat once per response it can take
+        self._alone = _Seat()  # rescores responses whose worker ended with several at once
+        self._alone_lock = asyncio.Lock()
+
+    async def start(self, num_workers: int) -> None:
+        self._seats = [_Seat() for _ in range(num_workers)]
+        workers = await asyncio.gather(*map(self._worker_of, self._seats))
         for _ in range(_ASYNC_SLOTS if workers[0].is_async else 1):
-            for seat in seats:
+            for seat in self._seats:
                 self._free.put_nowait(seat)
 
     async def _worker_of(self, seat: _Seat) -> WorkerProcess:
         """Return the worker in a seat. If the last one has ended, start a new one."""
         async with seat.lock:
-            if seat.worker is None or seat.worker.is_lost:
-                arguments = self._weights, self._environment, self._folder, self._log_output
-                seat.worker = WorkerProcess(*arguments)
-                self._workers = [worker for worker in self._workers if not worker.is_lost]
-                self._workers.append(seat.worker)
+            if seat.worker is not None and seat.worker.is_lost:
+                await seat.worker.close()
+                seat.worker = None
+            if seat.worker is None:
+                seat.worker = WorkerProcess(*self._functions, self._folder, self._log_output)
                 await seat.worker.load()
             return seat.worker
 
-    async def _run(self, function: str, arguments: bytes, prompt_id: str, where: str) -> Outcome:
-        """Return the outcome of one call. With on_error="raise", a failure raises RuntimeError."""
+    async def run(self, function: str, arguments: bytes, prompt_id: str, where: str) -> Outcome:
+        """Return the outcome of one call."""
         call = function, arguments, self._timeouts_s[function]
         seat = await self._free.get()
         try:
@@ -232,23 +245,21 @@ class RewardPool:
         finally:
             self._free.put_nowait(seat)
         if outcome.failure:
-            setting = f"rollout.environment={self._environment!r}"
-            if function == "reward":
-                setting = name_setting(self._weights)
+            setting = self._functions.name(function)
             text = (
                 f"{setting} failed on prompt_id={prompt_id!r} ({where}): {outcome.detail.rstrip()}"
             )
-            if self._on_error == "raise":
+            if self._is_fatal:
                 raise RuntimeError(text)
             if prompt_id not in self._logged_prompt_ids:
                 self._logged_prompt_ids.add(prompt_id)
                 log.warning("%s\nThe reward is 0 (reward.on_error=zero).", text)
         return outcome
 
-    async def _end_workers(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-        await self._loop.shutdown_default_executor()
-        self._end_output()
+    async def close(self) -> None:
+        workers = [seat.worker for seat in (*self._seats, self._alone)]
+        await asyncio.gather(*(worker.close() for worker in workers if worker is not None))
+        self.end_output()
 
     def _log_output(self, data: bytes) -> None:
         """Log what reward functions print, up to `MAX_OUTPUT_BYTES` for each batch."""
@@ -257,13 +268,26 @@ class RewardPool:
         if text := kept.decode(errors="replace").rstrip():
             output_log.info("%s", text)
 
-    def _end_output(self) -> None:
+    def end_output(self) -> None:
+        """Begin the output of the next batch."""
         num_cut, self._num_output_bytes = self._num_output_bytes - MAX_OUTPUT_BYTES, 0
         if num_cut > 0:
-            output_log.info(
-                "%s: %d more bytes of output of this step were cut",
-                *(name_setting(self._weights), num_cut),
-            )
+            setting = self._functions.name("reward")
+            output_log.info("%s: %d more bytes of output of this step were cut", setting, num_cut)
+
+
+class _Functions(NamedTuple):
+    """The settings of what workers load: the weight of each reward function, and the environment."""
+
+    weights: Mapping[str, float]
+    environment: str
+
+    def name(self, function: str) -> str:
+        """Return the setting and its value, for messages."""
+        is_reward = function == "reward"
+        return (
+            name_setting(self.weights) if is_reward else f"rollout.environment={self.environment!r}"
+        )
 
 
 @dataclass(slots=True, eq=False)
