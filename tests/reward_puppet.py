@@ -12,7 +12,9 @@ from tlt_megatron.types import Prompt
 
 # the response says what is to happen
 PUPPET = """
-import asyncio, os, re, signal, subprocess, sys, time
+import asyncio, ctypes, os, re, signal, subprocess, sys, time
+
+print("loaded")
 
 def act(data_source, solution_str, ground_truth, extra_info=None):
     verb, _, argument = solution_str.partition(" ")
@@ -21,8 +23,6 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
     if verb == "score":
         print("this must not reach the pipe")
         return float(argument)
-    if verb == "dict":
-        return {"score": float(argument), "extra": "ignored"}
     if verb == "slow":
         time.sleep(float(argument))
         return 1.0
@@ -32,8 +32,6 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
         return os.getpid()
     if verb == "child":
         return subprocess.Popen(["sleep", "1000"]).pid
-    if verb == "has_torch":
-        return "torch" in sys.modules
     if verb == "signal_child":
         child = subprocess.Popen(["sleep", "1000"])
         child.send_signal(int(argument))
@@ -55,7 +53,63 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
             pass
     if verb == "hang_in_c":
         re.match("(a*)*b", "a" * 100)  # exponential, and holds the interpreter's lock
-    raise ValueError(solution_str)
+    return misbehave(verb, argument)
+
+def misbehave(verb, argument):
+    if verb == "print":
+        print("from python")
+        print("to stderr", file=sys.stderr)
+        ctypes.CDLL(None).write(1, b"from C\\n", 7)
+        subprocess.run(["echo", "from a child"])
+        return 1.0
+    if verb == "flood":
+        for _ in range(int(argument)):
+            os.write(1, b"x" * 1023 + b"\\n")
+        return 1.0
+    if verb == "write_everywhere":
+        return write_to_sockets("garbage", ("", "socket"))
+    if verb.startswith("forge"):
+        return write_to_sockets(argument or "x" * 3_000_000, ("socket",))
+    if verb == "close_range":
+        os.closerange(3, 256)
+        return 1.0
+    if verb.startswith("close_all"):
+        os.closerange(0 if verb == "close_all_and_hang" else 3, 100000)
+        while verb == "close_all_and_hang":
+            time.sleep(1)
+        return 1.0
+    if verb == "fork":
+        os.fork()
+        return 1.0
+    if verb == "ignore_sigterm":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    if verb == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if verb == "kill_group":
+        os.killpg(0, signal.SIGKILL)
+    if verb == "fork_and_die":
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(5)
+    if verb == "keyboard":
+        raise KeyboardInterrupt
+    if verb == "long_error":
+        raise ValueError("y" * 10_000_000)
+    if verb == "strange":
+        class Strange:
+            def __float__(self): os._exit(6)
+        return Strange()
+    raise ValueError(verb)
+
+def write_to_sockets(text, kinds):
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if any(kind in os.path.realpath("/proc/self/fd/" + name) for kind in kinds):
+                os.write(int(name), text.encode() + b"\\n")
+        except OSError:
+            pass
+    return 1.0
 
 num_waiting = 0
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, is_running, prompt, score, scores
+from tests.reward_puppet import EXTRA, SHORT_S, PoolMaker, prompt, score, scores
 from tlt_megatron.rewards.workers import RewardPool, RewardStats
 
 
@@ -27,17 +27,6 @@ def test_each_key_gets_its_own_reward(
             pool.submit((number, batch), prompt(), f"score {number}")
         assert scores(pool) == {(number, batch): float(number) for number in numbers}
     assert scores(pool) == {}
-
-
-def test_order_of_submission_does_not_matter(make_pool: PoolMaker) -> None:
-    pool = make_pool(num_workers=2)
-    jobs = [(i, f"slow {0.002 * (i % 3)}" if i % 2 else f"score {i}") for i in range(30)]
-    collected = []
-    for order in (jobs, jobs[::-1]):
-        for key, response in order:
-            pool.submit(key, prompt(), response)
-        collected.append(scores(pool))
-    assert collected[0] == collected[1]
 
 
 def test_built_in_math_scores_in_a_worker() -> None:
@@ -57,15 +46,6 @@ def test_function_gets_the_whole_row_as_json_carries_it(make_pool: PoolMaker) ->
 def test_long_responses_pass_whole(make_pool: PoolMaker) -> None:
     pool = make_pool()
     assert score(pool, "score 1", *["length " + "ü" * 300_000] * 40) == [1.0] + [300_000.0] * 40
-
-
-def test_results_may_be_dicts(make_pool: PoolMaker) -> None:
-    assert score(make_pool(), "dict 0.5") == [0.5]
-
-
-def test_workers_have_no_torch(make_pool: PoolMaker) -> None:
-    assert "torch" in sys.modules  # this process has
-    assert score(make_pool(), "has_torch") == [0.0]
 
 
 def test_async_function_scores_many_responses_at_once(make_pool: PoolMaker) -> None:
@@ -104,39 +84,24 @@ def test_hanging_function_is_raised_with_the_timeout(
         score(pool, verb)
 
 
-@pytest.mark.parametrize("function", ["act", "act_async"])
-@pytest.mark.parametrize("response", ["raise", "die", "crash", "leave"])
-def test_failures_count_as_zero_and_lose_no_other_work(
-    make_pool: PoolMaker, function: str, response: str
-) -> None:
-    pool = make_pool(function)
-    others = [f"score {i}" for i in range(1, 41)]
-    rewards = score(pool, *others[:20], response, *others[20:])
-    assert rewards == [*range(1, 21), 0.0, *range(21, 41)]
-    stats = pool.take_stats()
-    assert (stats.num_scored, stats.num_errors, stats.num_timeouts) == (41, 1, 0)
-
-
 @pytest.mark.parametrize(
-    "function,verb", [("act", "hang"), ("act", "hang_in_c"), ("act_async", "hang")]
+    "function,verb,failure",
+    [
+        *itertools.product(("act", "act_async"), ("raise", "die", "crash", "leave"), ("error",)),
+        *(("act", "hang", "timeout"), ("act", "hang_in_c", "timeout")),
+        ("act_async", "hang", "timeout"),
+    ],
 )
-def test_hanging_function_counts_as_zero_and_loses_no_other_work(
-    make_pool: PoolMaker, function: str, verb: str
+def test_failures_count_as_zero_and_lose_no_other_work(
+    make_pool: PoolMaker, function: str, verb: str, failure: str
 ) -> None:
-    pool = make_pool(function, timeout_s=SHORT_S)
+    pool = make_pool(function, timeout_s=SHORT_S if failure == "timeout" else 120.0)
     others = [f"score {i}" for i in range(1, 41)]
     rewards = score(pool, *others[:20], verb, *others[20:])
     assert rewards == [*range(1, 21), 0.0, *range(21, 41)]
     stats = pool.take_stats()
-    assert (stats.num_scored, stats.num_errors, stats.num_timeouts) == (41, 0, 1)
-
-
-def test_hung_worker_is_replaced_and_gone(make_pool: PoolMaker) -> None:
-    pool = make_pool(timeout_s=SHORT_S)
-    first, hung, second = score(pool, "pid", "hang", "pid")
-    assert hung == 0.0
-    assert first != second
-    assert not is_running(int(first))
+    counts = stats.num_scored, stats.num_errors, stats.num_timeouts
+    assert counts == (41, failure == "error", failure == "timeout")
 
 
 def test_full_pipe_to_a_hung_worker_holds_nothing_up(make_pool: PoolMaker) -> None:
