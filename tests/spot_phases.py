@@ -41,7 +41,7 @@ def world_group() -> Group:
 
 def begin_phase(heartbeat: Heartbeat, name: str) -> None:
     """As `Phases` does, which also leaves it at its end."""
-    heartbeat.phase.begin()
+    heartbeat.phase.begin(name)
     heartbeat.phase.leave((name,))
     heartbeat.tell_phase()
 

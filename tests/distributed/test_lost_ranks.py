@@ -39,7 +39,7 @@ def freeze() -> None:
 
 def await_phase_of_rank_0(heartbeat: Heartbeat, phase: str) -> None:
     """When its store is gone it is too late to ask."""
-    while heartbeat.rank and heartbeat._last_phases[0] != phase:
+    while heartbeat.rank and heartbeat.beats.last_phases[0] != phase:
         time.sleep(0.01)
 
 
@@ -143,7 +143,7 @@ def test_ranks_in_a_collective_with_a_frozen_one_end_too(tmp_path: Path) -> None
             heartbeat.explaining(LONG_S),
         ):
             begin_phase(heartbeat, "UPDATE")
-            heartbeat._end_process = lambda code, text, is_shown: end_with(code)
+            heartbeat._end._end_process = lambda code, text, is_shown: end_with(code)
             await_phase_of_rank_0(heartbeat, "UPDATE")
             barrier(world)
 

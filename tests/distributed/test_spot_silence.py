@@ -127,11 +127,11 @@ def test_idle_ranks_name_a_rank_that_froze_while_it_generated(victim: int, tmp_p
             with running_heartbeat(
                 job_store, world, TIMEOUT_S, 60.0, StopRequest(world.rank)
             ) as heartbeat:
-                heartbeat._end_process = leave
+                heartbeat._end._end_process = leave
                 store = job_store.part("spot")
                 spot = make_spot(before=before, store=store, check_ranks=heartbeat.check)
                 begin_phase(heartbeat, "ROLLOUT")
-                while world.rank and heartbeat._last_phases[0] != "ROLLOUT":
+                while world.rank and heartbeat.beats.last_phases[0] != "ROLLOUT":
                     time.sleep(0.01)
                 barrier(world)
                 if world.rank == victim:

@@ -1,7 +1,7 @@
-"""The events that end a run early: lines in the job's store, in one order for all ranks.
+"""What ranks tell each other in the job's store: their beats, and the events that end a run early.
 
-stop.py writes that a stop is requested, or why this rank ends. heartbeat.py writes which rank is lost, and reads the events for
-this rank.
+stop.py writes that a stop is requested, or why this rank ends. heartbeat.py writes and reads beats, writes which rank is lost, and
+reads the events for this rank. An event is a line, in one order for all ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tlt_megatron.runtime.step_phase import StepPhase
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from tlt_megatron.runtime.job_store import JobStore
+
 _KEY = "events"
+_FAREWELL = "bye"
 
 
 class EventKind(StrEnum):
@@ -54,3 +59,43 @@ class EventLog:
             event = Event(kind=EventKind(kind), rank=int(rank), code=int(code), text=why)
             found.setdefault(event.kind, event)
         return found
+
+
+class Beats:
+    """The beats and events of all ranks in the job's store. Every call may raise dist.DistError."""
+
+    def __init__(self, store: JobStore, rank: int) -> None:
+        self.phase = StepPhase()
+        self.last_phases = {0: str(self.phase)}  # as last read, by rank
+        self.num_answers = 0  # of the store
+        self._store = store.connect("heartbeat")  # the heartbeat thread's own connection
+        self._main_store = store.part("heartbeat")
+        self.events = EventLog(self._store)
+        self._key = f"beat/{rank}"
+        self._num_beats = 0
+
+    def write(self, *, from_main_thread: bool = False) -> None:
+        """Write a beat of this rank, with its phase."""
+        self._num_beats += 1
+        store = self._main_store if from_main_thread else self._store
+        store.set(self._key, f"{self._num_beats} {self.phase.num_begun} {self.phase}")
+
+    def say_farewell(self) -> None:
+        """Write the last beat: this rank ends as it should."""
+        self._store.set(self._key, _FAREWELL)
+
+    def read(self, rank: int) -> tuple[int, int, str] | None:
+        """Return the count, the number of phases and the phase of a rank; None after its farewell."""
+        text = self._store.get(f"beat/{rank}").decode()
+        self.num_answers += 1
+        if text == _FAREWELL:
+            return None
+        count, num_phases, phase = text.split(" ", 2)
+        self.last_phases[rank] = phase
+        return int(count), int(num_phases), phase
+
+    def read_events(self) -> dict[EventKind, Event]:
+        """Return the first event of each kind."""
+        events = self.events.firsts()
+        self.num_answers += 1
+        return events

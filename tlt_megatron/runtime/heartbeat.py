@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from tlt_megatron.runtime.collective_errors import describe_collective_error, is_collective_error
 from tlt_megatron.runtime.collectives import barrier, gather_objects
-from tlt_megatron.runtime.events import Event, EventKind, EventLog
+from tlt_megatron.runtime.events import Beats, Event, EventKind, EventLog
 from tlt_megatron.runtime.job_store import JobStore
 from tlt_megatron.runtime.log import FILE_ONLY
 from tlt_megatron.runtime.process_groups import Group
@@ -45,7 +45,6 @@ _GRACE_S = 5.0  # for the main thread to end by itself after a rank is lost
 _UNWINDING_S = 60.0  # added once the main thread is ending, to close the engines
 _BEATS_TO_READ = 4  # own beats after which every rank has read an event
 _BEATS_TO_REPORT = 16  # until a process that has ended is reported and read
-_FAREWELL = "bye"
 
 
 class RanksLost(RuntimeError):
@@ -68,6 +67,46 @@ class _Watched:
     count: int = -1  # as last read
     cpu_s: float = 0.0
     num_silent: int = 0  # own beats since `count` or `cpu_s` changed
+
+
+class _End:
+    """The end of this rank after a rank is lost."""
+
+    def __init__(self, end_process: Callable[..., None], phase: StepPhase) -> None:
+        self.loss: RanksLost | None = None
+        self.has_begun = threading.Event()
+        self._is_unwinding = False  # the main thread is ending
+        self.is_closed = threading.Event()  # the heartbeat is closed
+        self._is_reporter = False  # this rank was the first to report the loss
+        self._end_process = end_process
+        self._phase = phase
+
+    def begin(self, loss: RanksLost, *, is_first: bool) -> None:
+        """Take the first reason to end. `is_first`: this rank reports it."""
+        if self.loss is None:
+            self._is_reporter = is_first
+            self.loss = loss
+            self.log_reason(str(loss))
+            self.has_begun.set()
+
+    def unwind(self) -> None:
+        """Give the main thread, which is ending, time to close the engines."""
+        self._is_unwinding = True
+
+    def log_reason(self, text: str) -> None:
+        log.info("the run ends: %s (this rank: phase %s)", text, self._phase, extra=FILE_ONLY)
+
+    def wait(self) -> None:
+        """Give the main thread a moment to end by itself, then end the process."""
+        assert self.loss is not None
+        start = time.monotonic()
+        while not self.is_closed.wait(0.1):
+            limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
+            if time.monotonic() - start >= limit_s:
+                # The main threads of other ranks may hang too, so only the reporting rank writes to its console.
+                text = f"the run ends: {self.loss} (this rank: still in phase {self._phase})"
+                self._end_process(self.loss.code, text, is_shown=self._is_reporter)
+                return
 
 
 class Heartbeat:
@@ -97,28 +136,27 @@ class Heartbeat:
         self.interval_s = max(
             min(max(per_timeout_s, shortest_s), longest_s), _INTERVAL_S_PER_RANK * len(ranks)
         )
-        self.loss: RanksLost | None = None
-        self._is_reporter = False  # this rank was the first to report it
-        self.phase = StepPhase()
-        self._num_beats = 0
+        self.beats = Beats(store, rank)
         self._stop_request = stop
-        self._end_process = end_process
-        self._store = store.connect("heartbeat")  # the thread's own connection
-        self._events = EventLog(self._store)
-        self._main_store = store.part("heartbeat")
+        self._end = _End(end_process, self.beats.phase)
         machines = [process.machine for process in ranks]
         self._watched = [
             _Watched(process=ranks[other], is_local=machines[other] == machines[rank])
             for other in (watched_by(rank, machines) if timeout_s else ())
         ]
-        self._last_phases = {0: str(self.phase)}
-        self._is_unwinding = False
-        self._is_closed = threading.Event()
-        self._has_loss = threading.Event()
-        self._num_answers = 0  # of the store
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._store_watch = threading.Thread(target=self._watch_store, daemon=True)
-        self._beat(self._store)
+        self.beats.write()
+
+    @property
+    def phase(self) -> StepPhase:
+        """What this rank does now. The main thread changes it."""
+        return self.beats.phase
+
+    @property
+    def loss(self) -> RanksLost | None:
+        """Why the run ends, once that is known."""
+        return self._end.loss
 
     def start(self) -> None:
         """Start watching. Call it after all ranks have been created."""
@@ -128,12 +166,12 @@ class Heartbeat:
     def tell_phase(self) -> None:
         """Tell the others of a phase that has begun. Raises RanksLost if a rank is lost."""
         self.check()
-        self._beat(self._main_store)
+        self.beats.write(from_main_thread=True)
 
     def check(self) -> None:
         """Raise RanksLost if a rank is lost. Makes no call to the store."""
         if self.loss is not None:
-            self._is_unwinding = True
+            self._end.unwind()
             raise self.loss
 
     @contextmanager
@@ -144,7 +182,7 @@ class Heartbeat:
         try:
             yield
         except BaseException as error:
-            self._is_unwinding = True
+            self._end.unwind()
             if isinstance(error, RanksLost) or not isinstance(error, RuntimeError):
                 raise
             if not is_collective_error(error):
@@ -153,72 +191,67 @@ class Heartbeat:
 
     def close(self) -> None:
         """Stop watching and being watched. Rank 0 keeps its store open until the others have read why a run ends."""
-        self._is_closed.set()
+        self._end.is_closed.set()
         if self._thread.is_alive() and not self._stop_request.has_lost_store:
             self._thread.join(max(self.timeout_s, 1.0))
         if self._thread.is_alive():
             return  # the store does not answer
         try:
-            self._store.set(f"beat/{self.rank}", _FAREWELL)
-            if self.rank == 0 and EventKind.END in self._events.firsts():
+            self.beats.say_farewell()
+            if self.rank == 0 and EventKind.END in self.beats.events.firsts():
                 deadline = time.monotonic() + _BEATS_TO_READ * self.interval_s
                 others = [process.rank for process in self.ranks if process.rank != self.rank]
-                while time.monotonic() < deadline and any(map(self._read_beat, others)):
+                while time.monotonic() < deadline and any(map(self.beats.read, others)):
                     time.sleep(0.05)
         except dist.DistError as lost:
             why = str(lost).partition("\n")[0] or repr(lost)
             log.info("no farewell: the store of rank 0 is gone (%s)", why, extra=FILE_ONLY)
 
     def _run(self) -> None:
-        while not self._is_closed.wait(self.interval_s):
+        while not self._end.is_closed.wait(self.interval_s):
             try:
-                self._beat(self._store)
+                self.beats.write()
                 self._read_events()
                 if self.rank != 0:
-                    self._read_beat(0)  # its phase, to report if its store stops answering
+                    self.beats.read(0)  # its phase, to report if its store stops answering
                 for watched in self._watched:
                     self._watch(watched)
             except dist.DistError as error:
                 self._lose_store(error)
             if self.loss is not None:
-                self._see_the_end(self.loss)
+                self._end.wait()
                 return
 
     def _watch_store(self) -> None:
         """Watch the other thread: a call to the store of a frozen rank 0 does not return."""
         count = num_silent = 0  # silent: beats of this thread since `count` changed
-        while self.loss is None and not self._is_closed.wait(self.interval_s):
-            num_silent = num_silent + 1 if self._num_answers == count else 0
-            count = self._num_answers
+        while self.loss is None and not self._end.is_closed.wait(self.interval_s):
+            num_silent = num_silent + 1 if self.beats.num_answers == count else 0
+            count = self.beats.num_answers
             if num_silent * self.interval_s >= self._store_timeout_s:
                 self._lose_store(dist.DistError("Timeout"))
                 if self.loss is not None:
-                    self._see_the_end(self.loss)
+                    self._end.wait()
 
     def _lose_store(self, error: dist.DistError) -> None:
-        if not self._is_closed.is_set():
+        if not self._end.is_closed.is_set():
             self._stop_request.lose_store(error)
             loss = RanksLost(self._describe_lost_store(error))
-            self._lose(loss, is_first=self._stop_request.speaks_alone)
-
-    def _beat(self, store: dist.Store) -> None:
-        self._num_beats += 1
-        store.set(f"beat/{self.rank}", f"{self._num_beats} {self.phase.num_begun} {self.phase}")
+            self._end.begin(loss, is_first=self._stop_request.speaks_alone)
 
     def _read_events(self) -> None:
-        events = self._events.firsts()
-        self._num_answers += 1
-        for event in events.values():
+        for event in self.beats.read_events().values():
             self._stop_request.hear(event)
             if event.kind == EventKind.END:
-                self._lose(RanksLost(event.text, event.code), is_first=event.rank == self.rank)
+                loss = RanksLost(event.text, event.code)
+                self._end.begin(loss, is_first=event.rank == self.rank)
 
     def _watch(self, watched: _Watched) -> None:
         """Report a rank that has ended or is silent."""
         process = watched.process
         # Read the process first: a process that ends normally has said farewell before.
         state = state_of(process) if watched.is_local else None
-        beat = self._read_beat(process.rank)
+        beat = self.beats.read(process.rank)
         if self.loss is not None or beat is None:
             return
         count, _, phase = beat
@@ -237,24 +270,14 @@ class Heartbeat:
     def _silence(self) -> str:
         return f"silent for run.heartbeat_timeout_s={self.timeout_s:g} s"
 
-    def _read_beat(self, rank: int) -> tuple[int, int, str] | None:
-        """Return the count, the number of phases and the phase; None after the rank's farewell."""
-        text = self._store.get(f"beat/{rank}").decode()
-        self._num_answers += 1
-        if text == _FAREWELL:
-            return None
-        count, num_phases, phase = text.split(" ", 2)
-        self._last_phases[rank] = phase
-        return int(count), int(num_phases), phase
-
     def _report(self, text: str) -> None:
-        self._events.append(Event(kind=EventKind.END, rank=self.rank, code=1, text=text))
+        self.beats.events.append(Event(kind=EventKind.END, rank=self.rank, code=1, text=text))
         self._read_events()
 
     def _describe_lost_store(self, error: dist.DistError) -> str:
         """Return why rank 0's store does not answer, as far as this rank can tell."""
         process = self.ranks[0]
-        phase = self._last_phases.get(0)
+        phase = self.beats.last_phases.get(0)
         where = f" in phase {phase}" if phase else ""
         is_local = process.machine == self.ranks[self.rank].machine
         state = state_of(process) if is_local else None
@@ -268,38 +291,17 @@ class Heartbeat:
             what = f"is gone{where}: its store is closed"
         return f"{process} {what}"
 
-    def _lose(self, loss: RanksLost, *, is_first: bool) -> None:
-        if self.loss is None:
-            self._is_reporter = is_first
-            self.loss = loss
-            self._log_end(str(loss))
-            self._has_loss.set()
-
-    def _log_end(self, text: str) -> None:
-        log.info("the run ends: %s (this rank: phase %s)", text, self.phase, extra=FILE_ONLY)
-
-    def _see_the_end(self, loss: RanksLost) -> None:
-        """Give the main thread a moment to end by itself, then end the process."""
-        start = time.monotonic()
-        while not self._is_closed.wait(0.1):
-            limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
-            if time.monotonic() - start >= limit_s:
-                # The main threads of other ranks may hang too, so only the reporting rank writes to its console.
-                text = f"the run ends: {loss} (this rank: still in phase {self.phase})"
-                self._end_process(loss.code, text, is_shown=self._is_reporter)
-                return
-
     def _explain(self, error: RuntimeError, group_timeout_s: float) -> RanksLost:
         text, is_timeout = describe_collective_error(error, group_timeout_s)
         # A broken connection shows at once. The reason takes a few beats to reach the store.
         if self._thread.is_alive() and not is_timeout:
-            self._has_loss.wait(_BEATS_TO_REPORT * self.interval_s)
+            self._end.has_begun.wait(_BEATS_TO_REPORT * self.interval_s)
         if self.loss is not None:
             return RanksLost(f"{self.loss}; seen in {text}", self.loss.code)
         behind = self._ranks_behind()
         if behind:
             text += f"; not there yet: {behind}"
-        self._log_end(text)
+        self._end.log_reason(text)
         return RanksLost(f"{text} (phase {self.phase})")
 
     def _ranks_behind(self) -> str:
@@ -307,7 +309,7 @@ class Heartbeat:
         found = []
         try:
             for process in self.ranks:
-                beat = self._read_beat(process.rank)
+                beat = self.beats.read(process.rank)
                 if beat is not None and beat[1] < self.phase.num_begun:
                     found.append(f"{process} in phase {beat[2]}")
         except dist.DistError as error:

@@ -23,6 +23,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from tlt_megatron.runtime.step_phase import StepPhase
+
 log = logging.getLogger(__name__)
 
 MODES = ("auto", "live", "lines", "none")
@@ -51,7 +53,7 @@ _FILE_WIDTH = 120  # of a table without a terminal
 class Progress:
     """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on a terminal, else lines.
 
-    A tool may count something else and names it in `unit`. With 0 steps (an evaluation), responses are counted.
+    The live display names the phase of the loop in `phase`. A tool may count something else and names it in `unit`. With 0 steps (an evaluation), responses are counted.
     With `enabled` False (every rank but the first) or mode none it does nothing. `console` is for tests.
     """
 
@@ -62,6 +64,7 @@ class Progress:
         *,
         first_step: int = 0,
         unit: str = "step",
+        phase: StepPhase | None = None,
         enabled: bool,
         console: Console | None = None,
     ) -> None:
@@ -72,8 +75,8 @@ class Progress:
         self._done = first_step
         self._responses = 0, 0  # done and all of the rollout phase, on this rank
         self._metrics: dict[str, float] = {}
-        self._phase = ""
-        self._phase_started = self._started = self._step_ended = time.monotonic()
+        self._phase = phase or StepPhase()
+        self._started = self._step_ended = time.monotonic()
         self._step_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
@@ -91,11 +94,6 @@ class Progress:
             atexit.register(self.close)  # Ctrl-C of a tool: the cursor comes back
         elif mode == "live":
             log.info("logging.progress='live' needs a terminal: one line per step instead")
-
-    def phase(self, name: str) -> None:
-        """Show that the step has entered phase `name`."""
-        self._phase, self._phase_started = name, time.monotonic()
-        self._refresh()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step. `step` counts the steps done, including this one."""
@@ -153,7 +151,6 @@ class Progress:
         """End the live display and leave its last state visible. Messages and the table can still be printed."""
         if self._live is not None:
             live, self._live = self._live, None
-            self._phase = ""
             self._draw(live.stop)
 
     def _refresh(self) -> None:
@@ -188,11 +185,11 @@ class Progress:
         if self.num_steps and self._responses[0] < self._responses[1]:
             parts.append(responses)
         facts = Text("  ".join(parts), style="dim")
-        if not self._phase:
+        phase = self._phase
+        if self._live is None or not phase.of_loop:
             return Group(head, facts)
-        self._spinner.update(
-            text=Text(f"{self._phase} {_clock(now - self._phase_started)}", style="magenta")
-        )
+        seconds = now - phase.of_loop_began_s
+        self._spinner.update(text=Text(f"{phase.of_loop} {_clock(seconds)}", style="magenta"))
         return Group(head, facts, self._spinner)
 
     def _facts(self) -> list[str]:
@@ -208,7 +205,8 @@ class Progress:
     def _eta(self) -> str:
         if self.num_steps == 0 and self._responses[0]:
             done, total = self._responses
-            return f"ETA {_clock((time.monotonic() - self._phase_started) / done * (total - done))}"
+            seconds = time.monotonic() - self._phase.of_loop_began_s
+            return f"ETA {_clock(seconds / done * (total - done))}"
         if not self._step_seconds:
             return "ETA -"
         mean_s = sum(self._step_seconds) / len(self._step_seconds)

@@ -230,6 +230,7 @@ def _build_worker(
         config.logging.progress,
         config.run.num_steps,
         first_step=first_step,
+        phase=site.heartbeat.phase,
         enabled=world.is_first,
     )
     stack.callback(progress.close)

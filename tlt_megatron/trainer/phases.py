@@ -51,7 +51,7 @@ class Phases:
     def __call__(self, name: str, timing: str, **args: Any) -> Iterator[None]:
         """Run the body as phase `name`, timed under timing_s/<timing>."""
         phase = self.timeline.status.phase
-        phase.begin()
+        phase.begin(name)
         outer = phase.names
         ledger_phase = _LEDGER_PHASES.get(name)
         if ledger_phase:
@@ -59,7 +59,6 @@ class Phases:
         start = time.perf_counter()
         try:
             with self.timeline.span(name, **args):
-                self.progress.phase(str(phase))  # "EVAL ROLLOUT"
                 self._on_phase()
                 yield
         except GenerationStopped:  # not a failure of the phase

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tlt_megatron.runtime.log import configure_logging
 from tlt_megatron.runtime.progress import Progress, pick_evenly
+from tlt_megatron.runtime.step_phase import StepPhase
 
 METRICS = {
     "critic/rewards/mean": 0.25,
@@ -44,7 +45,6 @@ def text_of(console: Console) -> str:
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     console = make_console(terminal=False, width=20)
     progress = Progress("auto", 5, enabled=True, console=console)
-    progress.phase("ROLLOUT")
     progress.step(1, METRICS)
     progress.message("step 1: held-out accuracy [0.5]")
     progress.step(2, METRICS | {"eval/accuracy": 0.5})
@@ -59,8 +59,9 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
 def test_auto_on_a_terminal_and_live_are_live_and_end_with_the_last_state() -> None:
     for mode in ("auto", "live"):
         console = make_console(terminal=True)
-        progress = Progress(mode, 4, enabled=True, console=console)
-        progress.phase("ROLLOUT")
+        phase = StepPhase()
+        phase.begin("ROLLOUT")
+        progress = Progress(mode, 4, phase=phase, enabled=True, console=console)
         progress.step(3, METRICS)
         progress.close()
         last_frame = text_of(console).split("\x1b[2K")[-1]
@@ -73,8 +74,9 @@ def test_auto_on_a_terminal_and_live_are_live_and_end_with_the_last_state() -> N
 
 def test_live_names_the_phase_and_prints_messages_above_itself() -> None:
     console = make_console(terminal=True)
-    progress = Progress("live", 4, enabled=True, console=console)
-    progress.phase("DRAFT-TRAIN")
+    phase = StepPhase()
+    phase.begin("DRAFT-TRAIN")
+    progress = Progress("live", 4, phase=phase, enabled=True, console=console)
     progress.message("a message")
     frame = text_of(console).partition("a message\n")[2]
     progress.close()
@@ -139,7 +141,6 @@ def test_a_resumed_run_counts_from_where_it_is() -> None:
 def test_disabled_or_none_shows_nothing(mode: str, enabled: bool) -> None:
     console = make_console(terminal=True)
     progress = Progress(mode, 4, enabled=enabled, console=console)
-    progress.phase("ROLLOUT")
     progress.step(1, METRICS)
     progress.message("text")
     progress.print_table([{"step": 1, **METRICS}], COLUMNS)
@@ -154,7 +155,6 @@ def test_an_evaluation_shows_its_responses(monkeypatch: pytest.MonkeyPatch) -> N
         now = iter(range(1000))
         monkeypatch.setattr("time.monotonic", lambda now=now: float(next(now)))
         progress = Progress("auto", 0, enabled=True, console=console)
-        progress.phase("EVAL ROLLOUT")
         for count in range(31):
             progress.responses(count, 30)
         progress.close()
@@ -171,7 +171,7 @@ def test_an_evaluation_shows_its_responses(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_tool_counts_what_it_names_and_may_skip_some(monkeypatch: pytest.MonkeyPatch) -> None:
     console = make_console(terminal=False)
-    times = iter([0.0, 10.0, 10.0])
+    times = iter([0.0, 0.0, 10.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(times))
     progress = Progress("auto", 100, unit="tensor", enabled=True, console=console)
     progress.step(5, {"loss": 0.5})
@@ -269,7 +269,6 @@ def test_a_terminal_that_goes_away_ends_the_display_not_the_run(
     with caplog.at_level(logging.WARNING):
         progress = Progress(mode, 4, enabled=True, console=console)
         for step in range(1, 5):
-            progress.phase("ROLLOUT")
             progress.message(f"step {step}")
             progress.step(step, METRICS)
         progress.close()
