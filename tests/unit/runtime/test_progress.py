@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,13 +25,7 @@ METRICS = {
 }
 
 
-COLUMNS = (
-    "step",
-    "critic/rewards/mean",
-    "response_length/mean",
-    "perf/rollout_tokens_per_s",
-    "timing_s/step",
-)
+COLUMNS = ("step", *list(METRICS)[:4])
 
 
 def make_console(*, terminal: bool, width: int = 100) -> Console:
@@ -40,6 +35,14 @@ def make_console(*, terminal: bool, width: int = 100) -> Console:
 def text_of(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def table(rows: list[dict], columns: Sequence[str], width: int = 100, **options: int) -> list[str]:
+    """The lines of a table that are not empty."""
+    console = make_console(terminal=width < 100, width=width)
+    progress = Progress("lines", 100, enabled=True, console=console)
+    progress.print_table(rows, columns, **options)
+    return [line.strip() for line in text_of(console).splitlines() if line.strip()]
 
 
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
@@ -96,9 +99,11 @@ def test_live_without_a_terminal_becomes_lines_and_says_so(
     assert "logging.progress='live' needs a terminal" in caplog.text
 
 
-def test_lines_on_a_terminal_stay_lines() -> None:
+def test_lines_on_a_terminal_stay_lines_and_a_resumed_run_counts_from_where_it_is() -> None:
     console = make_console(terminal=True)
-    Progress("lines", 5, enabled=True, console=console).step(1, METRICS)
+    Progress("lines", 12, first_step=10, enabled=True, console=console).step(11, METRICS)
+    assert text_of(console).startswith("step 11/12 | ")
+    assert text_of(console).endswith("ETA 0:00:30\n")
     assert text_of(console).count("\n") == 1
     assert "\x1b" not in text_of(console)
 
@@ -127,14 +132,6 @@ def test_log_lines_and_prints_stand_whole_above_the_live_display(
     assert "from a print\n" in shown
     assert sys.stderr.getvalue().endswith("tlt_megatron.x: after the display\n")
     assert "from the log" not in sys.stderr.getvalue()
-
-
-def test_a_resumed_run_counts_from_where_it_is() -> None:
-    console = make_console(terminal=False)
-    progress = Progress("lines", 12, first_step=10, enabled=True, console=console)
-    progress.step(11, METRICS)
-    assert text_of(console).startswith("step 11/12 | ")
-    assert text_of(console).endswith("ETA 0:00:30\n")
 
 
 @pytest.mark.parametrize("mode, enabled", [("live", False), ("lines", False), ("none", True)])
@@ -184,43 +181,28 @@ def test_unknown_mode_is_refused() -> None:
 
 
 def test_table_shows_the_columns_that_some_row_has() -> None:
-    console = make_console(terminal=False)
-    progress = Progress("lines", 4, enabled=True, console=console)
-    progress.print_table(
-        [
-            {"step": 0, "eval/accuracy": 0.125},
-            {"step": 1, **METRICS, "eval/accuracy": None},
-            {"step": 2, **METRICS, "critic/rewards/mean": float("nan")},
-        ],
-        ("step", "eval/accuracy", "critic/rewards/mean", "actor/grad_norm", "actor/entropy"),
-    )
-    header, _, *rows = [line.split() for line in text_of(console).splitlines()[2:] if line.strip()]
+    rows = [
+        {"step": 0, "eval/accuracy": 0.125},
+        {"step": 1, **METRICS, "eval/accuracy": None},
+        {"step": 2, **METRICS, "critic/rewards/mean": float("nan")},
+    ]
+    columns = "step", "eval/accuracy", "critic/rewards/mean", "actor/grad_norm", "actor/entropy"
+    header, _, *lines = [line.split() for line in table(rows, columns)[1:]]
     assert header == ["step", "eval", "acc", "reward", "grad", "norm"]
-    assert rows == [["0", "0.125", "-", "-"], ["1", "-", "0.25", "0.5"], ["2", "-", "nan", "0.5"]]
+    assert lines == [["0", "0.125", "-", "-"], ["1", "-", "0.25", "0.5"], ["2", "-", "nan", "0.5"]]
+    assert table([], columns)[0] == "steps"
 
 
 def test_table_of_a_long_run_shows_first_last_and_what_lies_between() -> None:
-    console = make_console(terminal=False)
-    progress = Progress("lines", 100, enabled=True, console=console)
-    progress.print_table([{"step": step} for step in range(1, 101)], ["step"], max_rows=4)
-    lines = [line.strip() for line in text_of(console).splitlines() if line.strip()]
+    lines = table([{"step": step} for step in range(1, 101)], ["step"], max_rows=4)
     assert lines[0] == "steps (4 of 100 rows)"
     assert lines[-4:] == ["1", "34", "67", "100"]
 
 
 @pytest.mark.parametrize("width", [20, 36, 38, 45])
 def test_narrow_terminal_wraps_headers_never_cuts_numbers(width: int) -> None:
-    console = make_console(terminal=True, width=width)
-    progress = Progress("lines", 1, enabled=True, console=console)
-    progress.print_table([{"step": 1, **METRICS}], COLUMNS)
-    row = text_of(console).rstrip().splitlines()[-1].split()
-    assert row == ["1", "0.25", "187.3", "3,412", "30"]
-
-
-def test_table_of_no_rows_does_not_fail() -> None:
-    Progress("lines", 0, enabled=True, console=make_console(terminal=False)).print_table(
-        [], COLUMNS
-    )
+    lines = table([{"step": 1, **METRICS}], COLUMNS, width)
+    assert lines[-1].split() == ["1", "0.25", "187.3", "3,412", "30"]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 19, 20, 21, 39, 41, 1000])
