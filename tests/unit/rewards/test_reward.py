@@ -24,13 +24,10 @@ def write_module(folder: Path, text: str, name: str = "rewards_of_mine.py") -> P
     return path
 
 
-def test_built_ins_load() -> None:
-    assert load_reward("exact")(
-        data_source="", solution_str="#### 7", ground_truth="7", extra_info=None
-    )
-    assert load_reward("math")(
-        data_source="", solution_str="$\\frac{14}{2}$", ground_truth="7", extra_info=None
-    )
+@pytest.mark.parametrize(("spec", "response"), [("exact", "#### 7"), ("math", "$\\frac{14}{2}$")])
+def test_built_ins_load(spec: str, response: str) -> None:
+    row = {"data_source": "", "solution_str": response, "ground_truth": "7", "extra_info": None}
+    assert load_reward(spec)(**row)
 
 
 def test_function_of_a_file_may_hold_a_dataclass(tmp_path: Path) -> None:
@@ -67,29 +64,19 @@ def test_async_functions_and_objects_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text,name,message",
+    "text,message",
     [
-        ("x = 1\n", "grade", "has no 'grade'"),
-        ("grade = 5\n", "grade", "int is not callable"),
-        ("def grade(a, b):\n    return 1\n", "grade", r"has parameters \(a, b\), must accept"),
-        (
-            "def grade(data_source, solution_str, ground_truth):\n    return 1\n",
-            "grade",
-            "must accept .*'extra_info'",
-        ),
-        (
-            "def grade(data_source, solution_str, ground_truth, extra_info, more):\n    return 1\n",
-            "grade",
-            "must accept .*'more'",
-        ),
-        ("def grade(:\n", "grade", "fails to load: SyntaxError"),
-        ("import no_such_package\n", "grade", "fails to load: .*no_such_package"),
+        ("x = 1\n", "has no 'grade'"),
+        ("grade = 5\n", "int is not callable"),
+        ("def grade(a, b): ...\n", r"has parameters \(a, b\), must accept"),
+        ("def grade(data_source, solution_str, ground_truth): ...\n", "must accept .*'extra_info'"),
+        (f"def grade{SIGNATURE[:-1]}, *, more): ...\n", "must accept .*'more'"),
+        ("def grade(:\n", "fails to load: SyntaxError"),
+        ("import no_such_package\n", "fails to load: .*no_such_package"),
     ],
 )
-def test_files_that_cannot_serve_are_refused(
-    tmp_path: Path, text: str, name: str, message: str
-) -> None:
-    spec = f"{write_module(tmp_path, text)}:{name}"
+def test_files_that_cannot_serve_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    spec = f"{write_module(tmp_path, text)}:grade"
     with pytest.raises(ValueError, match=message) as caught:
         load_reward(spec)
     assert f"reward.function={spec!r}" in str(caught.value)
@@ -151,21 +138,13 @@ score = right
 """
 
 
-@pytest.mark.parametrize("last", ["short", "polite"])
-def test_several_rewards_are_summed_by_weight(tmp_path: Path, last: str) -> None:
+def test_several_rewards_are_summed_by_weight(tmp_path: Path) -> None:
     path = write_module(tmp_path, SEVERAL)
-    rewards = WeightedRewards({f"{path}:right": 1.0, f"{path}:{last}": -0.5})
-    row = {"data_source": "", "solution_str": "12345", "ground_truth": "", "extra_info": None}
-    result = asyncio.run(rewards.score(**row))
-    if last == "short":
-        assert not rewards.is_async
-        assert result == (1.0, {"right": 1.0, "right/digits": 3.0, "short": 0.0})
-    else:
-        assert rewards.is_async
-        assert result == (
-            0.75,
-            {"right": 1.0, "right/digits": 3.0, "polite": 0.5, "polite/pleases": 2.0},
-        )
+    rewards = WeightedRewards({f"{path}:right": 1.0, f"{path}:short": -0.5})
+    row = {"data_source": "", "solution_str": "123", "ground_truth": "", "extra_info": None}
+    assert not rewards.is_async
+    further = {"right": 1.0, "right/digits": 3.0, "short": 1.0}
+    assert asyncio.run(rewards.score(**row)) == (0.5, further)
 
 
 def test_the_one_of_several_that_fails_is_named(tmp_path: Path) -> None:
