@@ -31,20 +31,16 @@ def own_group(*members: tuple[int, ...]) -> Group:
     return group_of(handles[index])
 
 
-def test_gather_gives_every_member_all_values_in_group_order() -> None:
+def test_gather_gives_every_member_of_a_group_all_values_in_group_order() -> None:
     def body() -> list[object]:
         rank = dist.get_rank()
-        return gather_objects({"rank": rank, "text": "x" * (1 + rank * 1000)}, world_group())
+        return gather_objects(
+            {"rank": rank, "text": "x" * (1 + rank * 1000)}, own_group((0, 2), (1, 3))
+        )
 
-    expected = [{"rank": rank, "text": "x" * (1 + rank * 1000)} for rank in range(3)]
-    assert run_ranks(3, body) == [expected] * 3
-
-
-def test_gather_in_a_part_of_the_world_stays_there() -> None:
-    def body() -> list[int]:
-        return gather_objects(dist.get_rank() * 10, own_group((0, 2), (1, 3)))
-
-    assert run_ranks(4, body) == [[0, 20], [10, 30], [0, 20], [10, 30]]
+    values = [{"rank": rank, "text": "x" * (1 + rank * 1000)} for rank in range(4)]
+    even, odd = values[::2], values[1::2]
+    assert run_ranks(4, body) == [even, odd, even, odd]
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -56,58 +52,32 @@ def test_broadcast_source_is_a_rank_within_the_group(source: int) -> None:
     assert run_ranks(4, body) == [first, first, second, second]
 
 
-@pytest.mark.parametrize("yes", [(), (0,), (2,), (0, 1, 2)])
-def test_agree_any_is_the_same_answer_on_all(yes: tuple[int, ...]) -> None:
-    def body() -> bool:
-        return agree_any(dist.get_rank() in yes, world_group())
+@pytest.mark.parametrize("yes", [(), (0,), (3,), (0, 1, 2, 3)])
+def test_agree_any_is_the_same_answer_on_all_members(yes: tuple[int, ...]) -> None:
+    def body() -> tuple[bool, bool]:
+        is_yes = dist.get_rank() in yes
+        return agree_any(is_yes, world_group()), agree_any(is_yes, own_group((0, 1), (2, 3)))
 
-    assert run_ranks(3, body) == [bool(yes)] * 3
-
-
-def test_agree_any_asks_only_the_members() -> None:
-    def body() -> bool:
-        return agree_any(dist.get_rank() == 3, own_group((0, 1), (2, 3)))
-
-    assert run_ranks(4, body) == [False, False, True, True]
+    pairs = [bool({0, 1} & set(yes)), bool({2, 3} & set(yes))]
+    assert run_ranks(4, body) == [(bool(yes), pairs[rank // 2]) for rank in range(4)]
 
 
-def test_sum_metrics_adds_key_by_key_whatever_the_order_of_keys() -> None:
-    def body() -> dict[str, float]:
-        rank = dist.get_rank()
-        metrics = {"a": 2.0**24 if rank == 0 else 1.0, "b": 10.0**rank}
+def test_sum_metrics_adds_key_by_key_over_the_members_of_each_group() -> None:
+    """Whatever the order of the keys; a key that a rank lacks counts as zero, and a NaN reaches all."""
+
+    def body() -> list[dict[str, float]]:
+        rank, world = dist.get_rank(), [world_group()]
+        metrics = {"a": 2.0**24 if rank == 0 else 1.0, "b": 10.0**rank, f"own {rank}": 1.0}
         if rank == 1:
             metrics = dict(reversed(metrics.items()))
-        return sum_metrics(metrics, [world_group()])
+        axes = [own_group((0, 1), (2, 3)), own_group((0, 2), (1, 3))]
+        is_nan = math.isnan(sum_metrics({"a": math.nan if rank == 1 else 1.0}, world)["a"])
+        return [sum_metrics(metrics, world), sum_metrics(metrics, axes), {"is_nan": is_nan}]
 
-    # In float32 2**24 + 1 + 1 would still be 2**24.
-    assert run_ranks(3, body) == [{"a": 2.0**24 + 2, "b": 111.0}] * 3
-
-
-def test_sum_metrics_over_two_axes_equals_the_world() -> None:
-    def body() -> dict[str, float]:
-        rows = own_group((0, 1), (2, 3))
-        columns = own_group((0, 2), (1, 3))
-        return sum_metrics({"a": 10.0 ** dist.get_rank()}, [rows, columns])
-
-    assert run_ranks(4, body) == [{"a": 1111.0}] * 4
-
-
-def test_sum_metrics_shows_a_nan_of_any_rank_to_all() -> None:
-    def body() -> float:
-        return sum_metrics({"a": math.nan if dist.get_rank() == 1 else 1.0}, [world_group()])["a"]
-
-    assert all(math.isnan(value) for value in run_ranks(2, body))
-
-
-def test_sum_metrics_of_nothing_is_nothing() -> None:
+    # In float32 2**24 + 1 + 1 + 1 would still be 2**24.
+    total = {"a": 2.0**24 + 3, "b": 1111.0} | {f"own {rank}": 1.0 for rank in range(4)}
+    assert run_ranks(4, body) == [[total, total, {"is_nan": True}]] * 4
     assert run_ranks(2, lambda: sum_metrics({}, [world_group()])) == [{}, {}]
-
-
-def test_sum_metrics_counts_a_key_that_a_rank_lacks_as_zero() -> None:
-    def body() -> dict[str, float]:
-        return sum_metrics({"a": 2.0} if dist.get_rank() else {"b": 1.0}, [world_group()])
-
-    assert run_ranks(3, body) == [{"a": 4.0, "b": 1.0}] * 3
 
 
 def test_a_group_of_one_talks_to_nobody() -> None:

@@ -21,6 +21,7 @@ from tlt_megatron.runtime import rank_process
 from tlt_megatron.runtime.collectives import barrier, gather_objects
 from tlt_megatron.runtime.heartbeat import Heartbeat, RanksLost, running_heartbeat
 from tlt_megatron.runtime.job_store import open_job_store
+from tlt_megatron.runtime.process_groups import Group
 from tlt_megatron.runtime.stop import StopRequest
 
 pytestmark = pytest.mark.waits
@@ -44,13 +45,47 @@ def await_phase_of_rank_0(heartbeat: Heartbeat, phase: str) -> None:
 
 
 @contextmanager
-def failing(stop: StopRequest) -> Iterator[None]:
-    """Tell the other ranks of a failure in the body, as the launcher does."""
+def one_rank(
+    timeout_s: float, group_timeout_s: float = LONG_S
+) -> Iterator[tuple[Group, Heartbeat, StopRequest]]:
+    """A rank with its heartbeat, as the launcher runs it: it tells the others of a failure in the body."""
+    world = world_group()
+    stop = StopRequest(world.rank)
+    store = open_job_store(world, timeout_s)
+    with (
+        running_heartbeat(store, world, timeout_s, group_timeout_s, stop) as heartbeat,
+        _telling(stop),
+        heartbeat.explaining(group_timeout_s),
+    ):
+        yield world, heartbeat, stop
+
+
+@contextmanager
+def _telling(stop: StopRequest) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         stop.end(1, f"rank {stop._rank} failed: {type(error).__name__}: {error}")
         raise
+
+
+def said(body: Callable[[], object]) -> Callable[[], str]:
+    """Return the body with the text of its RanksLost or OSError as the result."""
+
+    def run() -> str:
+        try:
+            body()
+        except (RanksLost, OSError) as error:
+            return str(error)
+        return "nothing"
+
+    return run
+
+
+def wait(heartbeat: Heartbeat, until: Callable[[], bool] = lambda: False) -> None:
+    while not until():
+        heartbeat.check()
+        time.sleep(0.01)
 
 
 def what_they_say(
@@ -66,34 +101,27 @@ def what_they_say(
     markers = Markers(folder)
 
     def body() -> str:
-        world = world_group()
-        store = open_job_store(world, timeout_s)
-        pids = gather_objects(os.getpid(), world)
-        stop = StopRequest(world.rank)
-        try:
-            with (
-                running_heartbeat(store, world, timeout_s, LONG_S, stop) as heartbeat,
-                failing(stop),
-                heartbeat.explaining(LONG_S),
-            ):
-                begin_phase(heartbeat, "ROLLOUT")
-                await_phase_of_rank_0(heartbeat, "ROLLOUT")
-                barrier(world)
-                if world.rank == victim:
-                    end()
-                begin_phase(heartbeat, "WAIT")
-                while waits_in == "store":
-                    heartbeat.check()
-                    time.sleep(0.01)
-                gather_objects(0, world)
-        except (RanksLost, OSError) as error:
-            markers.set(f"rank {world.rank} has ended")
-            if victim in killed and world.rank == max(r for r in range(3) if r not in killed):
-                for rank in set(range(3)) - {world.rank, victim, *killed}:
-                    markers.await_(f"rank {rank} has ended")
-                os.kill(pids[victim], signal.SIGKILL)
-            return str(error)
-        return "nothing"
+        pids = gather_objects(os.getpid(), world_group())
+        text = said(end_in_rollout)()
+        rank = dist.get_rank()
+        markers.set(f"rank {rank} has ended")
+        if victim in killed and rank == max(r for r in range(3) if r not in killed):
+            for other in set(range(3)) - {rank, victim, *killed}:
+                markers.await_(f"rank {other} has ended")
+            os.kill(pids[victim], signal.SIGKILL)
+        return text
+
+    def end_in_rollout() -> None:
+        with one_rank(timeout_s) as (world, heartbeat, _):
+            begin_phase(heartbeat, "ROLLOUT")
+            await_phase_of_rank_0(heartbeat, "ROLLOUT")
+            barrier(world)
+            if world.rank == victim:
+                end()
+            begin_phase(heartbeat, "WAIT")
+            if waits_in == "store":
+                wait(heartbeat)
+            gather_objects(0, world)
 
     return run_ranks(3, body, killed=killed)
 
@@ -103,9 +131,9 @@ def what_they_say(
 def test_a_dead_rank_is_named_with_host_and_phase(
     victim: int, waits_in: str, tmp_path: Path
 ) -> None:
-    said = what_they_say(victim, kill, tmp_path, waits_in=waits_in, killed=(victim,))
-    assert said[victim] is None
-    for message in (text for text in said if text):
+    texts = what_they_say(victim, kill, tmp_path, waits_in=waits_in, killed=(victim,))
+    assert texts[victim] is None
+    for message in filter(None, texts):
         assert message.startswith(f"rank {victim} (host ")
         assert "is gone" in message
         assert "phase ROLLOUT" in message
@@ -119,10 +147,10 @@ def test_a_frozen_rank_is_named_by_ranks_that_poll(
     """Rank 0 hosts the store in a native thread: every call waits for it without end."""
     # On a busy machine a rank may need longer to end, and would be ended.
     monkeypatch.setattr("tlt_megatron.runtime.heartbeat._GRACE_S", 60.0)
-    said = what_they_say(
+    texts = what_they_say(
         victim, freeze, tmp_path, waits_in="store", killed=(victim,), timeout_s=TIMEOUT_S
     )
-    for message in (text for text in said if text):
+    for message in filter(None, texts):
         assert message.startswith(f"rank {victim} (host ")
         assert "silent for run.heartbeat_timeout_s=3 s in phase ROLLOUT" in message
         assert message.endswith("its process is stopped")
@@ -133,15 +161,8 @@ def test_ranks_in_a_collective_with_a_frozen_one_end_too(tmp_path: Path) -> None
     victim, markers = 0, Markers(tmp_path)
 
     def body() -> None:
-        world = world_group()
-        store = open_job_store(world, TIMEOUT_S)
-        pids = gather_objects(os.getpid(), world)
-        with (
-            running_heartbeat(
-                store, world, TIMEOUT_S, LONG_S, StopRequest(world.rank)
-            ) as heartbeat,
-            heartbeat.explaining(LONG_S),
-        ):
+        pids = gather_objects(os.getpid(), world_group())
+        with one_rank(TIMEOUT_S) as (world, heartbeat, _):
             begin_phase(heartbeat, "UPDATE")
             heartbeat._end._end_process = lambda code, text, is_shown: end_with(code)
             await_phase_of_rank_0(heartbeat, "UPDATE")
@@ -170,23 +191,18 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError("disk full")
 
-    said = what_they_say(1, fail, tmp_path, waits_in="store", killed=())
-    assert said[1] == "disk full"
-    for message in (said[0], said[2]):
-        assert message == "rank 1 failed: OSError: disk full"
+    texts = what_they_say(1, fail, tmp_path, waits_in="store", killed=())
+    told = "rank 1 failed: OSError: disk full"
+    assert texts == [told, "disk full", told]
 
 
 def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
     """As on a laptop that was closed: for longer than the timeout, all at once."""
     timeout_s = 2.0
 
-    def body() -> str:
-        world = world_group()
-        store = open_job_store(world, timeout_s)
-        pids = gather_objects(os.getpid(), world)
-        with running_heartbeat(
-            store, world, timeout_s, LONG_S, StopRequest(world.rank)
-        ) as heartbeat:
+    def body() -> None:
+        pids = gather_objects(os.getpid(), world_group())
+        with one_rank(timeout_s) as (world, heartbeat, _):
             begin_phase(heartbeat, "ROLLOUT")
             if world.is_first and os.fork() == 0:
                 for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -195,60 +211,41 @@ def test_ranks_that_are_frozen_together_go_on(tmp_path: Path) -> None:
                     time.sleep(2 * timeout_s)
                 (tmp_path / "thawed").touch()
                 os._exit(0)
-            while not (tmp_path / "thawed").exists():
-                heartbeat.check()
-                time.sleep(0.05)
-        return "goes on"
+            wait(heartbeat, (tmp_path / "thawed").exists)
 
-    assert run_ranks(3, body) == ["goes on"] * 3
+    assert run_ranks(3, said(body)) == ["nothing"] * 3
 
 
 def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not_there() -> None:
     limit_s = 2.5
 
-    def body() -> str:
-        world = world_group()
-        store = open_job_store(world, LONG_S)
+    def body() -> None:
         short = dist.new_group(timeout=datetime.timedelta(seconds=limit_s))
-        stop = StopRequest(world.rank)
-        try:
-            with (
-                running_heartbeat(store, world, LONG_S, limit_s, stop) as heartbeat,
-                failing(stop),
-                heartbeat.explaining(limit_s),
-            ):
-                begin_phase(heartbeat, "ROLLOUT")
-                barrier(world)
-                while world.rank == 1:
-                    heartbeat.check()
-                    time.sleep(0.01)
-                begin_phase(heartbeat, "UPDATE")
-                dist.barrier(short)
-        except RanksLost as error:
-            return str(error)
-        return "nothing"
+        with one_rank(LONG_S, limit_s) as (world, heartbeat, _):
+            begin_phase(heartbeat, "ROLLOUT")
+            barrier(world)
+            if world.rank == 1:
+                wait(heartbeat)
+            begin_phase(heartbeat, "UPDATE")
+            dist.barrier(short)
 
-    said = run_ranks(3, body)
-    for message in (said[0], said[2]):
+    first, late, last = run_ranks(3, said(body))
+    for message in (first, last):
         assert "no answer within run.group_timeout_s=2.5 s" in message
         assert "not there yet: rank 1 (host " in message
         assert "in phase ROLLOUT" in message
         # Of two ranks in time, one may see the other end first.
         assert re.search(r"\(phase UPDATE\)(; seen in .*)?$", message)
-    assert "failed: RanksLost: " in said[1]
-    assert "no answer within run.group_timeout_s=2.5 s" in said[1]
+    assert "failed: RanksLost: " in late
+    assert "no answer within run.group_timeout_s=2.5 s" in late
 
 
 def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
     """A pure C call of longer than the timeout, as a large pickle may be: the thread cannot beat meanwhile."""
     timeout_s = 2.0
 
-    def body() -> str:
-        world = world_group()
-        store = open_job_store(world, timeout_s)
-        with running_heartbeat(
-            store, world, timeout_s, LONG_S, StopRequest(world.rank)
-        ) as heartbeat:
+    def body() -> None:
+        with one_rank(timeout_s) as (world, heartbeat, _):
             begin_phase(heartbeat, "CHECKPOINT")
             if world.rank == 1:
                 started = time.monotonic()
@@ -256,31 +253,24 @@ def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
                     pow(7, 200_000, 10**40_000)  # one call of seconds would need a tuned number
             barrier(world)
             heartbeat.check()
-        return "goes on"
 
-    assert run_ranks(2, body) == ["goes on"] * 2
+    assert run_ranks(2, said(body)) == ["nothing"] * 2
 
 
-def test_a_rank_that_dies_while_the_others_have_ended_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_the_others_have_ended_is_named() -> None:
     """They wait for it in the last barrier of the run."""
 
-    def body() -> str:
-        world = world_group()
-        store = open_job_store(world, LONG_S)
-        limits_s = LONG_S, LONG_S
-        try:
-            with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
-                begin_phase(heartbeat, "CHECKPOINT")
-                if world.rank == 1:
-                    kill()
-        except RanksLost as error:
-            return str(error)
-        return "nothing"
+    def body() -> None:
+        with one_rank(LONG_S) as (world, heartbeat, _):
+            begin_phase(heartbeat, "CHECKPOINT")
+            if world.rank == 1:
+                kill()
 
-    said = run_ranks(3, body, killed=(1,))
-    for message in (said[0], said[2]):
+    texts = run_ranks(3, said(body), killed=(1,))
+    for message in filter(None, texts):
         assert message.startswith("rank 1 (host ")
         assert "is gone: its process ended in phase" in message
+    assert texts.count(None) == 1
 
 
 def test_a_rank_that_dies_alone_on_its_machine_is_named_after_the_timeout(
@@ -288,59 +278,33 @@ def test_a_rank_that_dies_alone_on_its_machine_is_named_after_the_timeout(
 ) -> None:
     """Each rank believes that it is on a machine of its own, so no other one sees its process."""
 
-    def body() -> str:
-        world = world_group()
-        monkeypatch.setattr(rank_process, "machine_id", lambda: f"machine {world.rank}")
-        store = open_job_store(world, TIMEOUT_S)
-        limits_s = TIMEOUT_S, LONG_S
-        try:
-            with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
-                begin_phase(heartbeat, "ROLLOUT")
-                barrier(world)
-                if world.rank == 2:
-                    kill()
-                while True:
-                    heartbeat.check()
-                    time.sleep(0.01)
-        except RanksLost as error:
-            return str(error)
+    def body() -> None:
+        monkeypatch.setattr(rank_process, "machine_id", lambda: f"machine {dist.get_rank()}")
+        with one_rank(TIMEOUT_S) as (world, heartbeat, _):
+            begin_phase(heartbeat, "ROLLOUT")
+            barrier(world)
+            if world.rank == 2:
+                kill()
+            wait(heartbeat)
 
-    said = run_ranks(3, body, killed=(2,))
-    for message in said[:2]:
+    for message in run_ranks(3, said(body), killed=(2,))[:2]:
         assert message.startswith("rank 2 (host ")
         assert message.endswith("heartbeat_timeout_s=3 s in phase ROLLOUT: it does not answer")
 
 
-def test_a_request_to_stop_reaches_all_ranks() -> None:
-    def body() -> bool:
-        world = world_group()
-        store = open_job_store(world, LONG_S)
-        stop = StopRequest(world.rank)
-        with running_heartbeat(store, world, LONG_S, LONG_S, stop) as heartbeat:
+def test_a_request_to_stop_reaches_all_ranks_and_no_thread_outlives_the_run() -> None:
+    def body() -> list[str]:
+        with one_rank(LONG_S) as (world, heartbeat, stop):
             stop.begin_training()
             stop.listen()
             barrier(world)
             if world.rank == 1:
                 # Threads of gloo, older than this one, do not block the signal.
                 signal.pthread_kill(stop._thread.ident, signal.SIGTERM)
-            while not stop.is_requested:
-                heartbeat.check()
-                time.sleep(0.01)
-        stop.close()
-        return stop.is_requested
-
-    assert run_ranks(3, body) == [True] * 3
-
-
-def test_threads_end_with_the_run() -> None:
-    def body() -> list[str]:
-        world = world_group()
-        store = open_job_store(world, LONG_S)
-        limits_s = LONG_S, LONG_S
-        with running_heartbeat(store, world, *limits_s, StopRequest(world.rank)) as heartbeat:
-            begin_phase(heartbeat, "ROLLOUT")
+            wait(heartbeat, lambda: stop.is_requested)
             assert "heartbeat" in [thread.name for thread in threading.enumerate()]
+        stop.close()
         return [thread.name for thread in threading.enumerate()]
 
-    for names in run_ranks(2, body):
-        assert "heartbeat" not in names
+    for names in run_ranks(3, body):
+        assert not {"heartbeat", "stop-listener"} & set(names)

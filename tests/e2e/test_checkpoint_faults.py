@@ -6,11 +6,8 @@ import os
 import pickle
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +24,6 @@ from tests.tiny_task import (
     weights,
 )
 from tlt_megatron.trainer.manifest import (
-    POINTER,
     Manifest,
     hash_file,
     list_files,
@@ -77,19 +73,6 @@ def resume(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
     return code, stderr
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """`python launch/pretrain_rl.py arguments`."""
-    return subprocess.Popen(
-        [sys.executable, "launch/pretrain_rl.py", *map(str, arguments)],
-        cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -128,31 +111,6 @@ def test_a_fresh_run_in_a_used_folder_sets_it_aside_and_keeps_its_own_checkpoint
     assert checkpoints(aside)[-1] == NEWEST
 
 
-def test_two_runs_at_once_are_refused_and_a_killed_run_leaves_no_lock(
-    config: Path, tmp_path: Path
-) -> None:
-    arguments = ("--config", config, f"run.dir={tmp_path}", *EVERY_STEP)
-    first = start(*arguments, "run.num_steps=100000")
-    try:
-        while not (tmp_path / "checkpoints" / POINTER).is_file():
-            assert first.poll() is None, first.communicate()
-            time.sleep(0.05)
-        second = start(*arguments, "--resume", "auto")
-        (line,) = second.communicate()[1].splitlines()
-        assert second.returncode == 2
-        assert f"is in use by pid {first.pid} on {socket.gethostname()} since" in line
-    finally:
-        os.kill(first.pid, signal.SIGKILL)  # its reward workers live on for a moment
-        first.wait()
-    saved = int((tmp_path / "checkpoints" / POINTER).read_text())
-    code, stderr = resume(config, tmp_path, f"run.num_steps={saved + 2}")
-    assert code == 0, stderr
-    done = int((tmp_path / "checkpoints" / POINTER).read_text())
-    assert steps_of(tmp_path) == list(range(1, done + 1))
-    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert names == [f"step_{step:07d}.jsonl" for step in range(1, done + 1)]
-
-
 def test_files_have_the_rights_that_the_umask_asks_for(straight: Path) -> None:
     modes = {path: path.stat().st_mode & 0o777 for path in straight.rglob("*") if path.is_file()}
     assert (straight / "hf" / "model.safetensors") in modes
@@ -162,50 +120,19 @@ def test_files_have_the_rights_that_the_umask_asks_for(straight: Path) -> None:
 # ---- damage
 
 
-def _bit_flip(root: Path) -> str:
-    flip_bit(root / NEWEST / "policy" / "__1_0.distcp")
-    return "__1_0.distcp is damaged"
-
-
-def _truncated_shard(root: Path) -> str:
-    path = root / NEWEST / "policy" / "__0_0.distcp"
-    os.truncate(path, path.stat().st_size // 2)
-    return "__0_0.distcp has"
-
-
-def _missing_file(root: Path) -> str:
-    (root / NEWEST / "policy" / "common.pt").unlink()
-    (root / POINTER).unlink()
-    return "common.pt is missing"
-
-
-def _unreadable_pointer(root: Path) -> str:
-    (root / POINTER).write_bytes(b"\xff\x00")
-    return f"{POINTER} cannot be read"
-
-
-@pytest.mark.parametrize("damage", [_bit_flip, _truncated_shard, _missing_file])
 def test_a_damaged_checkpoint_gives_a_warning_and_the_straight_run(
-    copy: Path, straight: Path, config: Path, damage: Callable[[Path], str]
+    copy: Path, straight: Path, config: Path
 ) -> None:
-    named = damage(copy / "checkpoints")
+    flip_bit(copy / "checkpoints" / NEWEST / "policy" / "__1_0.distcp")
     arguments = ("--config", config, f"run.dir={copy}", "--resume", "auto", *EVERY_STEP)
     results = run_forked(2, *arguments)
     assert [code for code, _ in results] == [0, 0], results
     assert "iter_0000002 is the newest intact checkpoint" in results[0][1]
-    assert named in results[0][1]
+    assert "__1_0.distcp is damaged" in results[0][1]
     assert steps_of(copy) == [1, 2, 3]
     assert answers(copy) == answers(straight)
     for name, tensor in weights(straight).items():
         assert torch.equal(weights(copy)[name], tensor), name
-
-
-def test_a_wrong_pointer_does_not_restart_the_run(copy: Path, config: Path) -> None:
-    named = _unreadable_pointer(copy / "checkpoints")
-    code, stderr = resume(config, copy, "run.num_steps=4")
-    assert code == 0, stderr
-    assert named in stderr
-    assert steps_of(copy) == [1, 2, 3, 4]
 
 
 def test_no_intact_checkpoint_is_one_clear_error(copy: Path, config: Path) -> None:
