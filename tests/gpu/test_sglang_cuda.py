@@ -32,7 +32,7 @@ from tlt_megatron.runtime.process_groups import SINGLE, Group, group_of, init_wo
 from tlt_megatron.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from tlt_megatron.engines.sglang.engine import SglangEngine
+    from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 
 pytestmark = needs_gpus()
 VERSION = "0.5.23"
@@ -110,7 +110,7 @@ def start(
     replica: Group = SINGLE,
     **engine_args: object,
 ) -> SglangEngine:
-    from tlt_megatron.engines.sglang.engine import SglangEngine
+    from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 
     speculation = None
     if drafter is not None:

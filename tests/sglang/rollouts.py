@@ -25,7 +25,7 @@ from tlt_megatron.drafter.eagle_folder import load_drafter, save_drafter
 from tlt_megatron.drafter.packing import DraftSequence, pack_sequences
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config

@@ -26,7 +26,7 @@ from tests.sglang.rollouts import (
     token_lists,
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
-from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.types import Prompt, RolloutGroup, SamplingParams
 
 

@@ -17,8 +17,8 @@ from tlt_megatron.config.layout import check_layout
 from tlt_megatron.config.load import load_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.drafter.eagle_folder import save_draft_config
-from tlt_megatron.engines.sglang import engine as engine_module
-from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.engines.sglang import sglang_engine as engine_module
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.draft_model import fingerprint_target, make_draft_config
 from tlt_megatron.runtime.device import Device

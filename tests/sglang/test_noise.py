@@ -10,7 +10,7 @@ from sglang.srt import runtime_context
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlt_megatron.engines.sglang.draft_ranking import _AncestorSlots
-from tlt_megatron.engines.sglang.noise import (
+from tlt_megatron.engines.sglang.sglang_noise import (
     SamplingSettings,
     _sample_rows,
     mark,

@@ -29,7 +29,7 @@ from tests.sglang.rollouts import (
 )
 from tlt_megatron.engines.base import GenerationStopped, LaterPrompts
 from tlt_megatron.engines.sglang.connection import TARGET
-from tlt_megatron.engines.sglang.engine import MEMORY_TAGS, SglangEngine
+from tlt_megatron.engines.sglang.sglang_engine import MEMORY_TAGS, SglangEngine
 from tlt_megatron.types import FinishReason, Prompt, Rollout, RolloutGroup, SamplingParams
 
 PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT}

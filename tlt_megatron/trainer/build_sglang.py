@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tlt_megatron.config.schema import RunConfig, SpeculationSection
 from tlt_megatron.drafter.eagle_folder import save_drafter
 from tlt_megatron.engines.sglang.connection import check_version
-from tlt_megatron.engines.sglang.engine import SglangEngine
 from tlt_megatron.engines.sglang.follower import FollowerEngine
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.models.config import load_model_config
 from tlt_megatron.models.hf_io import HfReader
 from tlt_megatron.runtime.collectives import barrier, gather_objects

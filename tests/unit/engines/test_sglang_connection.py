@@ -13,7 +13,7 @@ import torch
 from tests.ranks import run_ranks
 from tlt_megatron.config.schema import RolloutSection, SglangSection
 from tlt_megatron.engines.sglang.connection import Connection, _environment, check_version
-from tlt_megatron.engines.sglang.engine import SglangEngine
+from tlt_megatron.engines.sglang.sglang_engine import SglangEngine
 from tlt_megatron.runtime.device import select_device
 from tlt_megatron.runtime.environment_variables import engine_owner, environment
 from tlt_megatron.runtime.process_groups import group_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlt_megatron.engines.sglang.responses import make_rollout
+from tlt_megatron.engines.sglang.sglang_responses import make_rollout
 from tlt_megatron.types import FinishReason, Prompt, Rollout, SamplingParams
 
 PROMPT = Prompt(prompt_id="p7", draw_index=7, token_ids=(3, 4))

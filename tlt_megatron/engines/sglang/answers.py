@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.held_weights import held_checksum
-from tlt_megatron.engines.sglang.noise import is_active
+from tlt_megatron.engines.sglang.sglang_noise import is_active
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

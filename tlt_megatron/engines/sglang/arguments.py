@@ -10,7 +10,7 @@ from tlt_megatron.config.draft_folder import read_draft_settings
 from tlt_megatron.config.layout import draft_slack
 from tlt_megatron.config.schema import RolloutSection, SglangSection, SpeculationSection
 from tlt_megatron.config.strategy import SpeculationStrategy
-from tlt_megatron.engines.sglang.noise import mark
+from tlt_megatron.engines.sglang.sglang_noise import mark
 from tlt_megatron.speculation.tree import Ranking
 
 _ALGORITHMS = {"LlamaForCausalLMEagle": "EAGLE", "LlamaForCausalLMEagle3": "EAGLE3"}

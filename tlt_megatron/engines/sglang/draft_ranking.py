@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.sglang.noise import ranks_by_noise, settings_of
+from tlt_megatron.engines.sglang.sglang_noise import ranks_by_noise, settings_of
 from tlt_megatron.speculation.sampling import add_noise
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 SGLang calls it in each of its processes, also for engines that are not ours. If a plugin fails,
 SGLang only logs it. So the connection asks the scheduler for the hooks in place (`answers.py`) and
-refuses a start without all of them. Hooks change only engines with our mark (`noise.mark`).
+refuses a start without all of them. Hooks change only engines with our mark (`sglang_noise.mark`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from tlt_megatron.engines.sglang import noise
+from tlt_megatron.engines.sglang import sglang_noise
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.answers import Answers
 from tlt_megatron.engines.sglang.draft_ranking import DraftRanking
@@ -67,14 +67,14 @@ def _hooks(
     adaptive: AdaptiveHooks, answers: Answers, ranking: DraftRanking
 ) -> Iterator[tuple[str, str, Callable[..., object]]]:
     """Yield (type, target, hook)."""
-    yield "after", _BATCH_INFO + "from_schedule_batch", noise.keep_seeds
-    yield "after", _BATCH_INFO + "copy_for_forward", noise.keep_settings
-    yield "around", _BATCH_INFO + "merge_batch", noise.check_merged
+    yield "after", _BATCH_INFO + "from_schedule_batch", sglang_noise.keep_seeds
+    yield "after", _BATCH_INFO + "copy_for_forward", sglang_noise.keep_settings
+    yield "around", _BATCH_INFO + "merge_batch", sglang_noise.check_merged
 
-    yield "around", "sglang.srt.layers.sampler.create_sampler", noise.make_sampler
-    yield "around", _VERIFY + "_verify_uses_greedy", noise.verify_greedily
-    yield "around", _VERIFY + "eagle_sample", noise.verify_perturbed
-    yield "around", _LOGPROBS + "compute_spec_logprobs", noise.spec_logprobs
+    yield "around", "sglang.srt.layers.sampler.create_sampler", sglang_noise.make_sampler
+    yield "around", _VERIFY + "_verify_uses_greedy", sglang_noise.verify_greedily
+    yield "around", _VERIFY + "eagle_sample", sglang_noise.verify_perturbed
+    yield "around", _LOGPROBS + "compute_spec_logprobs", sglang_noise.spec_logprobs
 
     yield "around", _DRAFT_WORKER + "draft", ranking.draft
     yield "around", _DRAFT_WORKER + "draft_forward", ranking.draft_forward

@@ -25,9 +25,9 @@ from tlt_megatron.engines.sglang.arguments import (
     plan_speculation,
 )
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
-from tlt_megatron.engines.sglang.noise import SamplingSettings
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
-from tlt_megatron.engines.sglang.responses import answer_all, make_rollout
+from tlt_megatron.engines.sglang.sglang_noise import SamplingSettings
+from tlt_megatron.engines.sglang.sglang_responses import answer_all, make_rollout
 from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.device import Device

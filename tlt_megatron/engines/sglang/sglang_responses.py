@@ -98,7 +98,7 @@ def make_rollout(
         )
     logprobs = _checked_logprobs(meta["output_token_logprobs"], token_ids, request)
     policy_logprobs, kept = logprobs, None
-    if meta.get("output_top_logprobs"):  # see `noise._as_top`
+    if meta.get("output_top_logprobs"):  # see `sglang_noise._as_top`
         chosen = [top[0] for top in meta["output_top_logprobs"]]
         policy_logprobs = _checked_logprobs(chosen, token_ids, request)
         kept = _kept_tokens([top[1:] for top in meta["output_top_logprobs"]], params)
