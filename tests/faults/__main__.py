@@ -1,6 +1,8 @@
-"""`python -m tests.faults --schedules 500`: faults against real runs, two at a time, and the table of what held.
+"""`python -m tests.faults --schedules 500`: faults against real runs, two at a time, and the table
+of what held.
 
-Everything is imported here once; each schedule is a forked process, and forks launcher and ranks of its run in turn.
+Everything is imported here once; each schedule is a forked process, and forks launcher and ranks of
+its run in turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One schedule: a run, one fault in it, what became of it, the resumed run. The oracle is here: `end`, `resume`, `compare`."""
+"""One schedule: a run, one fault in it, what became of it, the resumed run.
+
+The oracle is here: `end`, `resume`, `compare`.
+"""
 
 from __future__ import annotations
 
@@ -78,13 +81,16 @@ class Case:
         self.variant = lab.variants[self.rng.choice(list(lab.variants))]
         self.moment: Moment | None = None
         self.jobs: list[Job] = []
+        self.limit_s = RUN_LIMIT_S
         self.struck_at = 0.0  # wall time
         self.mark: Path | None = None  # exists once the fault has happened
 
     def draw_moment(
         self, *phases: str, variants: Sequence[str] = (), resumed: int = -1, **changes: object
     ) -> Moment:
-        """A moment in one of `phases` on one of the ranks; in a third of the schedules of a run that is resumed."""
+        """A moment in one of `phases` on one of the ranks; in a third of the schedules of a run
+        that is resumed.
+        """
         phase = self.rng.choice(phases)
         fitting = {"spot": ["spot"], "evaluation": ["plain"]}
         name = self.rng.choice(fitting.get(phase, variants or list(self.lab.variants)))
@@ -167,17 +173,17 @@ class Case:
         victims: Collection[int] = (),
         num_reasons: int = 0,
         is_quiet: bool = True,
-        limit_s: float = RUN_LIMIT_S,
         orphan_grace_s: float = 60.0,  # for a reward worker that takes its time
     ) -> None:
         """Wait for the end of a run and of all its processes, and judge it.
 
-        codes: which exit codes the launchers may have; ranks: which the surviving ranks may have; line: patterns that one line
-        of the terminal holds; within_s: seconds in which the survivors end. A run says at most once on each node
-        (`num_reasons` times) why it ends, and shows no traceback (`is_quiet`).
+        codes: which exit codes the launchers may have; ranks: which the surviving ranks may have;
+        line: patterns that one line of the terminal holds; within_s: seconds in which the survivors
+        end. A run says at most once on each node (`num_reasons` times) why it ends, and shows no
+        traceback (`is_quiet`).
         """
-        if not job.wait(limit_s):
-            self.give_up(job, f"not ended {limit_s:g} s after the fault")
+        if not job.wait(self.limit_s):
+            self.give_up(job, f"not ended {self.limit_s:g} s after the fault")
         deadline = time.monotonic() + orphan_grace_s
         while (left := descendants()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -227,7 +233,9 @@ class Case:
         self.verdict.lost += compare(self.run_dir, self.variant.straight, **options)
 
     def resume(self, *, at_least: int = 0) -> Job:
-        """Resume where the run has stopped, to its end, in half of the schedules at another layout: it must be the straight run."""
+        """Resume where the run has stopped, to its end, in half of the schedules at another layout:
+        it must be the straight run.
+        """
         saved = read_pointer(self.run_dir / "checkpoints") or 0
         last = max(NUM_STEPS, saved)  # a fault that was to hit a longer run
         others = [name for name in LAYOUTS if name != self.variant.layout]
@@ -251,7 +259,9 @@ class Case:
 
 
 def judge(run: Callable[[Case], None], case: Case) -> Verdict:
-    """Run one schedule in this process, which adopts what it leaves behind and has no other children."""
+    """Run one schedule in this process, which adopts what it leaves behind and has no other
+    children.
+    """
     adopt_orphans()
     started = time.monotonic()
     try:
@@ -279,8 +289,8 @@ def compare(
 ) -> list[str]:
     """What is lost, doubled or other in `run_dir`, in words; empty if it is the straight run.
 
-    is_beyond: it went on after the straight run's last step, so its weights are not compared; is_rounded: it was resumed at another
-    layout, where losses and weights are equal to rounding.
+    is_beyond: it went on after the straight run's last step, so its weights are not compared;
+    is_rounded: it was resumed at another layout, where losses and weights are equal to rounding.
     """
     import torch
 
@@ -310,7 +320,9 @@ def compare(
 
 
 def _metrics(run_dir: Path) -> list[tuple[tuple[int, str], float]]:
-    """((step, metric), value) of every row up to the straight run's last step, sorted; as often as it is written."""
+    """((step, metric), value) of every row up to the straight run's last step, sorted; as often as
+    it is written.
+    """
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     names = f"{_EXACT} {_ROUNDED} training/policy_version".split()

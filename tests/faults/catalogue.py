@@ -16,7 +16,9 @@ from tests.spot_machine import SpotMachine
 
 
 def run_machine(machine: type[RuleBasedStateMachine], num_examples: int, number: int) -> None:
-    """The same sequences for the same `number`; AssertionError with the shortest that breaks a rule."""
+    """The same sequences for the same `number`; AssertionError with the shortest that breaks a
+    rule.
+    """
     chosen = settings(
         max_examples=num_examples,
         stateful_step_count=40,
@@ -76,7 +78,8 @@ FAULTS = {  # what happens to a run, and in how many of 500 schedules, about
 
 
 def draw(count: int, seed: int, names: list[str] | None = None) -> list[tuple[str, int]]:
-    """`count` schedules as (fault, seed of its own): every fault at least once where `count` allows, then by weight.
+    """`count` schedules as (fault, seed of its own): every fault at least once where `count`
+    allows, then by weight.
 
     The same arguments give the same schedules.
     """

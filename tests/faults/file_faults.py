@@ -1,4 +1,6 @@
-"""What happens to files: crashes at any file operation of a checkpoint, damage, full disks, folders in use."""
+"""What happens to files: crashes at any file operation of a checkpoint, damage, full disks, folders
+in use.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import os
 import pickle
 import random
 import resource
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,11 @@ from tests.faults.process_faults import GRACE_S, KILLED, TRAINING, WATCHED, nami
 from tests.faults.processes import Job
 from tlt_megatron.trainer.manifest import POINTER, hash_file, read_manifest, write_manifest
 
-_DISK_BYTES = 24 << 20
-_LIMIT_BYTES = 24 << 10  # of any file, where this user may mount no disk
-# One line that names the cause; the second where a limit of file sizes stands in for the disk.
+_LIMIT_BYTES = 24 << 10  # of any file
+# One line that names the cause; the second is that of a limit of file sizes.
 _NO_SPACE = ("^pretrain_rl: ", "No space left on device|File too large")
-# File operations of a rank from which one is drawn. A save has 16 to 29 on rank 0 and 2 to 4 on rank 1; the rest are in the next save.
+# File operations of a rank from which one is drawn. A save has 16 to 29 on rank 0 and 2 to 4 on
+# rank 1; the rest are in the next save.
 _SAVE_OPERATIONS = (24, 2)
 _RESUME_OPERATIONS = (40, 20)
 
@@ -37,7 +38,9 @@ def crash_while_saving(case: Case) -> None:
 
 
 def crash_while_resuming(case: Case) -> None:
-    """SIGKILL of a rank at the k-th file operation of a resume, reads too: the next resume finds what was there."""
+    """SIGKILL of a rank at the k-th file operation of a resume, reads too: the next resume finds
+    what was there.
+    """
     moment = case.draw_moment("start", resumed=case.rng.randint(1, 3), action="kill")
     operation = case.rng.randint(1, _RESUME_OPERATIONS[moment.rank])
     case.moment = replace(moment, operation=operation, watched=str(case.run_dir))
@@ -47,7 +50,9 @@ def crash_while_resuming(case: Case) -> None:
 
 
 def full_disk_while_saving(case: Case) -> None:
-    """ENOSPC at the k-th file operation: the run ends with a line that names the disk, and the older checkpoint loads."""
+    """ENOSPC at the k-th file operation: the run ends with a line that names the disk, and the
+    older checkpoint loads.
+    """
     job, moment = _start_saving(case, "full_disk")
     case.end(job, 0, 1, ranks=[0, 1], line=_NO_SPACE[1:])
     if not job.is_success:  # with success, the run warns that old checkpoints are not deleted
@@ -65,34 +70,25 @@ def _start_saving(case: Case, action: str) -> tuple[Job, Moment]:
 
 
 def full_disk(case: Case) -> None:
-    """The disk of the run folder fills up at some moment; with room again the run resumes."""
-    disk = case.folder / "disk"
-    is_mounted = _mount(disk)
-    if is_mounted:
-        case.run_dir = disk / "run"
+    """No file of the run may grow any more from some moment on; with room again the run resumes.
+
+    tests/e2e/test_resume_faults.py has a disk that is full.
+    """
     moment = case.draw_moment(*TRAINING)
-    try:
-        job = case.start(*WATCHED)
-        case.verdict.where += " tmpfs" if is_mounted else " RLIMIT_FSIZE"
-        case.await_moment(job)
-        ballast = disk / "ballast"
-        if is_mounted:
-            _fill(ballast)
-        else:
-            for pid in job.rank_pids.values():
-                _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (_LIMIT_BYTES, most))
-        case.release(job)
-        case.end(job, 1, ranks=[1], line=_NO_SPACE)
-        ballast.unlink(missing_ok=True)
-        case.resume(at_least=moment.saved)
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "-l", str(disk)], check=True)
+    job = case.start(*WATCHED)
+    case.await_moment(job)
+    for pid in job.rank_pids.values():
+        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (_LIMIT_BYTES, most))
+    case.release(job)
+    case.end(job, 1, ranks=[1], line=_NO_SPACE)
+    case.resume(at_least=moment.saved)
 
 
 def damaged_checkpoint(case: Case) -> None:
-    """The newest checkpoint is damaged: the next older one is taken with a warning, and nothing is thrown away."""
+    """The newest checkpoint is damaged: the next older one is taken with a warning, and nothing is
+    thrown away.
+    """
     newest = case.rng.randint(2, NUM_STEPS)
     root = case.variant.copy_stopped(case.run_dir, newest)
     case.verdict.where = f"{case.variant.name} {damage_file(case.rng, root / f'iter_{newest:07d}')}"
@@ -215,19 +211,3 @@ def _expect_refused(case: Case, job: Job, before: dict[str, str], line: str) -> 
     changed = [name for name in before if after.get(name) != before[name]]
     if changed:
         case.verdict.lost.append(f"a refused run changed {changed[:5]}")
-
-
-def _mount(disk: Path) -> bool:
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)]
-    return subprocess.run(command, capture_output=True).returncode == 0
-
-
-def _fill(path: Path) -> None:
-    with open(path, "wb", buffering=0) as file:
-        size = 1 << 20
-        while size:
-            try:
-                file.write(bytes(size))
-            except OSError:
-                size //= 2

@@ -68,7 +68,9 @@ class Variant:
         return ["--config", str(self.config), f"run.dir={run_dir}", *_BASE.split(), *own]
 
     def copy_stopped(self, run_dir: Path, step: int) -> Path:
-        """Copy the straight run as it was when it had saved `step`, with the default of two checkpoints; returns their folder."""
+        """Copy the straight run as it was when it had saved `step`, with the default of two
+        checkpoints; returns their folder.
+        """
         later = [f"iter_{n:07d}" for n in range(1, NUM_STEPS + 1) if not step - 2 < n <= step]
         later += [f"step_{n:07d}.jsonl" for n in range(step + 1, NUM_STEPS + 1)]
         ignored = shutil.ignore_patterns("summary.json", "trace.json", "hf", *later)

@@ -1,6 +1,8 @@
-"""Runs inside a rank: finds the moment that a schedule names, and there waits for the fault or brings it about.
+"""Runs inside a rank: finds the moment that a schedule names, and there waits for the fault or
+brings it about.
 
-It observes the spans of the trace (runtime/timeline.py) and Python's audit events of file operations.
+It observes the spans of the trace (runtime/timeline.py) and Python's audit events of file
+operations.
 """
 
 from __future__ import annotations
@@ -202,8 +204,8 @@ def _poison_policy() -> None:
 
 
 class _Proxy:
-    """Between this process and the stores that it opens and does not host: each message is late by `delay_s`, and none
-    arrives once `is_silent`. The world's own store exists already.
+    """Between this process and the stores that it opens and does not host: each message is late by
+    `delay_s`, and none arrives once `is_silent`. The world's own store exists already.
     """
 
     def __init__(self, delay_s: float) -> None:

@@ -1,4 +1,6 @@
-"""What happens to processes: asked to stop, killed, frozen; clocks that jump, stores that are slow or silent, NaN weights."""
+"""What happens to processes: asked to stop, killed, frozen; clocks that jump, stores that are slow
+or silent, NaN weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.faults.processes import kill_all
 PHASES = ("setup", "rollout", "spot", "update", "checkpoint", "evaluation", "finish")
 TRAINING = PHASES[1:-1]
 HEARTBEAT_S = 5
-# A collective's timeout far above the heartbeat's: survivors that end in time have heard of the loss from the heartbeat.
+# A collective's timeout far above the heartbeat's: survivors that end in time have heard of the
+# loss from the heartbeat.
 WATCHED = (
     "run.group_timeout_s=150",
     f"run.heartbeat_timeout_s={HEARTBEAT_S}",
@@ -26,7 +29,9 @@ _ENDED = 128 + signal.SIGTERM  # a rank that the launcher ends during set-up
 
 
 def stop_request(case: Case) -> None:
-    """SIGTERM, SIGINT or SIGUSR1 to the launcher, to all ranks or to one: the run saves and ends with success."""
+    """SIGTERM, SIGINT or SIGUSR1 to the launcher, to all ranks or to one: the run saves and ends
+    with success.
+    """
     moment = case.draw_moment(*PHASES)
     number = case.rng.choice(_STOPS)
     targets = case.rng.choice([(None,), (0, 1), (case.rng.randrange(2),)])
@@ -44,7 +49,9 @@ def stop_request(case: Case) -> None:
 
 
 def impatient_stop(case: Case) -> None:
-    """Ctrl-C twice, to ranks or to the launcher: the second ends the run at once; what was saved before is there."""
+    """Ctrl-C twice, to ranks or to the launcher: the second ends the run at once; what was saved
+    before is there.
+    """
     moment = case.draw_moment(*TRAINING)
     job = case.start()
     targets = case.rng.choice([(None,), (0, 1)])
@@ -58,7 +65,9 @@ def impatient_stop(case: Case) -> None:
 
 
 def killed_rank(case: Case) -> None:
-    """SIGKILL to one rank: the other ends within seconds with a line that names it; the run resumes."""
+    """SIGKILL to one rank: the other ends within seconds with a line that names it; the run
+    resumes.
+    """
     moment = case.draw_moment(*PHASES)
     victim = case.rng.randrange(2)
     job = case.start(*WATCHED, *([LONG] if moment.phase != "finish" else []))
@@ -90,7 +99,9 @@ def killed_all(case: Case) -> None:
 
 
 def short_freeze(case: Case) -> None:
-    """SIGSTOP, then SIGCONT, to a rank for less than the heartbeat's timeout, or to all for longer: nothing changes."""
+    """SIGSTOP, then SIGCONT, to a rank for less than the heartbeat's timeout, or to all for longer:
+    nothing changes.
+    """
     case.draw_moment(*PHASES)
     victims = case.rng.choice([(0,), (1,), (0, 1)])
     longest_s = HEARTBEAT_S * (1.5 if len(victims) > 1 else 0.5)
@@ -105,7 +116,9 @@ def short_freeze(case: Case) -> None:
 
 
 def long_freeze(case: Case) -> None:
-    """SIGSTOP for good: the other rank ends within the timeouts, with a line that names the frozen one."""
+    """SIGSTOP for good: the other rank ends within the timeouts, with a line that names the frozen
+    one.
+    """
     moment = case.draw_moment(*TRAINING)
     victim = case.rng.randrange(2)
     job = case.start(*WATCHED, LONG, shutdown_timeout_s=3)
@@ -117,7 +130,9 @@ def long_freeze(case: Case) -> None:
 
 
 def two_launchers(case: Case) -> None:
-    """Two launchers of one rank each, as on two nodes: a launcher or a rank is killed or frozen, or both are to stop."""
+    """Two launchers of one rank each, as on two nodes: a launcher or a rank is killed or frozen, or
+    both are to stop.
+    """
     moment = case.draw_moment(*TRAINING)
     which = case.rng.randrange(2)
     kind = case.rng.choice(["kill rank", "freeze rank", "kill launcher", "stop"])
@@ -147,7 +162,9 @@ def two_launchers(case: Case) -> None:
 
 
 def clock_jump(case: Case) -> None:
-    """The wall clock of a rank jumps by up to a day, forwards or backwards: the run is the straight run."""
+    """The wall clock of a rank jumps by up to a day, forwards or backwards: the run is the straight
+    run.
+    """
     seconds = case.rng.choice([-1, 1]) * case.rng.choice([60.0, 3600.0, 86400.0])
     case.draw_moment("setup", *TRAINING, action="clock", amount=seconds)
     job = case.start()
@@ -156,7 +173,9 @@ def clock_jump(case: Case) -> None:
 
 
 def slow_store(case: Case) -> None:
-    """Every message between a rank and the spot store takes up to 50 ms: the run is the straight run."""
+    """Every message between a rank and the spot store takes up to 50 ms: the run is the straight
+    run.
+    """
     delay_s = case.rng.choice([0.005, 0.02, 0.05])
     case.draw_moment("start", variants=["spot", "dynamic"], action="clock", store_delay_s=delay_s)
     job = case.start()
@@ -165,7 +184,9 @@ def slow_store(case: Case) -> None:
 
 
 def silent_store(case: Case) -> None:
-    """The job's store answers rank 1 no more: the run ends with a line that says so, or ends well if it needs it no more."""
+    """The job's store answers rank 1 no more: the run ends with a line that says so, or ends well
+    if it needs it no more.
+    """
     phase = case.rng.choice(["rollout", "spot", "update"])
     silence: dict[str, Any] = {"action": "silence", "store_delay_s": 0.0}
     moment = case.draw_moment(phase, variants=["spot"], **silence, rank=1, held_rank=-1)
@@ -179,7 +200,9 @@ def silent_store(case: Case) -> None:
 
 
 def nan_weights(case: Case) -> None:
-    """A weight becomes NaN in the middle of the run: it ends with exit code 1, and the good checkpoints stay."""
+    """A weight becomes NaN in the middle of the run: it ends with exit code 1, and the good
+    checkpoints stay.
+    """
     # the first step of a critic has no update
     variants = [name for name in case.lab.variants if name != "critic"]
     moment = case.draw_moment("rollout", "update", variants=variants, action="nan")

@@ -1,7 +1,8 @@
 """The launcher and its ranks as processes, and what is left of them.
 
-The launcher is launch/torchrun.py itself, forked from a process where everything is imported. Ranks that were forked before
-the launcher starts a thread take the place of those that it would start from the disk, so a run starts in a second.
+The launcher is launch/torchrun.py itself, forked from a process where everything is imported. Ranks
+that were forked before the launcher starts a thread take the place of those that it would start
+from the disk, so a run starts in a second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # by 
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent dies become children of this process, whatever their session or environment."""
+    """From now on descendants whose parent dies become children of this process, whatever their
+    session or environment.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -65,7 +68,10 @@ def kill_all(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 
 @dataclass(kw_only=True)
 class Job:
-    """One start of the program. `folder` holds terminal.txt, pids and exit codes of ranks, and the marks of the probe."""
+    """One start of the program.
+
+    `folder` holds terminal.txt, pids and exit codes of ranks, and the marks of the probe.
+    """
 
     folder: Path
     launchers: Sequence[int]  # pids, in the order of their start
@@ -128,7 +134,9 @@ def start(
     num_launchers: int = 1,
     shutdown_timeout_s: int = 30,
 ) -> Job:
-    """Start what a user types: launch/torchrun.py with `num_ranks` ranks; or several of them, as on several nodes."""
+    """Start what a user types: launch/torchrun.py with `num_ranks` ranks; or several of them, as on
+    several nodes.
+    """
     folder.mkdir(parents=True)
     (folder / "terminal.txt").touch()
     num_local = num_ranks // num_launchers
@@ -145,7 +153,9 @@ def start(
 
 
 def _launch(folder: Path, command: list[str], moment: Moment | None, num_ranks: int) -> int:
-    """Be launch/torchrun.py, with ranks that wait in the place of new processes; returns its exit code."""
+    """Be launch/torchrun.py, with ranks that wait in the place of new processes; returns its exit
+    code.
+    """
     from launch.torchrun import main
 
     os.setsid()
@@ -162,7 +172,8 @@ def _launch(folder: Path, command: list[str], moment: Moment | None, num_ranks: 
     def hand_over(popen: Any, args: Any, *rest: Any) -> None:
         words = [str(word) for word in args]
         if str(PROGRAM) not in words:
-            return execute(popen, args, *rest)
+            execute(popen, args, *rest)
+            return
         environment = dict(rest[5])
         popen.pid, pipe = waiting.pop(0)
         popen.rank, popen._child_created = environment["RANK"], True
@@ -181,7 +192,9 @@ def _launch(folder: Path, command: list[str], moment: Moment | None, num_ranks: 
 
 
 def _fork_rank(folder: Path, moment: Moment | None) -> tuple[int, int]:
-    """A process that becomes a rank once it is given environment and arguments: its pid, and the pipe for them."""
+    """A process that becomes a rank once it is given environment and arguments: its pid, and the
+    pipe for them.
+    """
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -192,7 +205,9 @@ def _fork_rank(folder: Path, moment: Moment | None) -> tuple[int, int]:
 
 
 def _run_rank(folder: Path, order: str, moment: Moment | None) -> object:
-    """Run launch/pretrain_rl.py in this process as its main program, watched; returns its exit code."""
+    """Run launch/pretrain_rl.py in this process as its main program, watched; returns its exit
+    code.
+    """
     if not order:  # the launcher has ended without it
         return 0
     environment, sys.argv = json.loads(order)

@@ -1,4 +1,6 @@
-"""A reward function or an environment that fails once, in every way that a user's code can; workers that are killed or frozen."""
+"""A reward function or an environment that fails once, in every way that a user's code can; workers
+that are killed or frozen.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def _start(case: Case, bodies: dict[str, str], *overrides: str) -> Job:
 
 
 def reward_raises(case: Case) -> None:
-    """on_error=raise: the run ends, its line names the prompt; with the function repaired it resumes."""
+    """on_error=raise: the run ends, its line names the prompt; with the function repaired it
+    resumes.
+    """
     job = _start(case, _FATAL)
     case.end(job, 1, ranks=[1], line=["^pretrain_rl: ", "reward|environment", "prompt_id"])
     case.resume()
@@ -99,7 +103,9 @@ def reward_harmless(case: Case) -> None:
 
 
 def reward_worker(case: Case) -> None:
-    """SIGKILL, or SIGSTOP for a moment, to a reward worker: it is replaced or goes on, or the run says so and resumes."""
+    """SIGKILL, or SIGSTOP for a moment, to a reward worker: it is replaced or goes on, or the run
+    says so and resumes.
+    """
     moment = case.draw_moment("rollout", "spot", "update")
     number = case.rng.choice([signal.SIGKILL, signal.SIGSTOP])
     job = case.start()

@@ -1,4 +1,6 @@
-"""40 schedules of faults against real runs, as `make faults` runs 500; and the oracle, which must find what is injected here."""
+"""40 schedules of faults against real runs, as `make faults` runs 500; and the oracle, which must
+find what is injected here.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ LOG = "12:00:00 rank 1 WARNING tlt_megatron.x: something"  # the rank that write
 )
 def test_the_oracle_finds(program: str, column: str, text: str, tmp_path: Path) -> None:
     def run(case: Case, job: Job) -> None:
-        case.end(job, 1, line=["rank 1"], limit_s=2.0, orphan_grace_s=0.5)
+        case.limit_s = 2.0
+        case.end(job, 1, line=["rank 1"], orphan_grace_s=0.5)
 
     verdict = judged(tmp_path, program, run)
     assert verdict.is_good == (not column), verdict
