@@ -1,7 +1,8 @@
-"""The trainer's entry: `python launch/torchrun.py --nproc-per-node 2 launch/pretrain_rl.py --config my.yaml [a.b=v ...]`.
+"""The trainer's entry: `python launch/torchrun.py --nproc-per-node 2 launch/pretrain_rl.py --config
+my.yaml [a.b=v ...]`.
 
-Plain `torchrun` also starts it; `python launch/pretrain_rl.py ...` runs one rank. Bad input ends with exit code 2 before torch
-is imported.
+Plain `torchrun` also starts it; `python launch/pretrain_rl.py ...` runs one rank. Bad input ends
+with exit code 2 before torch is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ log = logging.getLogger("launch.pretrain_rl")
 def main(arguments: list[str] | None = None) -> int:
     """Run the trainer and return the exit code.
 
-    0: done, or stopped on request and saved. 1: a rank failed. 2: bad input. 128 + signal: stopped during set-up.
+    0: done, or stopped on request and saved. 1: a rank failed. 2: bad input. 128 + signal: stopped
+    during set-up.
     """
     end_with_parent()
     try:
@@ -59,7 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse(error: ValueError) -> int:
-    """Print an error that every rank finds in the same files, only on rank 0. Return exit code 2."""
+    """Print an error that every rank finds in the same files, only on rank 0.
+
+    Return exit code 2.
+    """
     if os.environ.get("RANK", "0") == "0":
         print(f"pretrain_rl: {error}", file=sys.stderr)
     return 2
@@ -84,7 +89,10 @@ class _Launch:
         self._run: Run | None = None  # set when it is built
 
     def run(self, folder: RunFolder | None) -> int:
-        """Run and return the exit code. A failure is sent to the other ranks before the slow closing."""
+        """Run and return the exit code.
+
+        A failure is sent to the other ranks before the slow closing.
+        """
         code = 0
         try:
             with ExitStack() as stack:
@@ -137,7 +145,8 @@ class _Launch:
     def _report(self, error: Exception) -> int:
         """Report a failure and return the exit code.
 
-        The first rank to fail gives the reason in one line. Every rank writes the traceback to its log.
+        The first rank to fail gives the reason in one line. Every rank writes the traceback to its
+        log.
         """
         from tlt_megatron.policy.health import UnhealthyTrainingError
         from tlt_megatron.runtime.heartbeat import RanksLost

@@ -1,8 +1,10 @@
-"""torchrun for this program: `python launch/torchrun.py [options of torchrun] launch/pretrain_rl.py --config my.yaml`.
+"""torchrun for this program: `python launch/torchrun.py [options of torchrun] launch/pretrain_rl.py
+--config my.yaml`.
 
-torchrun itself ends the ranks 30 s after a signal. It dies of SIGUSR1 by default and fails even if the run was saved. Here
-SIGTERM, SIGUSR1, SIGINT and SIGHUP go only to the ranks, and the run ends when they end. The exit code is 0 if all ranks report
-that they are done or have saved. A second Ctrl-C kills them.
+torchrun itself ends the ranks 30 s after a signal. It dies of SIGUSR1 by default and fails even if
+the run was saved. Here SIGTERM, SIGUSR1, SIGINT and SIGHUP go only to the ranks, and the run ends
+when they end. The exit code is 0 if all ranks report that they are done or have saved. A second
+Ctrl-C kills them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _LOOK_S = 1.0  # seconds between two checks for started ranks
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code of the first rank that failed, 128 + signal if one was killed, 0 if none failed.
+    """Return the exit code of the first rank that failed, 128 + signal if one was killed, 0 if none
+    failed.
 
     2 for bad input, which is refused before torch is imported and other nodes are waited for.
     """
@@ -70,14 +73,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_program(arguments: list[str]) -> None:
-    """Raise ValueError for settings or files that launch/pretrain_rl.py would refuse on any number of ranks."""
+    """Raise ValueError for settings or files that launch/pretrain_rl.py would refuse on any number
+    of ranks.
+    """
     names = [Path(word).name for word in arguments]
     if "pretrain_rl.py" in names:
         read_command(arguments[names.index("pretrain_rl.py") + 1 :])
 
 
 class _Forwarder:
-    """The thread that takes this process's signals. All other threads block them, and so do ranks until they listen."""
+    """The thread that takes this process's signals.
+
+    All other threads block them, and so do ranks until they listen.
+    """
 
     def __init__(self) -> None:
         self.has_killed = False
@@ -97,7 +105,8 @@ class _Forwarder:
             info = signal.sigtimedwait(taken, _LOOK_S)
             ranks = _ranks()
             has_started = has_started or bool(ranks)
-            # Where SIGCONT ends the wait after its time, CPython returns a record that was never filled in.
+            # Where SIGCONT ends the wait after its time, CPython returns a record that was never
+            # filled in.
             if info is None or info.si_signo not in taken:
                 continue
             number = info.si_signo
@@ -124,7 +133,9 @@ class _Forwarder:
 
 
 def _ranks() -> list[int]:
-    """Return the ranks: children of any thread of this process that lead their own process group, as torchrun starts them."""
+    """Return the ranks: children of any thread of this process that lead their own process group,
+    as torchrun starts them.
+    """
     pids: list[int] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # that thread has just ended

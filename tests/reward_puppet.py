@@ -1,4 +1,6 @@
-"""A reward function that does what the response says, pools that use it, and the processes of a pool."""
+"""A reward function that does what the response says, pools that use it, and the processes of a
+pool.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The command `tlt`: it starts the programs of launch/ and tools/, which a checkout has beside the package and a wheel in it.
+"""The command `tlt`: it starts the programs of launch/ and tools/, which a checkout has beside the
+package and a wheel in it.
 
-`tlt train` is `launch/torchrun.py ... launch/pretrain_rl.py ...`. The other commands are the `main()` of one tool each.
+`tlt train` is `launch/torchrun.py ... launch/pretrain_rl.py ...`. The other commands are the
+`main()` of one tool each.
 """
 
 from __future__ import annotations
@@ -134,7 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs `tlt train` with `arguments`. ValueError for one that means nothing."""
+    """Return the command line that runs `tlt train` with `arguments`.
+
+    ValueError for one that means nothing.
+    """
     launcher: list[str] = []
     program: list[str] = []
     rest = list(arguments)

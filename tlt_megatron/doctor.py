@@ -1,4 +1,7 @@
-"""`python -m tlt_megatron.doctor`: what this machine can run, what is missing, and how to get it. Exit code 1 if it can run nothing."""
+"""`python -m tlt_megatron.doctor`: what this machine can run, what is missing, and how to get it.
+
+Exit code 1 if it can run nothing.
+"""
 
 from __future__ import annotations
 

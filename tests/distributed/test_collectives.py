@@ -1,4 +1,6 @@
-"""Collectives and groups on real gloo ranks: what each member gets, also in groups that are not the world."""
+"""Collectives and groups on real gloo ranks: what each member gets, also in groups that are not the
+world.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_agree_any_is_the_same_answer_on_all_members(yes: tuple[int, ...]) -> No
 
 
 def test_sum_metrics_adds_key_by_key_over_the_members_of_each_group() -> None:
-    """Whatever the order of the keys; a key that a rank lacks counts as zero, and a NaN reaches all."""
+    """Whatever the order of the keys; a key that a rank lacks counts as zero, and a NaN reaches
+    all.
+    """
 
     def body() -> list[dict[str, float]]:
         rank, world = dist.get_rank(), [world_group()]

@@ -1,4 +1,6 @@
-"""Ranks that die, freeze, fail or never come to a collective: what the others say, and that they end."""
+"""Ranks that die, freeze, fail or never come to a collective: what the others say, and that they
+end.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def await_phase_of_rank_0(heartbeat: Heartbeat, phase: str) -> None:
 def one_rank(
     timeout_s: float, group_timeout_s: float = LONG_S
 ) -> Iterator[tuple[Group, Heartbeat, StopRequest]]:
-    """A rank with its heartbeat, as the launcher runs it: it tells the others of a failure in the body."""
+    """A rank with its heartbeat, as the launcher runs it: it tells the others of a failure in the
+    body.
+    """
     world = world_group()
     stop = StopRequest(world.rank)
     store = open_job_store(world, timeout_s)
@@ -97,7 +101,9 @@ def what_they_say(
     killed: tuple[int, ...],
     timeout_s: float = LONG_S,
 ) -> list[str | None]:
-    """Three ranks; `victim` ends itself in phase ROLLOUT, while the others poll ("store") or are in a collective."""
+    """Three ranks; `victim` ends itself in phase ROLLOUT, while the others poll ("store") or are in
+    a collective.
+    """
     markers = Markers(folder)
 
     def body() -> str:
@@ -164,7 +170,7 @@ def test_ranks_in_a_collective_with_a_frozen_one_end_too(tmp_path: Path) -> None
         pids = gather_objects(os.getpid(), world_group())
         with one_rank(TIMEOUT_S) as (world, heartbeat, _):
             begin_phase(heartbeat, "UPDATE")
-            heartbeat._end._end_process = lambda code, text, is_shown: end_with(code)
+            heartbeat._end._end_process = lambda code, *_, **__: end_with(code)
             await_phase_of_rank_0(heartbeat, "UPDATE")
             barrier(world)
 
@@ -241,7 +247,9 @@ def test_a_collective_that_times_out_says_the_value_that_was_set_and_who_was_not
 
 
 def test_a_thread_that_holds_the_lock_of_python_ends_no_run() -> None:
-    """A pure C call of longer than the timeout, as a large pickle may be: the thread cannot beat meanwhile."""
+    """A pure C call of longer than the timeout, as a large pickle may be: the thread cannot beat
+    meanwhile.
+    """
     timeout_s = 2.0
 
     def body() -> None:

@@ -1,4 +1,6 @@
-"""Run folders and checkpoints through the program itself: used folders, two runs at once, damage, crafted files, other settings."""
+"""Run folders and checkpoints through the program itself: used folders, two runs at once, damage,
+crafted files, other settings.
+"""
 
 from __future__ import annotations
 
@@ -226,10 +228,10 @@ def test_another_model_or_seed_is_refused_by_name(
     assert "Traceback" not in stderr
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(
-    straight: Path, config: Path, tmp_path: Path
-) -> None:
-    """Other data, from an earlier checkpoint: the rows after it stay, and a folder of a fork is still new."""
+def test_a_refused_resume_leaves_the_run_as_it_was(config: Path, tmp_path: Path) -> None:
+    """Other data, from an earlier checkpoint: the rows after it stay, and a folder of a fork is
+    still new.
+    """
     logged = ("logging.rollouts=true", *EVERY_STEP)
     run(1, config, tmp_path / "run", *logged)
 

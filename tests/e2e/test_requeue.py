@@ -1,7 +1,9 @@
-"""A job of two nodes that is stopped in the middle of a step and comes back: launch/slurm/multi_node.sbatch, run by bash.
+"""A job of two nodes that is stopped in the middle of a step and comes back:
+launch/slurm/multi_node.sbatch, run by bash.
 
-srun is a stand-in that starts the script's command twice on this machine; scontrol only notes what it is asked. Steps do not
-end by themselves: the reward function waits in the step after the first one of each start.
+srun is a stand-in that starts the script's command twice on this machine; scontrol only notes what
+it is asked. Steps do not end by themselves: the reward function waits in the step after the first
+one of each start.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tests.tiny_task import REPO, answers, make_tiny_task, run, weights
 
 pytestmark = pytest.mark.e2e
 
-# As Slurm's own: SIGUSR1 goes to the tasks of all nodes, a SIGTERM kills them; the exit code is that of a task that failed.
+# As Slurm's own: SIGUSR1 goes to the tasks of all nodes, a SIGTERM kills them; the exit code is
+# that of a task that failed.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift; done
 command=("${@/%node1/127.0.0.1}")
@@ -108,7 +111,9 @@ class Start:
         return self._output.read_text()
 
     def stop_in_second_step(self, number: signal.Signals) -> int:
-        """Signal the batch script while a response of the second step waits for its score; the script's exit code."""
+        """Signal the batch script while a response of the second step waits for its score; the
+        script's exit code.
+        """
         called = self.folder / "called"
         deadline = time.monotonic() + 300
         while not called.exists() or called.stat().st_size <= NUM_CALLS:

@@ -1,4 +1,6 @@
-"""What a user meets at a save or a resume, through the program itself: full disks, other weights, lost rows."""
+"""What a user meets at a save or a resume, through the program itself: full disks, other weights,
+lost rows.
+"""
 
 from __future__ import annotations
 

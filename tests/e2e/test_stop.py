@@ -1,7 +1,9 @@
-"""How a run ends before its time, through torchrun on two ranks: signals, a killed launcher, a rank that fails.
+"""How a run ends before its time, through torchrun on two ranks: signals, a killed launcher, a rank
+that fails.
 
-Rollouts wait for what the test decides, never for a clock: the reward function does not return while a file `hold` exists,
-and a pipe in place of a step's record of rollouts keeps rank 0 inside that step.
+Rollouts wait for what the test decides, never for a clock: the reward function does not return
+while a file `hold` exists, and a pipe in place of a step's record of rollouts keeps rank 0 inside
+that step.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def test_a_run_that_was_stopped_three_times_equals_the_straight_run(
 ) -> None:
     run_dir, resume = task.parent / "stopped", ("--resume", "auto")
 
-    # SIGTERM in the first rollouts: the state of the beginning, although rewards are in flight and rank 1 trains.
+    # SIGTERM in the first rollouts: the state of the beginning, although rewards are in flight and
+    # rank 1 trains.
     job = start("stopped", SLOW, *SPOT)
     job.wait_until_held()
     job.process.terminate()

@@ -1,8 +1,9 @@
 """Which groups form the batch of an RL step, and soft overlong punishment.
 
-Dynamic sampling and the punishment are DAPO's (Yu et al. 2025, arXiv 2503.14476). With partial rollouts (open_responses.py), a step
-has as many rounds as its batch needs. The rollout worker applies the rules between the rewards and the update. They depend on
-the drawn prompts, their responses and rewards alone, so every rank decides the same, with any number of ranks and after a
+Dynamic sampling and the punishment are DAPO's (Yu et al. 2025, arXiv 2503.14476). With partial
+rollouts (open_responses.py), a step has as many rounds as its batch needs. The rollout worker
+applies the rules between the rewards and the update. They depend on the drawn prompts, their
+responses and rewards alone, so every rank decides the same, with any number of ranks and after a
 resume.
 """
 
@@ -21,7 +22,10 @@ _ROUNDING = 1e-6  # of a weighted sum of scores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """How the batch of an RL step is made. With the defaults, it is the prompts of one round with their rewards."""
+    """How the batch of an RL step is made.
+
+    With the defaults, it is the prompts of one round with their rewards.
+    """
 
     num_prompts: int  # of the batch
     right_score: float = 1.0  # as in `right_responses`
@@ -39,7 +43,8 @@ class BatchRules:
     def punish_overlong(self, group: ScoredGroup) -> ScoredGroup:
         """Add the punishment of each response to its reward (eq. 13).
 
-        It is 0 up to max_new_tokens - overlong_tokens, and falls linearly to -overlong_penalty at max_new_tokens.
+        It is 0 up to max_new_tokens - overlong_tokens, and falls linearly to -overlong_penalty at
+        max_new_tokens.
         """
         if not self.overlong_tokens:
             return group
@@ -53,7 +58,9 @@ class BatchRules:
         return dataclasses.replace(group, rewards=tuple(rewards), details=tuple(details))
 
     def num_first(self, carried: Sequence[ScoredGroup]) -> int:
-        """Return how many prompts to draw at the start of a step, fewer by the complete groups of `carried`."""
+        """Return how many prompts to draw at the start of a step, fewer by the complete groups of
+        `carried`.
+        """
         num_complete = sum(group.is_complete for group in carried)
         return max(0, (self.num_drawn or self.num_prompts) - num_complete)
 
@@ -64,9 +71,11 @@ class BatchRules:
         return num_rounds >= self.max_rounds or len(self.kept(groups)) >= self.num_prompts
 
     def num_missing(self, groups: Sequence[ScoredGroup], num_rounds: int) -> int:
-        """Return how many more prompts to draw after `num_rounds`; `groups` are those of all rounds so far.
+        """Return how many more prompts to draw after `num_rounds`; `groups` are those of all rounds
+        so far.
 
-        As many as will probably complete the batch, at the share of groups kept so far, and at most num_prompts.
+        As many as will probably complete the batch, at the share of groups kept so far, and at most
+        num_prompts.
         """
         if self.is_complete(groups, num_rounds):
             return 0
@@ -75,7 +84,8 @@ class BatchRules:
         return min(self.num_prompts, math.ceil(missing * len(groups) / max(num_kept, 1)))
 
     def select(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the batch in the order of the draws: the first num_prompts groups that are kept (eq. 11), punished.
+        """Return the batch in the order of the draws: the first num_prompts groups that are kept
+        (eq. 11), punished.
 
         If there are fewer, the first of the others fill it up, as without dynamic sampling.
         """
@@ -89,7 +99,8 @@ class BatchRules:
     def carry(
         self, groups: Sequence[ScoredGroup], batch: Sequence[ScoredGroup]
     ) -> list[ScoredGroup]:
-        """Return the groups for the next step: those with open responses, and kept ones that the batch has no place for.
+        """Return the groups for the next step: those with open responses, and kept ones that the
+        batch has no place for.
 
         `groups` are all groups. [] without partial rollouts.
         """
@@ -102,10 +113,11 @@ class BatchRules:
         return [g for g in rest if not g.is_complete or g.group.prompt.draw_index in waiting]
 
     def still_fit(self, carried: Sequence[ScoredGroup], *, num_samples: int) -> list[ScoredGroup]:
-        """Return those of a checkpoint's carried groups that these rules allow, which may be others than before.
+        """Return those of a checkpoint's carried groups that these rules allow, which may be others
+        than before.
 
-        A group has num_samples responses. A response has at most max_new_tokens, and fewer if it has not ended. [] without
-        partial rollouts.
+        A group has num_samples responses. A response has at most max_new_tokens, and fewer if it
+        has not ended. [] without partial rollouts.
         """
         if not self.round_tokens:
             return []
@@ -132,7 +144,8 @@ class BatchRules:
         }
 
     def kept(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups, not punished yet, whose responses differ in the metric; without dynamic sampling all.
+        """Return the groups, not punished yet, whose responses differ in the metric; without
+        dynamic sampling all.
 
         ValueError if results of the function lack the metric.
         """
@@ -167,7 +180,9 @@ def right_responses(group: ScoredGroup, right_score: float) -> list[bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The rules of a step, how further prompts are drawn for it, and the groups that the step before left over."""
+    """The rules of a step, how further prompts are drawn for it, and the groups that the step
+    before left over.
+    """
 
     rules: BatchRules
     draw: Callable[[int], Sequence[Prompt]]

@@ -1,7 +1,8 @@
-"""The built-in reward functions: `math` (equal as mathematics, by math-verify) and `exact` (equal as text).
+"""The built-in reward functions: `math` (equal as mathematics, by math-verify) and `exact` (equal
+as text).
 
-`reward.load_reward` loads them. If a response cannot be parsed or compared in time, it scores 0: the policy wrote it. If a
-ground truth cannot be parsed, it is an error in the data set.
+`reward.load_reward` loads them. If a response cannot be parsed or compared in time, it scores 0:
+the policy wrote it. If a ground truth cannot be parsed, it is an error in the data set.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ def score_math(
 ) -> float:
     """Return 1.0 if the answer of the response equals the ground truth, else 0.0.
 
-    The answer is the boxed text, else the last formula or number. `ground_truth` is LaTeX or plain, with or without \\boxed{}
-    or $ signs. If it is a plain number, the answer must also be written as a number: 39, 39.0, 78/2, 3.9 \\times 10^1, 3900\\%
-    or x = 39. So \\boxed{22+17}, which only repeats the question, scores 0 for 39.
+    The answer is the boxed text, else the last formula or number. `ground_truth` is LaTeX or plain,
+    with or without \\boxed{} or $ signs. If it is a plain number, the answer must also be written
+    as a number: 39, 39.0, 78/2, 3.9 \\times 10^1, 3900\\% or x = 39. So \\boxed{22+17}, which only
+    repeats the question, scores 0 for 39.
     """
-    # math-verify limits time by SIGALRM, which works only in a main thread; elsewhere the caller limits the time
+    # math-verify limits time by SIGALRM, which works only in a main thread; elsewhere the caller
+    # limits the time
     in_main_thread = threading.current_thread() is threading.main_thread()
     timeout_s = _TIMEOUT_S if in_main_thread else 0  # 0: no limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings hold the whole response
@@ -54,7 +57,8 @@ def score_exact(
     ground_truth: str,
     extra_info: Mapping[str, object] | None = None,
 ) -> float:
-    """Return 1.0 if the text after the last "####" (or the whole response without one) is the ground truth, else 0.0.
+    """Return 1.0 if the text after the last "####" (or the whole response without one) is the
+    ground truth, else 0.0.
 
     White space around both is ignored. Example: "3 + 4 = 7\\n#### 7" has the answer "7".
     """
@@ -62,7 +66,9 @@ def score_exact(
 
 
 def _is_written_number(answer: object) -> bool:
-    """Return whether an answer is written as a number. math-verify keeps sums, powers and roots as they are written."""
+    """Return whether an answer is written as a number. math-verify keeps sums, powers and roots as
+    they are written.
+    """
     if isinstance(answer, sympy.Equality):
         answer = answer.rhs
     if isinstance(answer, sympy.FiniteSet) and len(answer) == 1:

@@ -1,13 +1,16 @@
-"""The answers of the function of `rollout.environment` to the turns of a conversation. For reward workers.
+"""The answers of the function of `rollout.environment` to the turns of a conversation. For reward
+workers.
 
     def answer(messages, data_source, ground_truth, extra_info) -> tuple[observation, is_done]
 
-`messages` is the whole conversation: the prompt, every turn of the policy (role assistant) and every observation so far. The
-observation is a text, which becomes one message of the role user, or a list of messages. `is_done` ends the conversation, and
-its observation is dropped. The function may be `async def`; a worker then answers many turns at once.
+`messages` is the whole conversation: the prompt, every turn of the policy (role assistant) and
+every observation so far. The observation is a text, which becomes one message of the role user, or
+a list of messages. `is_done` ends the conversation, and its observation is dropped. The function
+may be `async def`; a worker then answers many turns at once.
 
-The function keeps nothing between two turns: any worker process may answer the next one. A state belongs in the messages, as a
-further key of an observation, which comes back with the next turn: {"role": "tool", "content": "ok", "session": 7}.
+The function keeps nothing between two turns: any worker process may answer the next one. A state
+belongs in the messages, as a further key of an observation, which comes back with the next turn:
+{"role": "tool", "content": "ok", "session": 7}.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ class Answer:
 
 
 def read_answer(result: object) -> Answer:
-    """Return what the function returned, checked. ValueError if it is anything else than its signature says."""
+    """Return what the function returned, checked.
+
+    ValueError if it is anything else than its signature says.
+    """
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 2:
         raise ValueError(f"{_cut(result)}: must be a pair (observation, is_done)")
     observation, is_done = result

@@ -1,8 +1,10 @@
-"""Partial rollouts: responses are generated in rounds of a few tokens, and those that go on are carried to the next step.
+"""Partial rollouts: responses are generated in rounds of a few tokens, and those that go on are
+carried to the next step.
 
-After APRIL (arXiv 2509.18521). A step waits no longer for its longest responses. It is not lossless: a carried response has
-tokens of several policies, and early batches hold more short responses. APRIL ends a round by the clock; here tokens decide,
-so every rank and every rerun does the same. The rollout worker uses this file in all runs; without a limit nothing is cut.
+After APRIL (arXiv 2509.18521). A step waits no longer for its longest responses. It is not
+lossless: a carried response has tokens of several policies, and early batches hold more short
+responses. APRIL ends a round by the clock; here tokens decide, so every rank and every rerun does
+the same. The rollout worker uses this file in all runs; without a limit nothing is cut.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _FIELDS = [field.name for field in dataclasses.fields(Rollout)]
 
 
 class ScoredResponse(NamedTuple):
-    """A response, or the part of it that one round generated, with its reward. Ranks exchange these after each round."""
+    """A response, or the part of it that one round generated, with its reward.
+
+    Ranks exchange these after each round.
+    """
 
     rollout: Rollout
     reward: float  # 0 while the response goes on
@@ -37,12 +42,18 @@ class ScoredResponse(NamedTuple):
 
 
 class OpenResponses:
-    """The responses of one RL step or evaluation over its rounds. All ranks hold all of them between two rounds."""
+    """The responses of one RL step or evaluation over its rounds.
+
+    All ranks hold all of them between two rounds.
+    """
 
     def __init__(
         self, params: SamplingParams, *, round_tokens: int = 0, carried: Sequence[ScoredGroup] = ()
     ) -> None:
-        """`round_tokens`: most tokens of a response in a round; 0: no limit. `carried`: from the step before."""
+        """`round_tokens`: most tokens of a response in a round; 0: no limit.
+
+        `carried`: from the step before.
+        """
         self.params = params
         self._round_tokens = round_tokens or params.max_new_tokens
         self.prompts: dict[int, Prompt] = {}  # as drawn, by draw_index
@@ -54,7 +65,9 @@ class OpenResponses:
             self._responses[prompt.draw_index] = {row.rollout.sample_index: row for row in rows}
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return what to generate in the next round: the rest of all open responses, oldest first, then `prompts`."""
+        """Return what to generate in the next round: the rest of all open responses, oldest first,
+        then `prompts`.
+        """
         self.prompts |= {prompt.draw_index: prompt for prompt in prompts}
         continued = [
             self._continue(self.prompts[draw], response.rollout)
@@ -92,7 +105,8 @@ class OpenResponses:
         return self._round_tokens < self.params.max_new_tokens > num_tokens
 
     def join(self, part: Rollout) -> Rollout:
-        """Return the whole response of which this round generated `part`. Its finish_reason is CUT if it goes on.
+        """Return the whole response of which this round generated `part`. Its finish_reason is CUT
+        if it goes on.
 
         `part` needs no `prompt_ids`.
         """
@@ -197,7 +211,10 @@ def _plain(value: object) -> object:
 
 
 def load_carried(folder: Path, prompt_at: Callable[[int], Prompt]) -> tuple[ScoredGroup, ...]:
-    """Return what `save_carried` wrote, () if it wrote nothing. `prompt_at(draw_index)` returns a prompt."""
+    """Return what `save_carried` wrote, () if it wrote nothing.
+
+    `prompt_at(draw_index)` returns a prompt.
+    """
     path = folder / _FILE
     if not path.exists():
         return ()

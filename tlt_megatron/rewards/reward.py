@@ -1,11 +1,13 @@
-"""Loads and checks the functions of `reward.function` or `reward.functions`, and reads their results. For reward workers.
+"""Loads and checks the functions of `reward.function` or `reward.functions`, and reads their
+results. For reward workers.
 
 A reward function has the usual signature:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": float, ...}
 
-Further numbers in the dict become metrics. It may be `async def`; a worker then scores many responses at once. `extra_info`
-arrives as JSON: keys are text, bytes are base64, dates and decimals are their `str`.
+Further numbers in the dict become metrics. It may be `async def`; a worker then scores many
+responses at once. `extra_info` arrives as JSON: keys are text, bytes are base64, dates and decimals
+are their `str`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def name_setting(weights: Mapping[str, float]) -> str:
 
 
 def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
-    """Return whether a call of `function` gives an awaitable; also True for an object with `async def __call__`."""
+    """Return whether a call of `function` gives an awaitable; also True for an object with `async
+    def __call__`.
+    """
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
@@ -47,9 +51,9 @@ def is_async(function: RewardFunction) -> TypeGuard[AsyncRewardFunction]:
 def read_result(result: object) -> tuple[float, dict[str, float]]:
     """Return the reward in a function's result, and the further numbers in it by name.
 
-    A result is a number, or a dict with the number under "score". A further entry may be a number, text (skipped with a
-    warning, once) or None (skipped).
-    ValueError names the entry if it is anything else, NaN, or more than `MAX_ABS_REWARD` in absolute value.
+    A result is a number, or a dict with the number under "score". A further entry may be a number,
+    text (skipped with a warning, once) or None (skipped). ValueError names the entry if it is
+    anything else, NaN, or more than `MAX_ABS_REWARD` in absolute value.
     """
     if not isinstance(result, Mapping):
         return _read_number("score", result), {}
@@ -85,8 +89,9 @@ def _read_number(key: str, value: object) -> float:
 class WeightedRewards:
     """All functions of a run as one. `weights` has the weight of each function by its setting.
 
-    The reward is the weighted sum of their scores. If there are several, the score of each is one of the further numbers, under
-    the function's name, which also goes before the names of its own further numbers. An error names the function whose result cannot be read.
+    The reward is the weighted sum of their scores. If there are several, the score of each is one
+    of the further numbers, under the function's name, which also goes before the names of its own
+    further numbers. An error names the function whose result cannot be read.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -98,7 +103,8 @@ class WeightedRewards:
             self._parts.append((spec, weight, function))
 
     async def score(self, **row: object) -> tuple[float, dict[str, float]]:
-        """Return the reward of a response and the further numbers. Several functions run one after another.
+        """Return the reward of a response and the further numbers. Several functions run one after
+        another.
 
         It waits only for async functions.
         """

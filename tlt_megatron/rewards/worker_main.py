@@ -1,10 +1,12 @@
-"""The program of a reward worker. It loads the functions and calls them until the trainer closes the socket.
+"""The program of a reward worker. It loads the functions and calls them until the trainer closes
+the socket.
 
-Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to or close. In: {"task",
-"function", "timeout_s", "arguments"}; the function is "reward" or "environment". Out: {"is_async"} or {"failed"}, then for each
-task its number and the fields of `worker_process.Outcome` that are not their default. The main thread runs the function,
-because functions may use signals (math-verify does). An error on the socket ends the process. If the trainer is killed, a signal
-from the kernel kills the worker's process group.
+Messages are JSON lines over a socket on a high descriptor, which a function is unlikely to print to
+or close. In: {"task", "function", "timeout_s", "arguments"}; the function is "reward" or
+"environment". Out: {"is_async"} or {"failed"}, then for each task its number and the fields of
+`worker_process.Outcome` that are not their default. The main thread runs the function, because
+functions may use signals (math-verify does). An error on the socket ends the process. If the
+trainer is killed, a signal from the kernel kills the worker's process group.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class _Channel:
         return None if self._has_ended else json.loads(line)
 
     def end_programs(self) -> None:
-        """At the worker's orderly end after the trainer's: kill the programs that functions started."""
+        """At the worker's orderly end after the trainer's: kill the programs that functions
+        started.
+        """
         if self._has_ended and os.getpid() == self._pid:
             os.killpg(0, signal.SIGKILL)
 
@@ -77,7 +81,10 @@ class _Functions:
         )
 
     async def call(self, task: dict) -> dict[str, object]:
-        """Return the result of a task, as fields of `worker_process.Outcome`. It waits only for async functions."""
+        """Return the result of a task, as fields of `worker_process.Outcome`.
+
+        It waits only for async functions.
+        """
         if task["function"] == "reward":
             score, details = await self._rewards.score(**task["arguments"])
             return {"score": score, "details": details}
@@ -153,9 +160,9 @@ def _failure(kind: str, error: BaseException) -> dict[str, object]:
 def _set_signals() -> None:
     """Do nothing at signals to stop: the trainer decides when scoring ends, by closing the socket.
 
-    If the trainer is killed, the kernel sends SIGUSR2, and this process group ends.
-    SIG_IGN and blocked signals would be inherited by programs that a reward function starts, and they could not be terminated.
-    The trainer blocked these signals until this point.
+    If the trainer is killed, the kernel sends SIGUSR2, and this process group ends. SIG_IGN and
+    blocked signals would be inherited by programs that a reward function starts, and they could not
+    be terminated. The trainer blocked these signals until this point.
     """
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)

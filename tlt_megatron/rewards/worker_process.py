@@ -1,8 +1,10 @@
-"""The pool's end of one reward worker: a separate program, with a socket for messages and a pipe for its output.
+"""The pool's end of one reward worker: a separate program, with a socket for messages and a pipe
+for its output.
 
-Used by `workers.RewardPool`, in one event loop. The worker is a new program, not a fork: the trainer holds gloo threads, OpenMP
-pools and devices, which do not survive a fork. The trainer's `__main__` is not run again. The worker leads a session and process
-group of its own. When it ends, the group is killed: all its programs except those that started a session of their own.
+Used by `workers.RewardPool`, in one event loop. The worker is a new program, not a fork: the
+trainer holds gloo threads, OpenMP pools and devices, which do not survive a fork. The trainer's
+`__main__` is not run again. The worker leads a session and process group of its own. When it ends,
+the group is killed: all its programs except those that started a session of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _PROGRAM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of one call: the reward of a response, or the answer to a turn. `failure` is "", "error" or "timeout".
+    """The result of one call: the reward of a response, or the answer to a turn. `failure` is "",
+    "error" or "timeout".
 
     `is_shared`: the worker ended during several calls, and any of them may be the cause.
     """
@@ -53,7 +56,10 @@ class Outcome:
 
 
 class WorkerProcess:
-    """Starts at construction, inside a running event loop. Await `load`, then `call` as often as needed, then `close`."""
+    """Starts at construction, inside a running event loop.
+
+    Await `load`, then `call` as often as needed, then `close`.
+    """
 
     def __init__(
         self,
@@ -90,7 +96,10 @@ class WorkerProcess:
         return self._end_reason is not None or self._reading.done() or self._exited.done()
 
     async def load(self) -> None:
-        """Return when the function is loaded. ValueError if it cannot be loaded, RuntimeError if loading ended the worker."""
+        """Return when the function is loaded.
+
+        ValueError if it cannot be loaded, RuntimeError if loading ended the worker.
+        """
         await asyncio.wait([self._loaded], timeout=_START_TIMEOUT_S)
         if not self._loaded.done():
             self._end("timeout", f"not loaded within {_START_TIMEOUT_S} s")
@@ -99,7 +108,9 @@ class WorkerProcess:
             raise failure
 
     async def call(self, function: str, arguments: bytes, timeout_s: float) -> Outcome:
-        """Call "reward" or "environment"; `arguments` is JSON. A worker that is late is ended and takes no more."""
+        """Call "reward" or "environment"; `arguments` is JSON. A worker that is late is ended and
+        takes no more.
+        """
         self._num_tasks += 1
         answer = self._answers[self._num_tasks] = asyncio.get_running_loop().create_future()
         head = json.dumps({"task": self._num_tasks, "function": function, "timeout_s": timeout_s})
@@ -117,7 +128,10 @@ class WorkerProcess:
         await self._life
 
     def _end(self, failure: str, detail: str, grace_s: float = 0.0) -> None:
-        """Begin to end the process tree, after `grace_s` if it does not end by itself. The first call decides."""
+        """Begin to end the process tree, after `grace_s` if it does not end by itself.
+
+        The first call decides.
+        """
         if self._end_reason is None:
             self._end_reason = failure, detail, grace_s
             self._reading.cancel()
@@ -155,7 +169,10 @@ class WorkerProcess:
             self._loaded.set_result(None)
 
     async def _live(self, on_output: Callable[[bytes], None]) -> None:
-        """Wait until the worker ends or is to be ended. Then end its process tree and fail all pending answers."""
+        """Wait until the worker ends or is to be ended.
+
+        Then end its process tree and fail all pending answers.
+        """
         assert self._process.stdout is not None
         output = asyncio.create_task(_forward(self._process.stdout, on_output))
         await asyncio.wait([self._reading, self._exited], return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +200,10 @@ class WorkerProcess:
 
 
 async def _wait_exit(process: subprocess.Popen[bytes]) -> None:
-    """Return when the process has ended. A process that it left does not delay this, unlike an end of file."""
+    """Return when the process has ended.
+
+    A process that it left does not delay this, unlike an end of file.
+    """
     loop = asyncio.get_running_loop()
     descriptor, has_ended = os.pidfd_open(process.pid), asyncio.Event()
     loop.add_reader(descriptor, has_ended.set)

@@ -1,7 +1,9 @@
-"""Scores responses and answers turns in worker processes while the trainer decodes. Called by the rollout worker of each rank.
+"""Scores responses and answers turns in worker processes while the trainer decodes. Called by the
+rollout worker of each rank.
 
-`submit` each response when it ends, and `collect` once per batch; `answer` each turn of a conversation. The trainer never runs
-such a function itself. If one hangs, leaks or crashes, only its worker is lost and replaced. An event loop in a separate thread drives the workers.
+`submit` each response when it ends, and `collect` once per batch; `answer` each turn of a
+conversation. The trainer never runs such a function itself. If one hangs, leaks or crashes, only
+its worker is lost and replaced. An event loop in a separate thread drives the workers.
 """
 
 from __future__ import annotations
@@ -47,12 +49,13 @@ class RewardStats:
 class RewardPool:
     """`num_workers` processes that load the functions in parallel, in the background.
 
-    `functions` is the setting of a function (see `reward.load_reward`), or the weight of each by its setting.
-    `on_error` handles a function that raises, exceeds `timeout_s` or kills its worker. "raise" makes `collect` raise
-    RuntimeError. "zero" makes the reward 0.0, counts the failure and logs it once for each prompt. Output of the function and
-    its programs goes to the logger "reward_output", up to `MAX_OUTPUT_BYTES` per batch. The workers also run the function of
-    `environment`, with its own timeout and the same `on_error`.
-    Example: `with RewardPool("math", num_workers=2, timeout_s=30.0, on_error="raise") as pool: ...`
+    `functions` is the setting of a function (see `reward.load_reward`), or the weight of each by
+    its setting. `on_error` handles a function that raises, exceeds `timeout_s` or kills its worker.
+    "raise" makes `collect` raise RuntimeError. "zero" makes the reward 0.0, counts the failure and
+    logs it once for each prompt. Output of the function and its programs goes to the logger
+    "reward_output", up to `MAX_OUTPUT_BYTES` per batch. The workers also run the function of
+    `environment`, with its own timeout and the same `on_error`. Example: `with RewardPool("math",
+    num_workers=2, timeout_s=30.0, on_error="raise") as pool: ...`
     """
 
     def __init__(
@@ -95,10 +98,11 @@ class RewardPool:
         _raise_first_error([self._loaded])
 
     def submit(self, rollout_key: Hashable, prompt: Prompt, solution_str: str) -> None:
-        """Submit a response for scoring; never waits. ValueError if the batch already holds `rollout_key`.
+        """Submit a response for scoring; never waits. ValueError if the batch already holds
+        `rollout_key`.
 
-        The function gets `extra_info` as JSON: keys are text, bytes are base64, other types unknown to JSON (dates, decimals)
-        are their `str`.
+        The function gets `extra_info` as JSON: keys are text, bytes are base64, other types unknown
+        to JSON (dates, decimals) are their `str`.
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
@@ -111,9 +115,11 @@ class RewardPool:
     def answer(
         self, prompt: Prompt, sample_index: int, turn: int, messages: Sequence[Message]
     ) -> Future[Outcome]:
-        """Ask the environment for its answer to `messages`, which end with the policy's turn `turn`; never waits.
+        """Ask the environment for its answer to `messages`, which end with the policy's turn
+        `turn`; never waits.
 
-        If the environment fails, the result says how, or it is a RuntimeError with on_error="raise".
+        If the environment fails, the result says how, or it is a RuntimeError with
+        on_error="raise".
         """
         where = f"turn {turn} of rollout {(prompt.draw_index, sample_index)!r}"
         arguments = _arguments(prompt, messages=[dict(message) for message in messages])
@@ -136,8 +142,8 @@ class RewardPool:
     def collect(self) -> dict[Hashable, Outcome]:
         """Wait for all responses submitted since the last `collect`. Return their outcomes by key.
 
-        With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt. The pool can then only be
-        closed.
+        With on_error="raise", RuntimeError as soon as one failure is known. It names the prompt.
+        The pool can then only be closed.
         """
         self.wait_scored(lambda: False)
         _raise_first_error([self._loaded, *self._batch.values()])
@@ -179,7 +185,9 @@ class RewardPool:
         self.close()
 
     def _wait(self, futures: list[Future], should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Return True when all are done or one has failed, False if `should_stop` returns True first."""
+        """Return True when all are done or one has failed, False if `should_stop` returns True
+        first.
+        """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
         while True:

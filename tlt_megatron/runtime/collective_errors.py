@@ -1,4 +1,7 @@
-"""Describes why a collective failed: which call of ours, and after how long. Used by heartbeat.py."""
+"""Describes why a collective failed: which call of ours, and after how long.
+
+Used by heartbeat.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch.distributed as dist
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RUNTIME = Path(__file__).resolve().parent
-# Messages of gloo (pair.cc, unbound_buffer.cc) and NCCL (ProcessGroupNCCL.cpp). Both also raise plain RuntimeErrors.
+# Messages of gloo (pair.cc, unbound_buffer.cc) and NCCL (ProcessGroupNCCL.cpp). Both also raise
+# plain RuntimeErrors.
 _COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|Timed out waiting")
 _STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -20,14 +24,17 @@ def is_collective_error(error: RuntimeError) -> bool:
     """Return whether the error comes from communication among ranks."""
     if isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError):
         return True
-    # The first line alone: the traceback of a user's reward function may hold "Connection reset by peer" too.
+    # The first line alone: the traceback of a user's reward function may hold "Connection reset by
+    # peer" too.
     return bool(_COLLECTIVE.search(str(error).partition("\n")[0]))
 
 
 def describe_collective_error(error: RuntimeError, group_timeout_s: float) -> tuple[str, bool]:
-    """Return a sentence that names the call, and whether the call timed out after `group_timeout_s`.
+    """Return a sentence that names the call, and whether the call timed out after
+    `group_timeout_s`.
 
-    Example: ("gather_objects (trainer/rollout_worker.py, line 123): no answer within run.group_timeout_s=1800 s", True).
+    Example: ("gather_objects (trainer/rollout_worker.py, line 123): no answer within
+    run.group_timeout_s=1800 s", True).
     """
     where = _call_site(error)
     first = str(error).partition("\n")[0]

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
-    """Return the value of every member, in group order, on every member. Values are pickled, among our own ranks only."""
+    """Return the value of every member, in group order, on every member.
+
+    Values are pickled, among our own ranks only.
+    """
     if group.size == 1:
         return [value]
     values: list[T] = [None] * group.size  # type: ignore[list-item]
@@ -36,7 +39,10 @@ def agree_any(flag: bool, group: Group) -> bool:
 
 
 def sum_metrics(metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """Sum by key over the members of each group in turn. A key that a member lacks counts as zero."""
+    """Sum by key over the members of each group in turn.
+
+    A key that a member lacks counts as zero.
+    """
     for group in groups:
         parts = gather_objects(metrics, group)
         names = sorted(set().union(*parts))

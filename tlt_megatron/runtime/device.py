@@ -1,4 +1,7 @@
-"""The device of this rank as a value. Outside the SGLang and Megatron adapters, only this file names torch.cuda."""
+"""The device of this rank as a value.
+
+Outside the SGLang and Megatron adapters, only this file names torch.cuda.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class Device:
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
 
     def free_bytes(self) -> int:
-        """Return the memory this rank can still take: of its GPU, or its share of what the host has available."""
+        """Return the memory this rank can still take: of its GPU, or its share of what the host has
+        available.
+        """
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
         return self.host_free_bytes()
@@ -64,7 +69,9 @@ class Device:
                 _CLEAR_PEAK.write_text("5")  # proc(5): resets the peak of the resident set
 
     def peak_bytes(self) -> int:
-        """Return the most memory this process held since `reset_peak`; 0 if the system does not report it."""
+        """Return the most memory this process held since `reset_peak`; 0 if the system does not
+        report it.
+        """
         if self.is_cuda:
             return torch.cuda.max_memory_reserved(self.torch_device)
         status = _STATUS.read_text() if _STATUS.exists() else ""
@@ -85,7 +92,10 @@ class Device:
         return GraphMemory(self.torch_device) if self.is_cuda else None
 
     def rng_state(self) -> Tensor | None:
-        """Return the state of this GPU's default generator. None on the CPU, which uses torch's own generator."""
+        """Return the state of this GPU's default generator.
+
+        None on the CPU, which uses torch's own generator.
+        """
         return torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
 
     def set_rng_state(self, state: Tensor) -> None:
@@ -106,7 +116,9 @@ def has_triton() -> bool:
 
 
 def host_available_bytes() -> int:
-    """Return what the host can give without swapping, page cache included, or less if a control group limits it."""
+    """Return what the host can give without swapping, page cache included, or less if a control
+    group limits it.
+    """
     available: float = psutil.virtual_memory().available
     own = ""
     if _OWN_CONTROL_GROUP.exists():
@@ -120,7 +132,10 @@ def host_available_bytes() -> int:
 
 
 def _left_in_control_group(group: Path) -> float:
-    """Return how many bytes its limit leaves. The kernel drops cached files before it refuses memory."""
+    """Return how many bytes its limit leaves.
+
+    The kernel drops cached files before it refuses memory.
+    """
     limit = (group / "memory.max").read_text().strip()
     if limit == "max":
         return math.inf
@@ -138,17 +153,20 @@ class GraphMemory:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work` twice to initialize libraries, then capture it. Returns a function that replays it.
+        """Run `work` twice to initialize libraries, then capture it. Returns a function that
+        replays it.
 
-        Memory that `work` allocates and drops is shared with graphs captured later. Its output tensors must exist before the
-        call. The memory is freed when all returned functions are dropped.
+        Memory that `work` allocates and drops is shared with graphs captured later. Its output
+        tensors must exist before the call. The memory is freed when all returned functions are
+        dropped.
         """
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may use the device during the capture.
         mode = "thread_local"
         capturing = torch.cuda.graph(graph, self._pool, capture_error_mode=mode)
-        # Use torch's own capture stream for all captures. Graphs share memory only within one stream, and cuBLAS keeps a 32 MiB
-        # workspace on a Hopper for every stream that it was used on.
+        # Use torch's own capture stream for all captures. Graphs share memory only within one
+        # stream, and cuBLAS keeps a 32 MiB workspace on a Hopper for every stream that it was used
+        # on.
         stream = capturing.capture_stream
         assert stream is not None
         caller = torch.cuda.current_stream(self._device)

@@ -1,4 +1,6 @@
-"""Writes files that survive a crash: flushed to disk, replaced atomically, with the access rights of the user's umask."""
+"""Writes files that survive a crash: flushed to disk, replaced atomically, with the access rights
+of the user's umask.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of `path` with `text`. A reader finds the whole old or the whole new content, also after a crash."""
+    """Replace the content of `path` with `text`.
+
+    A reader finds the whole old or the whole new content, also after a crash.
+    """
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     sync_path(temporary)
@@ -64,7 +69,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a file: objects with the integer `key`. Other lines are counted and logged; a killed run tears one."""
+    """Return the rows of a file: objects with the integer `key`.
+
+    Other lines are counted and logged; a killed run tears one.
+    """
     rows, num_others = [], 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -86,7 +94,8 @@ def read_json_lines(path: Path, key: str) -> list[dict[str, Any]]:
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with the access rights of a normal new file. safetensors itself uses 0600.
+    """Write a safetensors file with the access rights of a normal new file. safetensors itself uses
+    0600.
 
     OSError if it cannot be written.
     """

@@ -1,4 +1,7 @@
-"""Environment variables of this process and its children. Used where another program's engine is started."""
+"""Environment variables of this process and its children.
+
+Used where another program's engine is started.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# All peers of an NCCL communicator must have the same values. SGLang sets them for its own processes.
+# All peers of an NCCL communicator must have the same values. SGLang sets them for its own
+# processes.
 _COMMUNICATION = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_CUMEM_ENABLE",
@@ -38,7 +42,9 @@ def unless_set(defaults: Mapping[str, str]) -> dict[str, str]:
 
 
 def owned_engine() -> dict[str, str | None]:
-    """Return variables for `environment` that make this process the owner of engine processes started inside."""
+    """Return variables for `environment` that make this process the owner of engine processes
+    started inside.
+    """
     return {_ENGINE_OWNER: str(os.getpid())}
 
 
@@ -49,7 +55,10 @@ def engine_owner() -> int | None:
 
 
 def communication_settings() -> dict[str, str | None]:
-    """Return the variables that must be equal on all ranks before the first NCCL communicator. None: not set."""
+    """Return the variables that must be equal on all ranks before the first NCCL communicator.
+
+    None: not set.
+    """
     return {name: os.environ.get(name) for name in _COMMUNICATION}
 
 

@@ -1,7 +1,8 @@
 """What ranks tell each other in the job's store: their beats, and the events that end a run early.
 
-stop.py writes that a stop is requested, or why this rank ends. heartbeat.py writes and reads beats, writes which rank is lost, and
-reads the events for this rank. An event is a line, in one order for all ranks.
+stop.py writes that a stop is requested, or why this rank ends. heartbeat.py writes and reads beats,
+writes which rank is lost, and reads the events for this rank. An event is a line, in one order for
+all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Event:
 
 
 class EventLog:
-    """All events of the run so far. The first of a kind counts. Every call may raise dist.DistError."""
+    """All events of the run so far.
+
+    The first of a kind counts. Every call may raise dist.DistError.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store

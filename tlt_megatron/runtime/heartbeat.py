@@ -1,8 +1,9 @@
-"""Detects lost ranks: every rank writes heartbeats to the job's store, its neighbours watch them, and a lost rank ends the run.
+"""Detects lost ranks: every rank writes heartbeats to the job's store, its neighbours watch them,
+and a lost rank ends the run.
 
-A daemon thread of each rank writes a count and the rank's phase several times per `timeout_s`, and reads the events of the run
-(events.py). It watches at most two ranks (`watched_by`). So the store gets six short calls per rank and interval: 2,000 per
-second with 1,000 ranks.
+A daemon thread of each rank writes a count and the rank's phase several times per `timeout_s`, and
+reads the events of the run (events.py). It watches at most two ranks (`watched_by`). So the store
+gets six short calls per rank and interval: 2,000 per second with 1,000 ranks.
 
 A rank is lost if
 - its process has ended without a farewell. Its neighbour on the machine sees this within two intervals;
@@ -11,8 +12,9 @@ A rank is lost if
   Python's lock must not end a run;
 - it is rank 0 and its store is closed, or does not answer for `timeout_s`.
 
-The first event of a rank that is lost or ends counts on all ranks. Each then raises RanksLost when its main thread calls
-`tell_phase`, `check` or `explaining`. If that thread is in a collective or in a long rollout, the process ends soon after.
+The first event of a rank that is lost or ends counts on all ranks. Each then raises RanksLost when
+its main thread calls `tell_phase`, `check` or `explaining`. If that thread is in a collective or in
+a long rollout, the process ends soon after.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _BEATS_TO_REPORT = 16  # until a process that has ended is reported and read
 
 
 class RanksLost(RuntimeError):
-    """A rank is gone, silent, too late or has failed, so the run cannot continue. `code` is the exit code.
+    """A rank is gone, silent, too late or has failed, so the run cannot continue. `code` is the
+    exit code.
 
     Each rank has already written this to its log file.
     """
@@ -103,14 +106,18 @@ class _End:
         while not self.is_closed.wait(0.1):
             limit_s = _GRACE_S + _UNWINDING_S * self._is_unwinding
             if time.monotonic() - start >= limit_s:
-                # The main threads of other ranks may hang too, so only the reporting rank writes to its console.
+                # The main threads of other ranks may hang too, so only the reporting rank writes to
+                # its console.
                 text = f"the run ends: {self.loss} (this rank: still in phase {self._phase})"
                 self._end_process(self.loss.code, text, is_shown=self._is_reporter)
                 return
 
 
 class Heartbeat:
-    """The heartbeat of this rank. `running_heartbeat` creates it on all ranks together. With `timeout_s` 0, no rank watches."""
+    """The heartbeat of this rank.
+
+    `running_heartbeat` creates it on all ranks together. With `timeout_s` 0, no rank watches.
+    """
 
     def __init__(
         self,
@@ -123,7 +130,8 @@ class Heartbeat:
         store_timeout_s: float,
         end_process: Callable[..., None] = end_process,
     ) -> None:
-        """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does not end by itself.
+        """`ranks` are all processes, by rank. `end_process` ends this one if its main thread does
+        not end by itself.
 
         Rank 0 is lost if its store has not answered for `store_timeout_s`.
         """
@@ -176,8 +184,8 @@ class Heartbeat:
 
     @contextmanager
     def explaining(self, group_timeout_s: float) -> Iterator[None]:
-        """Raise RanksLost in place of a collective's error in the body. It names the ranks that are lost or did not reach the
-        call.
+        """Raise RanksLost in place of a collective's error in the body. It names the ranks that are
+        lost or did not reach the call.
         """
         try:
             yield
@@ -190,7 +198,10 @@ class Heartbeat:
             raise self._explain(error, group_timeout_s) from error
 
     def close(self) -> None:
-        """Stop watching and being watched. Rank 0 keeps its store open until the others have read why a run ends."""
+        """Stop watching and being watched.
+
+        Rank 0 keeps its store open until the others have read why a run ends.
+        """
         self._end.is_closed.set()
         if self._thread.is_alive() and not self._stop_request.has_lost_store:
             self._thread.join(max(self.timeout_s, 1.0))
@@ -320,8 +331,8 @@ class Heartbeat:
 def watched_by(rank: int, machines: Sequence[str]) -> tuple[int, ...]:
     """Return the ranks that `rank` watches; `machines` holds the machine of each rank.
 
-    Each rank watches the next rank of its machine, in a circle. A machine's first rank also watches the first rank of the next
-    machine. Example: `watched_by(0, ["a", "a", "b", "b"])` is (1, 2).
+    Each rank watches the next rank of its machine, in a circle. A machine's first rank also watches
+    the first rank of the next machine. Example: `watched_by(0, ["a", "a", "b", "b"])` is (1, 2).
     """
     local = [other for other, machine in enumerate(machines) if machine == machines[rank]]
     firsts = [machines.index(machine) for machine in dict.fromkeys(machines)]
@@ -333,7 +344,8 @@ def watched_by(rank: int, machines: Sequence[str]) -> tuple[int, ...]:
 def running_heartbeat(
     store: JobStore, world: Group, timeout_s: float, group_timeout_s: float, stop: StopRequest
 ) -> Iterator[Heartbeat]:
-    """Run the heartbeat of this rank while the body runs. A collective of the world, also at a normal end.
+    """Run the heartbeat of this rank while the body runs. A collective of the world, also at a
+    normal end.
 
     `stop` hears of the requests of other ranks, and tells them of its own.
     """

@@ -1,8 +1,9 @@
 """The store of one job: a TCPStore that rank 0 hosts on the job's own interface.
 
-A job on one machine listens on the loopback, a larger one on the address by which the other hosts reach MASTER_ADDR. All keys
-start with a random token of the job, so two jobs never mix up their keys. This is no authentication: any process that can
-connect to the port can list and change the keys. Put the ports of a job on several hosts behind a firewall.
+A job on one machine listens on the loopback, a larger one on the address by which the other hosts
+reach MASTER_ADDR. All keys start with a random token of the job, so two jobs never mix up their
+keys. This is no authentication: any process that can connect to the port can list and change the
+keys. Put the ports of a job on several hosts behind a firewall.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _LOOPBACK = "127.0.0.1"
 class JobStore:
     """A rank's access to the job's store.
 
-    A call fails with a DistError if rank 0 is gone. If rank 0 is frozen, it does not return: the heartbeat ends the process.
+    A call fails with a DistError if rank 0 is gone. If rank 0 is frozen, it does not return: the
+    heartbeat ends the process.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -40,7 +42,10 @@ class JobStore:
         return dist.PrefixStore(name, self._store)
 
     def connect(self, name: str) -> dist.Store:
-        """Return the keys under `name`, over a new connection. On a shared one, a waiting thread blocks the others."""
+        """Return the keys under `name`, over a new connection.
+
+        On a shared one, a waiting thread blocks the others.
+        """
         if not isinstance(self._store, dist.PrefixStore):  # of a single rank
             return self.part(name)
         store = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
@@ -50,7 +55,8 @@ class JobStore:
 def open_job_store(world: Group, timeout_s: float) -> JobStore:
     """Open the store on rank 0 and connect every rank. A collective of the world.
 
-    A key that does not exist is waited for `timeout_s`. The store lives as long as rank 0 keeps the returned value.
+    A key that does not exist is waited for `timeout_s`. The store lives as long as rank 0 keeps the
+    returned value.
     """
     if world.size == 1:
         return JobStore(dist.HashStore())
@@ -76,7 +82,8 @@ def open_job_store(world: Group, timeout_s: float) -> JobStore:
 
 
 def _listen(addresses: Sequence[tuple[str, list[str]]]) -> socket.socket:
-    """Return a listening socket of rank 0: on the loopback, or on an address that other machines resolve MASTER_ADDR to.
+    """Return a listening socket of rank 0: on the loopback, or on an address that other machines
+    resolve MASTER_ADDR to.
 
     `addresses` holds the machine of each rank, and what MASTER_ADDR is there.
     """
@@ -91,7 +98,10 @@ def _listen(addresses: Sequence[tuple[str, list[str]]]) -> socket.socket:
 
 
 def bind_first(addresses: Sequence[str]) -> socket.socket:
-    """Listen on a free port of the first of `addresses` that this machine has. RuntimeError if it has none of them."""
+    """Listen on a free port of the first of `addresses` that this machine has.
+
+    RuntimeError if it has none of them.
+    """
     for address in dict.fromkeys(addresses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,8 @@
-"""Logging of one rank: rank 0 writes to the console, every rank to a file. The launcher calls it once.
+"""Logging of one rank: rank 0 writes to the console, every rank to a file. The launcher calls it
+once.
 
-The console handler reads sys.stderr at every line. So if a live display (progress.py) has replaced sys.stderr, it prints the
-line above itself and stays intact.
+The console handler reads sys.stderr at every line. So if a live display (progress.py) has replaced
+sys.stderr, it prints the line above itself and stays intact.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class _RankFileHandler(logging.FileHandler):
     _has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once that the file cannot be written (a full disk, say). Python prints a traceback for each line."""
+        """Say once that the file cannot be written (a full disk, say).
+
+        Python prints a traceback for each line.
+        """
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -42,10 +46,12 @@ class _RankFileHandler(logging.FileHandler):
 
 
 def configure_logging(rank: int, run_dir: Path | None, level: int | str = logging.INFO) -> None:
-    """Send the log of this rank to the console and, with `run_dir`, to <run_dir>/logs/rank_00000.log.
+    """Send the log of this rank to the console and, with `run_dir`, to
+    <run_dir>/logs/rank_00000.log.
 
-    The file gets everything from `level` up. The console of rank 0 gets the same from our packages, and warnings from
-    libraries. Other ranks show only warnings. Messages of Python's `warnings` module go only to the file.
+    The file gets everything from `level` up. The console of rank 0 gets the same from our packages,
+    and warnings from libraries. Other ranks show only warnings. Messages of Python's `warnings`
+    module go only to the file.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):

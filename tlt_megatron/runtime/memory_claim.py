@@ -1,7 +1,8 @@
-"""The memory ledger: the memory each component will take, summed by phase and checked before anything is allocated.
+"""The memory ledger: the memory each component will take, summed by phase and checked before
+anything is allocated.
 
-trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A rank with a GPU also claims host
-memory, which is added up and checked apart.
+trainer/memory_ledger.py collects the claims. `Device.peak_bytes` gives the measured value. A rank
+with a GPU also claims host memory, which is added up and checked apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ALL_PHASES = frozenset(Phase)
 class MemoryClaim:
     """The memory that one component takes on a rank, and in which phases.
 
-    Example: `MemoryClaim("kv", 5 << 30, phases=frozenset({Phase.ROLLOUT}), lower="rollout.max_batch_size=64")`.
+    Example: `MemoryClaim("kv", 5 << 30, phases=frozenset({Phase.ROLLOUT}),
+    lower="rollout.max_batch_size=64")`.
     """
 
     name: str
@@ -68,7 +70,10 @@ class MemoryLedger:
         return self.bytes_in(self.peak_phase)
 
     def lines(self) -> list[str]:
-        """Return a table in MiB of 80 columns: one row per claim, and the sums. Host memory is below."""
+        """Return a table in MiB of 80 columns: one row per claim, and the sums.
+
+        Host memory is below.
+        """
         rows = [("MiB of a rank", tuple(str(phase) for phase in Phase))]
         rows += self._rows()
         if any(claim.in_host for claim in self.claims):
@@ -98,7 +103,10 @@ class MemoryLedger:
         )
 
     def check(self, free_bytes: int, where: str = "") -> None:
-        """Raise ValueError if the fullest phase takes more than is free. It names the settings of the largest claims."""
+        """Raise ValueError if the fullest phase takes more than is free.
+
+        It names the settings of the largest claims.
+        """
         usable = int(free_bytes * _USABLE_SHARE)
         if self.peak_bytes <= usable:
             return

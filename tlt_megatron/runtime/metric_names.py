@@ -1,6 +1,7 @@
 """Every metric of a run: its names, its unit, and what it is.
 
-The page of metrics is made from this table (docs/site_pages.py), and tests compare the metrics of whole runs with it.
+The page of metrics is made from this table (docs/site_pages.py), and tests compare the metrics of
+whole runs with it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import itertools
 import re
 from dataclasses import dataclass
 
-# A row is `names | unit | meaning`; an indented line continues it. {a,b} stands for either text, * for any text.
+# A row is `names | unit | meaning`; an indented line continues it. {a,b} stands for either text, *
+# for any text.
 _TABLES = {
     "Rewards, lengths and evaluations": """
 step | | RL steps done: the key of a row

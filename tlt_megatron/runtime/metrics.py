@@ -1,7 +1,7 @@
 """The metrics of a run: metrics.jsonl, and the trackers of logging.trackers.
 
-Only rank 0 has a MetricsWriter (trainer/build.py). After a resume no RL step appears twice in the file: rows that the killed
-run wrote after its checkpoint are cut.
+Only rank 0 has a MetricsWriter (trainer/build.py). After a resume no RL step appears twice in the
+file: rows that the killed run wrote after its checkpoint are cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes one JSON object per call to <run_dir>/metrics.jsonl: `{"step": 3, "critic/rewards/mean": 0.5, ...}`.
+    """Writes one JSON object per call to <run_dir>/metrics.jsonl: `{"step": 3,
+    "critic/rewards/mean": 0.5, ...}`.
 
     `resume_step` is the first step that will be written again; None for a fresh run.
     """
@@ -34,7 +35,8 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of `step`; NaN and infinities become null. ValueError for a value that is not a number.
+        """Write the metrics of `step`; NaN and infinities become null. ValueError for a value that
+        is not a number.
 
         A step may get a second row with other keys (its evaluation). Readers merge rows by step.
         """
@@ -75,7 +77,8 @@ def _to_number(name: str, value: object) -> float | int:
 
 
 def keep_rows(path: Path, resume_step: int | None) -> None:
-    """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the file.
+    """Keep the rows of a jsonl file, if any, whose "step" is before `resume_step`. None: rename the
+    file.
 
     A crash leaves the old or the new file. A damaged file is copied to another name first.
     """
@@ -92,7 +95,9 @@ def keep_rows(path: Path, resume_step: int | None) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename the file of an earlier run in this folder, so that a fresh run neither mixes with it nor destroys it."""
+    """Rename the file of an earlier run in this folder, so that a fresh run neither mixes with it
+    nor destroys it.
+    """
     aside = path.rename(_free_name(path))
     log.warning("%s holds the %s of an earlier run in this folder", aside, path.stem)
 

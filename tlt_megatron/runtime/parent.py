@@ -17,7 +17,8 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Only on Linux under torchrun; elsewhere it does nothing.
+    """Have the kernel kill this process when its parent ends. Only on Linux under torchrun;
+    elsewhere it does nothing.
 
     Without torchrun the parent is a shell, which may end before the rank does.
     """
@@ -31,7 +32,10 @@ def end_with_parent() -> None:
 
 
 def signal_at_end_of_parent(number: int) -> None:
-    """Have the kernel send a signal to this process when the thread that started it ends. Linux only."""
+    """Have the kernel send a signal to this process when the thread that started it ends.
+
+    Linux only.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")

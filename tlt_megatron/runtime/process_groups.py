@@ -1,7 +1,8 @@
-"""Ranks and their groups as values. Groups are formed once at start (mcore/initialize.py) and passed in.
+"""Ranks and their groups as values. Groups are formed once at start (mcore/initialize.py) and
+passed in.
 
-Private groups are the exception. Only the members call `form_private_group`, and it leaves torch's world registry unchanged, so
-it works while every other rank is busy (spot/session.py).
+Private groups are the exception. Only the members call `form_private_group`, and it leaves torch's
+world registry unchanged, so it works while every other rank is busy (spot/session.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Group:
 
     @property
     def of_torch(self) -> dist.ProcessGroup | None:
-        """Return the handle for the collectives of torch.distributed. TypeError for a private group, which has its own."""
+        """Return the handle for the collectives of torch.distributed.
+
+        TypeError for a private group, which has its own.
+        """
         if isinstance(self.handle, PrivateHandle):
             raise TypeError(f"private group {self.handle.name}: torch.distributed does not know it")
         return self.handle
@@ -50,7 +54,10 @@ class Group:
         self._run("allreduce", [tensor])
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill `tensor` with that of member `source` (a rank within the group). See `all_reduce`."""
+        """Fill `tensor` with that of member `source` (a rank within the group).
+
+        See `all_reduce`.
+        """
         self._run("broadcast", tensor, source)
 
     def _run(self, collective: str, *arguments: object) -> None:
@@ -87,7 +94,8 @@ def group_of(handle: object) -> Group:
 
 
 def init_world(backend: str, timeout_s: float) -> Group:
-    """Join the world that torchrun describes in the environment. Without torchrun, the process is a world of one.
+    """Join the world that torchrun describes in the environment. Without torchrun, the process is a
+    world of one.
 
     The ranks of one machine listen on its loopback alone, unless the user names another interface.
     """
@@ -109,11 +117,15 @@ def init_world(backend: str, timeout_s: float) -> Group:
 
 
 class MemberLost(RuntimeError):
-    """A member of a private group is gone or silent. The group is unusable; its other members can continue without it."""
+    """A member of a private group is gone or silent.
+
+    The group is unusable; its other members can continue without it.
+    """
 
 
 class PrivateHandle:
-    """A private group's communicator. MemberLost if a member is gone, or silent for longer than the timeout.
+    """A private group's communicator. MemberLost if a member is gone, or silent for longer than the
+    timeout.
 
     After `close` no reference to the communicator is left, which releases a peer that waits in it.
     """
@@ -139,7 +151,10 @@ class PrivateHandle:
 
 @contextmanager
 def _telling_loss(name: str) -> Iterator[None]:
-    """Turn errors of gloo, NCCL and the store into MemberLost. Others, as memory that is out, pass."""
+    """Turn errors of gloo, NCCL and the store into MemberLost.
+
+    Others, as memory that is out, pass.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -157,10 +172,12 @@ def form_private_group(
     device: torch.device,
     timeout_s: float,
 ) -> Group:
-    """Form a communicator of the global ranks `members`, which include `rank`. All members must call it, and no other rank.
+    """Form a communicator of the global ranks `members`, which include `rank`. All members must
+    call it, and no other rank.
 
-    `name` must not have been used before in this store: stale addresses would be taken for answers. MemberLost if a member does
-    not join. Example: `form_private_group(store, "7.2", (0, 3), 3, device, 20.0)`.
+    `name` must not have been used before in this store: stale addresses would be taken for answers.
+    MemberLost if a member does not join. Example: `form_private_group(store, "7.2", (0, 3), 3,
+    device, 20.0)`.
     """
     members = tuple(sorted(members))
     place = members.index(rank)
@@ -185,8 +202,8 @@ def _form_nccl(
 
     The constructor reads the variable. Without it, a watchdog thread would end the process instead.
     ncclCommInitRank has no timeout, so the members meet in the store first. Known limit: if one
-    dies between that and the end of ncclCommInitRank, heartbeat.py ends the others. NCCL's non-blocking mode has a bound, but hangs (meta-pytorch/torchft#320,
-    pytorch/pytorch#153960).
+    dies between that and the end of ncclCommInitRank, heartbeat.py ends the others. NCCL's
+    non-blocking mode has a bound, but hangs (meta-pytorch/torchft#320, pytorch/pytorch#153960).
     """
     store.set(f"here/{rank}", "")
     store.wait([f"here/{member}" for member in range(size)], timeout)
@@ -199,6 +216,9 @@ def _form_nccl(
 
 
 def forget_private_group(store: dist.Store, group: Group, name: str) -> None:
-    """Remove what this member left in the store when it formed `group` under `name`. Call it after all members have left."""
+    """Remove what this member left in the store when it formed `group` under `name`.
+
+    Call it after all members have left.
+    """
     # gloo's rendezvous: one address per device and rank. NCCL groups are few and live long.
     store.delete_key(f"group/{name}/0/{group.rank}")

@@ -1,4 +1,5 @@
-"""The terminal output of rank 0 or a tool: a live display, or one plain line per step, and a table at the end.
+"""The terminal output of rank 0 or a tool: a live display, or one plain line per step, and a table
+at the end.
 
 If the terminal closes or cannot show a character, only the display ends, with one line in the log.
 """
@@ -51,10 +52,12 @@ _FILE_WIDTH = 120  # of a table without a terminal
 
 
 class Progress:
-    """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on a terminal, else lines.
+    """Display of `num_steps` RL steps; `first_step` of them are already done. Mode auto is live on
+    a terminal, else lines.
 
-    The live display names the phase of the loop in `phase`. A tool may count something else and names it in `unit`. With 0 steps (an evaluation), responses are counted.
-    With `enabled` False (every rank but the first) or mode none it does nothing. `console` is for tests.
+    The live display names the phase of the loop in `phase`. A tool may count something else and
+    names it in `unit`. With 0 steps (an evaluation), responses are counted. With `enabled` False
+    (every rank but the first) or mode none it does nothing. `console` is for tests.
     """
 
     def __init__(
@@ -109,7 +112,10 @@ class Progress:
             self.message(" | ".join(facts))
 
     def responses(self, num_done: int, num_all: int) -> None:
-        """Show how many responses of the phase are done on this rank. Lines show it of a run of 0 steps, by tenths."""
+        """Show how many responses of the phase are done on this rank.
+
+        Lines show it of a run of 0 steps, by tenths.
+        """
         self._responses = num_done, num_all
         is_tenth = num_done and num_done * 10 // num_all > (num_done - 1) * 10 // num_all
         if self._live is None and self.num_steps == 0 and is_tenth:
@@ -128,7 +134,8 @@ class Progress:
         title: str = "steps",
         max_rows: int = 20,
     ) -> None:
-        """Print a table of metric rows: all of them, or the first, the last and evenly spaced rows in between.
+        """Print a table of metric rows: all of them, or the first, the last and evenly spaced rows
+        in between.
 
         Columns without a value in any row are left out.
         """
@@ -139,7 +146,8 @@ class Progress:
         for column in shown:
             header = _header(column)
             cells = [_cell(row.get(column)) for row in picked]
-            # A narrow terminal wraps headers between words. Rows may exceed the width, so that no number is cut.
+            # A narrow terminal wraps headers between words. Rows may exceed the width, so that no
+            # number is cut.
             width = max(map(len, [*cells, *header.split()]))
             table.add_column(header, justify="right", min_width=width)
         for row in picked:
@@ -148,7 +156,10 @@ class Progress:
         self._draw(lambda: self._console.print(table, crop=False))
 
     def close(self) -> None:
-        """End the live display and leave its last state visible. Messages and the table can still be printed."""
+        """End the live display and leave its last state visible.
+
+        Messages and the table can still be printed.
+        """
         if self._live is not None:
             live, self._live = self._live, None
             self._draw(live.stop)
@@ -214,7 +225,9 @@ class Progress:
 
 
 class _Console(Console):
-    """Silences itself when the reader of a pipe closes it. rich's own console would end the process."""
+    """Silences itself when the reader of a pipe closes it. rich's own console would end the
+    process.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -224,7 +237,9 @@ class _Console(Console):
 
 
 def pick_evenly(num_rows: int, max_rows: int) -> list[int]:
-    """Return at most `max_rows` evenly spread indices of `num_rows`, including the first and the last."""
+    """Return at most `max_rows` evenly spread indices of `num_rows`, including the first and the
+    last.
+    """
     if num_rows <= max_rows:
         return list(range(num_rows))
     return [round(i * (num_rows - 1) / (max_rows - 1)) for i in range(max_rows)]

@@ -1,4 +1,7 @@
-"""Identifies the process of each rank and reads its state. Used by heartbeat.py, job_store.py and spot/rank_state.py."""
+"""Identifies the process of each rank and reads its state.
+
+Used by heartbeat.py, job_store.py and spot/rank_state.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class ProcessState:
 
 
 def state_of(process: RankProcess) -> ProcessState:
-    """Return the state of a rank on this machine. A zombie counts as gone: it only waits for its parent."""
+    """Return the state of a rank on this machine.
+
+    A zombie counts as gone: it only waits for its parent.
+    """
     try:
         seen = psutil.Process(process.pid)
         if _start_of(seen) != process.started:
@@ -72,7 +78,9 @@ def has_ended(pid: int) -> bool:
 
 
 def _start_of(process: psutil.Process) -> float:
-    """Return when a process started: clock ticks since boot. psutil's create_time() changes when the wall clock is set."""
+    """Return when a process started: clock ticks since boot. psutil's create_time() changes when
+    the wall clock is set.
+    """
     if sys.platform != "linux":
         return process.create_time()
     try:

@@ -1,7 +1,9 @@
-"""Where the ranks of a job meet: torchrun's static rendezvous, but its stores listen on one address of node 0.
+"""Where the ranks of a job meet: torchrun's static rendezvous, but its stores listen on one address
+of node 0.
 
-torchrun's own rendezvous listen on every interface. That of `--standalone`, `c10d`, also unpickles what it reads from its store,
-so any process that reaches the port can run code. This one reads text and numbers alone. launch/torchrun.py selects it.
+torchrun's own rendezvous listen on every interface. That of `--standalone`, `c10d`, also unpickles
+what it reads from its store, so any process that reaches the port can run code. This one reads text
+and numbers alone. launch/torchrun.py selects it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _STATIC_PORT = 29500  # torchrun's default for several nodes
 
 
 def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
-    """Return torchrun's options with this rendezvous: for a job on one machine, and for `static` on several.
+    """Return torchrun's options with this rendezvous: for a job on one machine, and for `static` on
+    several.
 
     A rendezvous that the user selects for several machines stays torchrun's.
     """
@@ -55,7 +58,9 @@ def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
 
 
 class JobRendezvous(StaticTCPRendezvous):
-    """The store of the launchers, and one for each start of the ranks: old keys would mislead restarted ranks."""
+    """The store of the launchers, and one for each start of the ranks: old keys would mislead
+    restarted ranks.
+    """
 
     _num_starts = 0
     _ranks_store: dist.TCPStore | None = None  # on node 0
@@ -64,7 +69,10 @@ class JobRendezvous(StaticTCPRendezvous):
         return _NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this node's place, and the address of the store of its ranks. OSError if node 0 cannot listen there."""
+        """Return this node's place, and the address of the store of its ranks.
+
+        OSError if node 0 cannot listen there.
+        """
         is_alone = self.world_size == 1
         if self._store is None:
             self._store = dist.HashStore() if is_alone else self._open(self.master_port)
@@ -93,7 +101,8 @@ class JobRendezvous(StaticTCPRendezvous):
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port` of the address that `host` has here.
 
-    It listens on all addresses where the machine's name is its loopback, as Debian's 127.0.1.1: others reach another one.
+    It listens on all addresses where the machine's name is its loopback, as Debian's 127.0.1.1:
+    others reach another one.
     """
     family, *_, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):

@@ -1,7 +1,8 @@
-"""The global random generators of this process, saved and restored with a checkpoint (trainer/loop.py).
+"""The global random generators of this process, saved and restored with a checkpoint
+(trainer/loop.py).
 
-A state is JSON-able (lists, numbers and hex strings), so it needs no pickle. Sampling noise is not included: it is
-counter-based and has no state.
+A state is JSON-able (lists, numbers and hex strings), so it needs no pickle. Sampling noise is not
+included: it is counter-based and has no state.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def rng_state(device: Device | None = None) -> dict[str, object]:
 
 
 def set_rng_state(state: Mapping[str, Any], device: Device | None = None) -> None:
-    """Restore the result of `rng_state`, also after conversion to JSON and back. ValueError if a generator is missing.
+    """Restore the result of `rng_state`, also after conversion to JSON and back. ValueError if a
+    generator is missing.
 
     A state from a CPU run leaves a GPU's generator unchanged and logs this.
     """

@@ -1,4 +1,6 @@
-"""What a rank does now, in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under way from these files."""
+"""What a rank does now, in <run dir>/status/rank_*.json: `tlt watch` shows the step that is under
+way from these files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class RankStatus:
 class StatusWriter:
     """Writes the status of this rank. Without a run folder it does nothing.
 
-    A thread writes if the status has changed. So the main thread makes no system call, and a burst of changes is one write.
+    A thread writes if the status has changed. So the main thread makes no system call, and a burst
+    of changes is one write.
     """
 
     def __init__(
@@ -90,7 +93,10 @@ class StatusWriter:
         self.status = dataclasses.replace(self.status, changed_s=time.time(), **changes)
 
     def _run(self, path: Path) -> None:
-        """Write until `close`. While the file system refuses, the run goes on with an old status."""
+        """Write until `close`.
+
+        While the file system refuses, the run goes on with an old status.
+        """
         interval_s = max(_INTERVAL_S, self.status.num_ranks / _WRITES_PER_S)
         is_last = is_warned = False
         while not is_last:

@@ -1,4 +1,7 @@
-"""What a rank does now. The trace tells it (timeline.py); the heartbeat, the rank's status, the display and errors name it."""
+"""What a rank does now.
+
+The trace tells it (timeline.py); the heartbeat, the rank's status, the display and errors name it.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,18 @@ class StepPhase:
         self.of_loop, self.of_loop_began_s = " ".join((*self.names, name)), time.monotonic()
 
     def enter(self, name: str) -> tuple[str, ...]:
-        """Begin a phase or a part of one. Return what to give to `leave` at its end, unless that is an exception."""
+        """Begin a phase or a part of one.
+
+        Return what to give to `leave` at its end, unless that is an exception.
+        """
         outer = self.names
         self.leave((*outer, name))
         return outer
 
     def leave(self, outer: tuple[str, ...]) -> None:
-        """Go back to the phases that `enter` returned. Calls from other threads than the main one have no effect."""
+        """Go back to the phases that `enter` returned.
+
+        Calls from other threads than the main one have no effect.
+        """
         if threading.current_thread() is threading.main_thread():
             self.names, self.began_s = outer, time.time()

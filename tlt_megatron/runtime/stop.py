@@ -1,8 +1,9 @@
 """Ends a run early: a signal requests a stop, or this rank fails.
 
-SIGTERM, SIGUSR1 and SIGINT are blocked in all threads and one thread takes them, so a rank inside a collective receives them
-too. That thread makes no call to the store, so a second Ctrl-C acts at once. Ranks inform each other through events.py: a
-signal to one node stops all nodes, and a failed rank ends all ranks.
+SIGTERM, SIGUSR1 and SIGINT are blocked in all threads and one thread takes them, so a rank inside a
+collective receives them too. That thread makes no call to the store, so a second Ctrl-C acts at
+once. Ranks inform each other through events.py: a signal to one node stops all nodes, and a failed
+rank ends all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _LINGER_S = 2.0  # rank 0 hosts the store: the others need this time to read why
 
 
 class StopRequest:
-    """Whether a stop of the run is requested. Ranks must agree on it before they act (collectives.agree_any)."""
+    """Whether a stop of the run is requested.
+
+    Ranks must agree on it before they act (collectives.agree_any).
+    """
 
     def __init__(self, rank: int = 0, *, is_first_of_node: bool = True) -> None:
         self.is_requested = False
@@ -40,7 +44,8 @@ class StopRequest:
 
     @property
     def speaks_alone(self) -> bool:
-        """Return whether this rank writes to its console why the run ends, where ranks cannot agree on one that does.
+        """Return whether this rank writes to its console why the run ends, where ranks cannot agree
+        on one that does.
 
         That is the first rank of each node, and rank 1 if rank 0 is gone with its store.
         """
@@ -49,7 +54,8 @@ class StopRequest:
     def listen(self) -> None:
         """Take the signals from now on. Call it in the main thread before any other thread starts.
 
-        Threads and child processes inherit the blocked signals. So a signal to the rank's process group does not end a child.
+        Threads and child processes inherit the blocked signals. So a signal to the rank's process
+        group does not end a child.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
@@ -77,10 +83,12 @@ class StopRequest:
             self.is_requested = True
 
     def end(self, code: int, line: str) -> bool:
-        """Tell all ranks that this one ends with `code`, for the reason in `line`. They end within seconds.
+        """Tell all ranks that this one ends with `code`, for the reason in `line`. They end within
+        seconds.
 
-        Returns whether to show the reason: this rank is the first to end, or it failed before ranks could tell each other.
-        A rank shows it once, although a signal and a broken connection may end it at the same time.
+        Returns whether to show the reason: this rank is the first to end, or it failed before ranks
+        could tell each other. A rank shows it once, although a signal and a broken connection may
+        end it at the same time.
         """
         is_again, self._has_ended = self._has_ended, True
         return self._tell(EventKind.END, line, code) and not is_again
@@ -129,7 +137,10 @@ class StopRequest:
         end_process(128 + number, line, is_shown=False)
 
     def _tell(self, kind: EventKind, text: str, code: int = 0) -> bool:
-        """Write an event. Return whether this rank is the first to write one of this kind, so that it shows it."""
+        """Write an event.
+
+        Return whether this rank is the first to write one of this kind, so that it shows it.
+        """
         if self._ended_by is not None:
             return self._ended_by == self._rank
         if self._events is None:
@@ -147,7 +158,10 @@ class StopRequest:
 
 
 def end_process(code: int, line: str, *, is_shown: bool) -> None:
-    """End this process at once, whatever its main thread does. Children end when their pipes close or parents end."""
+    """End this process at once, whatever its main thread does.
+
+    Children end when their pipes close or parents end.
+    """
     log.warning("%s", line, extra=FILE_ONLY)
     if is_shown:
         _show(line)
@@ -164,7 +178,10 @@ def _show(line: str) -> None:
 
 
 def describe_failure(error: Exception, phase: str, rank: int) -> str:
-    """Return one line: rank, host, phase, what happened. A long message is reduced to its first and last line."""
+    """Return one line: rank, host, phase, what happened.
+
+    A long message is reduced to its first and last line.
+    """
     message = str(error).replace("Traceback (most recent call last):", "")
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
     text = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

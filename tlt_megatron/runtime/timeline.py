@@ -1,9 +1,10 @@
-"""Records spans of one rank's phases as it runs, and merges all ranks into one trace for ui.perfetto.dev.
+"""Records spans of one rank's phases as it runs, and merges all ranks into one trace for
+ui.perfetto.dev.
 
-A time is the wall time, read once, plus the monotonic clock since then. So ranks of one machine share a clock, and time never
-runs backwards. `align_clocks` shifts the ranks of other machines to the clock of the first machine.
-The project's phases: ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE DRAFT-TRAIN PREEMPT
-SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT.
+A time is the wall time, read once, plus the monotonic clock since then. So ranks of one machine
+share a clock, and time never runs backwards. `align_clocks` shifts the ranks of other machines to
+the clock of the first machine. The project's phases: ROLLOUT DECODE VERIFY REFRESH-DRAFTER IDLE
+DRAFT-TRAIN PREEMPT SYNC VALUES LOGPROB CRITIC UPDATE REWARD CHECKPOINT EVAL WAIT.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _NUM_CLOCK_MARKS = 5  # barriers; one late rank does not change their median
 class Timeline:
     """Records spans of this rank, from any thread. With `path` None it records nothing.
 
-    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, which is a row of the trace, by default
-    its thread's own. Spans of one lane must nest, which `with` on one thread guarantees.
+    Example: `with timeline.span("ROLLOUT", batch=64): ...`. A span belongs to a lane, which is a
+    row of the trace, by default its thread's own. Spans of one lane must nest, which `with` on one
+    thread guarantees.
     """
 
     def __init__(self, path: Path | None, rank: int, status: StatusWriter | None = None) -> None:
@@ -52,13 +54,19 @@ class Timeline:
             _end_torn_line(path)
 
     def span(self, name: str, /, *, lane: str = "", **args: object) -> AbstractContextManager[None]:
-        """Record the time that the body takes. An exception from the body is recorded and re-raised."""
+        """Record the time that the body takes.
+
+        An exception from the body is recorded and re-raised.
+        """
         return _Span(self, name, lane, args)
 
     def add_span(
         self, name: str, start_s: float, end_s: float, /, *, lane: str = "", **args: object
     ) -> None:
-        """Record a finished span, with both times from `time.perf_counter`. It must nest in its lane like other spans."""
+        """Record a finished span, with both times from `time.perf_counter`.
+
+        It must nest in its lane like other spans.
+        """
         start_ns = round(start_s * 1e9)
         self._add(name, lane, start_ns, round(end_s * 1e9) - start_ns, args)
 
@@ -67,9 +75,11 @@ class Timeline:
         return (time.perf_counter_ns() + self._offset_ns) * 1e-9
 
     def align_clocks(self, world: Group) -> None:
-        """Shift this rank's times to the clock of rank 0's machine. A collective of `world`, before the first event.
+        """Shift this rank's times to the clock of rank 0's machine. A collective of `world`, before
+        the first event.
 
-        Ranks leave a barrier within a fraction of a millisecond, so their times then show the difference of the clocks.
+        Ranks leave a barrier within a fraction of a millisecond, so their times then show the
+        difference of the clocks.
         """
         marks: list[list[int]] = []
         for _ in range(_NUM_CLOCK_MARKS if world.size > 1 else 0):
@@ -112,7 +122,10 @@ class Timeline:
 
 
 class _Span:
-    """The context manager of one span. It is a class, because a generator costs several times as much."""
+    """The context manager of one span.
+
+    It is a class, because a generator costs several times as much.
+    """
 
     __slots__ = ("args", "lane", "name", "outer", "start_ns", "timeline")
 
@@ -141,7 +154,8 @@ class _Span:
 
 
 def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: int) -> int:
-    """Return what to add to the times of `rank`: the median over marks and rank pairs of (rank 0's host - its own host).
+    """Return what to add to the times of `rank`: the median over marks and rank pairs of (rank 0's
+    host - its own host).
 
     `marks[m][r]` is the clock of rank r, on `hosts[r]`, at moment m, in nanoseconds.
     """
@@ -153,7 +167,8 @@ def clock_shift_ns(hosts: Sequence[str], marks: Sequence[Sequence[int]], rank: i
 
 
 def merge_timelines(run_dir: Path) -> Path:
-    """Merge <run_dir>/timeline/rank_*.jsonl into <run_dir>/trace.json: a process per rank, a thread per lane.
+    """Merge <run_dir>/timeline/rank_*.jsonl into <run_dir>/trace.json: a process per rank, a thread
+    per lane.
 
     Lines cut short by a killed rank are counted and logged. ValueError if there is no timeline.
     """
@@ -179,7 +194,8 @@ def merge_timelines(run_dir: Path) -> Path:
 def _rank_trace(rank: int, events: list[dict[str, Any]], origin_ns: int) -> list[dict[str, Any]]:
     """Return the Chrome trace events of one rank, parents before their children.
 
-    Start and end, not the length, are rounded down to whole microseconds: this keeps a child inside its parent.
+    Start and end, not the length, are rounded down to whole microseconds: this keeps a child inside
+    its parent.
     """
     lanes: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
@@ -230,7 +246,9 @@ def _counters(rank: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _step_markers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a marker where each RL step starts: the SYNC of the policy before it ends there, and its own SYNC follows."""
+    """Return a marker where each RL step starts: the SYNC of the policy before it ends there, and
+    its own SYNC follows.
+    """
     syncs = [row for row in rows if row["name"] == "SYNC" and "version" in row["args"]]
     return [
         {"ph": "i", "s": "g", "cat": "step", "pid": 0, "tid": before["tid"], "args": {}}
@@ -244,7 +262,9 @@ def _metadata(name: str, rank: int, tid: int, /, **args: object) -> dict[str, An
 
 
 def _end_torn_line(path: Path) -> None:
-    """End the last line of a killed rank with a newline, so that a resumed rank does not append its first event to it."""
+    """End the last line of a killed rank with a newline, so that a resumed rank does not append its
+    first event to it.
+    """
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

@@ -1,7 +1,8 @@
-"""Trackers get the metrics of a run, and the first responses of each step if the run writes responses.
+"""Trackers get the metrics of a run, and the first responses of each step if the run writes
+responses.
 
-A tracker is a class with the methods of `Tracker`, made on rank 0. `logging.trackers` names it by a name of
-config/extensions.py or by an import path. A package is imported when its tracker is made.
+A tracker is a class with the methods of `Tracker`, made on rank 0. `logging.trackers` names it by a
+name of config/extensions.py or by an import path. A package is imported when its tracker is made.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ Settings = Mapping[str, Mapping[str, object]]
 class Tracker(Protocol):
     """Made as `Class(run_dir=..., project=..., config=..., resume_step=...)`.
 
-    `config` are all settings by section. `resume_step` is the first step that a resumed run does; None for a fresh run.
+    `config` are all settings by section. `resume_step` is the first step that a resumed run does;
+    None for a fresh run.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics. Values may be NaN or infinite; a step may be logged twice, with other names."""
+        """Log metrics.
+
+        Values may be NaN or infinite; a step may be logged twice, with other names.
+        """
 
     def log_responses(self, step: int, rows: Sequence[Row]) -> None:
         """Log responses as a table, or do nothing."""
@@ -73,7 +78,9 @@ class Trackers:
 
 @contextmanager
 def signals_kept() -> Iterator[None]:
-    """Restore the signal handlers that the body replaces: a package must not take Ctrl-C from the run."""
+    """Restore the signal handlers that the body replaces: a package must not take Ctrl-C from the
+    run.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -106,7 +113,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Writes to Weights & Biases, the same run after a resume (wandb_id.txt). WANDB_MODE=offline needs no network."""
+    """Writes to Weights & Biases, the same run after a resume (wandb_id.txt).
+
+    WANDB_MODE=offline needs no network.
+    """
 
     def __init__(
         self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
-# A rank that ends at SIGUSR1. The launcher is stopped for longer than one look and continued before it gets the signal.
+# A rank that ends at SIGUSR1. The launcher is stopped for longer than one look and continued before
+# it gets the signal.
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 sys.path.insert(0, sys.argv[1])

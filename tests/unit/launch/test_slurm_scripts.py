@@ -1,4 +1,6 @@
-"""The batch scripts with a srun, scontrol and Python that only note what they are asked: signals, requeueing, exit codes."""
+"""The batch scripts with a srun, scontrol and Python that only note what they are asked: signals,
+requeueing, exit codes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[3]
-# As Slurm's own: SIGUSR1 reaches the task, a SIGTERM kills it. It becomes the task, so no signal can come too early for it.
+# As Slurm's own: SIGUSR1 reaches the task, a SIGTERM kills it. It becomes the task, so no signal
+# can come too early for it.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do shift; done
 exec "$@"

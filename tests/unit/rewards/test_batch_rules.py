@@ -176,7 +176,9 @@ def test_a_metric_that_results_may_have_is_taken(functions: str, metric: str) ->
 
 
 def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
-    """With reward.on_error=zero a failed response has reward 0 and no further numbers, whatever the metric."""
+    """With reward.on_error=zero a failed response has reward 0 and no further numbers, whatever the
+    metric.
+    """
     rules = BatchRules(
         num_prompts=1, max_rounds=2, metric="acc", max_new_tokens=20, overlong_tokens=4
     )
@@ -186,7 +188,10 @@ def test_a_round_in_which_all_scoring_failed_keeps_no_group() -> None:
 
 
 def test_soft_overlong_punishment_by_hand() -> None:
-    """DAPO eq. 13 with L_max 20 and L_cache 4: 0 up to 16 tokens, then -1/4 for each token, times the penalty."""
+    """DAPO eq.
+
+    13 with L_max 20 and L_cache 4: 0 up to 16 tokens, then -1/4 for each token, times the penalty.
+    """
     rules = BatchRules(num_prompts=1, max_new_tokens=20, overlong_tokens=4, overlong_penalty=2.0)
     punished = rules.punish_overlong(group(0, 1, 1, 1, 0, lengths=(5, 16, 17, 20)))
     assert punished.rewards == (1.0, 1.0, 0.5, -2.0)

@@ -1,4 +1,6 @@
-"""Answers of an environment from real worker processes: what they may be, and what becomes of those that fail."""
+"""Answers of an environment from real worker processes: what they may be, and what becomes of those
+that fail.
+"""
 
 from __future__ import annotations
 

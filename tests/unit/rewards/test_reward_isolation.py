@@ -1,4 +1,6 @@
-"""What a reward function may do to its process: print, write and close everywhere, fork, start programs, die."""
+"""What a reward function may do to its process: print, write and close everywhere, fork, start
+programs, die.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The example of a reward model over HTTP, in a worker: retries, errors that are not repeated, and a model that never answers."""
+"""The example of a reward model over HTTP, in a worker: retries, errors that are not repeated, and
+a model that never answers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def ask(response: str, *, timeout_s: float = 120.0) -> tuple[list[float], int, i
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Starts a model that answers its requests with these statuses, cut off after a negative one; returns the list of what it was asked."""
+    """Starts a model that answers its requests with these statuses, cut off after a negative one;
+    returns the list of what it was asked.
+    """
     servers: list[ThreadingHTTPServer] = []
 
     def start(statuses: list[int]) -> list[dict[str, str]]:

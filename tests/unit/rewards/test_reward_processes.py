@@ -1,4 +1,6 @@
-"""Processes of a reward pool: signals that reach them, and that none outlives its pool or its trainer."""
+"""Processes of a reward pool: signals that reach them, and that none outlives its pool or its
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +101,7 @@ def test_workers_and_their_programs_end_with_a_trainer_that_is_killed(
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    # A function that holds the interpreter's lock lets nothing end its programs (docs/reliability.md).
+    # A function that holds the interpreter's lock lets nothing end its programs
+    # (docs/reliability.md).
     for pid in pids if verb != "hang_in_c" else pids[:1]:
         wait_gone(pid)

@@ -1,4 +1,6 @@
-"""A pool of reward workers: each response gets its own reward, and failures are raised or count as zero."""
+"""A pool of reward workers: each response gets its own reward, and failures are raised or count as
+zero.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,7 @@ def test_settings_out_of_range_are_refused(make_pool: PoolMaker, settings: dict)
         make_pool(**settings)
 
 
-def test_pools_work_on_ranks_of_a_live_gloo_world(make_pool: PoolMaker, tmp_path: Path) -> None:
+def test_pools_work_on_ranks_of_a_live_gloo_world(make_pool: PoolMaker) -> None:
     def rank_sum() -> float:
         import torch
         import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""Who watches whom, and when a neighbour counts as lost: beats are played by hand, no clock is waited for."""
+"""Who watches whom, and when a neighbour counts as lost: beats are played by hand, no clock is
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tlt_megatron.runtime.stop import StopRequest
 
 
 class Neighbours:
-    """Two ranks on two machines (no process is seen) or on one. Rank 0 watches rank 1, whose beats are played here."""
+    """Two ranks on two machines (no process is seen) or on one.
+
+    Rank 0 watches rank 1, whose beats are played here.
+    """
 
     def __init__(self, *, is_local: bool = False) -> None:
         store = JobStore(dist.HashStore())

@@ -54,9 +54,7 @@ def test_other_ranks_show_warnings_only(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_every_rank_keeps_a_file_with_all_lines(
-    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_rank_keeps_a_file_with_all_lines(rank: int, tmp_path: Path) -> None:
     configure_logging(rank, tmp_path)
     log_some()
     text = (tmp_path / "logs" / f"rank_{rank:05d}.log").read_text(encoding="utf-8")
@@ -97,7 +95,7 @@ def test_configuring_again_writes_no_line_twice_and_keeps_foreign_handlers(
 
 
 def test_a_resumed_run_appends_to_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     for text in ("before", "after"):
         configure_logging(0, tmp_path)

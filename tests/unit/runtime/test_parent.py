@@ -1,4 +1,6 @@
-"""Which ranks end because their launcher did: those whose launcher is gone, not those that a script stands before."""
+"""Which ranks end because their launcher did: those whose launcher is gone, not those that a script
+stands before.
+"""
 
 from __future__ import annotations
 

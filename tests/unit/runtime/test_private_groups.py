@@ -1,4 +1,7 @@
-"""What makes a private group lost, and what does not. NCCL is a stand-in here; tests/gpu has the real one."""
+"""What makes a private group lost, and what does not.
+
+NCCL is a stand-in here; tests/gpu has the real one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class FailingBackend:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> None:
+    def allreduce(self, _tensors: list[torch.Tensor]) -> None:
         raise self.error
 
 
@@ -54,7 +57,7 @@ class FakeNccl:
     class Options:
         """Takes any attribute."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+    def __init__(self, _store: dist.Store, rank: int, size: int, _options: Options) -> None:
         self.made.append((rank, size))
 
     def eager_connect_single_device(self, device: torch.device) -> None:

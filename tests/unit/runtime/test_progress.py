@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -109,7 +108,7 @@ def test_lines_on_a_terminal_stay_lines_and_a_resumed_run_counts_from_where_it_i
 
 
 def test_log_lines_and_prints_stand_whole_above_the_live_display(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "stdout", io.StringIO())

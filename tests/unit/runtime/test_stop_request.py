@@ -1,4 +1,6 @@
-"""What signals do to a rank, and which rank shows why a run ends. tests/distributed/test_lost_ranks.py has whole worlds."""
+"""What signals do to a rank, and which rank shows why a run ends.
+tests/distributed/test_lost_ranks.py has whole worlds.
+"""
 
 from __future__ import annotations
 

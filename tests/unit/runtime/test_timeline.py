@@ -33,7 +33,9 @@ def spans(events: list[dict[str, Any]], rank: int = 0) -> list[dict[str, Any]]:
 
 
 def assert_nested(events: list[dict[str, Any]]) -> None:
-    """Replay each lane with a stack, as viewers do: a span lies inside the one that is open, or after it."""
+    """Replay each lane with a stack, as viewers do: a span lies inside the one that is open, or
+    after it.
+    """
     stacks: dict[tuple[int, int], list[int]] = {}
     for event in (event for event in events if event["ph"] == "X"):
         ends = stacks.setdefault((event["pid"], event["tid"]), [])
@@ -79,7 +81,8 @@ def test_nested_spans_nest_in_the_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        # Rounded apart, starts and lengths would let the child end at 2 + 2 = 4 us, its parent at 1 + 2 = 3 us.
+        # Rounded apart, starts and lengths would let the child end at 2 + 2 = 4 us, its parent at 1
+        # + 2 = 3 us.
         (
             [("first", 0, 0), ("child", 1_900, 3_400), ("parent", 1_400, 3_400)],
             [("first", 0, 0), ("parent", 1, 2), ("child", 1, 2)],

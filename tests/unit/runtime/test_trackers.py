@@ -1,4 +1,7 @@
-"""Trackers: each gets every step, a broken one never stops a run. Stand-ins take the place of packages that need a server."""
+"""Trackers: each gets every step, a broken one never stops a run.
+
+Stand-ins take the place of packages that need a server.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def track(
     writer.close(failed=failed)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand-ins in place of the packages, also of installed ones."""
     folder = tmp_path / "packages"
@@ -97,9 +100,7 @@ def calls_of(name: str) -> list[tuple[Any, ...]]:
     return sys.modules[name].calls
 
 
-def test_wandb_gets_every_step_and_the_same_run_after_a_resume(
-    packages: Path, tmp_path: Path
-) -> None:
+def test_wandb_gets_every_step_and_the_same_run_after_a_resume(tmp_path: Path) -> None:
     track(tmp_path / "run", "logging.wandb_project=p")
     track(tmp_path / "run", "logging.wandb_project=p", resume_step=2, first=2)
     calls = calls_of("wandb")
@@ -113,9 +114,7 @@ def test_wandb_gets_every_step_and_the_same_run_after_a_resume(
     assert calls[2][2]["val-core/math/acc/mean@4"] == 1.5
 
 
-def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(
-    packages: Path, tmp_path: Path
-) -> None:
+def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(tmp_path: Path) -> None:
     """In the earlier one, wandb would drop all steps that it has."""
     track(tmp_path / "run", "logging.wandb_project=p")
     (tmp_path / "run").rename(tmp_path / "run.1")
@@ -128,7 +127,7 @@ def test_a_fresh_run_in_a_used_place_is_another_run_of_wandb(
 
 
 def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
-    packages: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:MlFlow']", "logging.project=p")
     track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:MlFlow']", resume_step=2, first=2)
@@ -142,7 +141,7 @@ def test_mlflow_gets_names_that_it_allows_and_a_run_of_its_own_after_a_resume(
     assert table in calls
 
 
-def test_a_failed_run_is_closed_as_failed(packages: Path, tmp_path: Path) -> None:
+def test_a_failed_run_is_closed_as_failed(tmp_path: Path) -> None:
     both = f"logging.trackers=['wandb', '{EXAMPLES}:MlFlow']"
     track(tmp_path / "good", both)
     track(tmp_path / "bad", both, failed=True)
@@ -153,12 +152,12 @@ def test_a_failed_run_is_closed_as_failed(packages: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("mode", ["local", "offline"])
 def test_swanlab_stays_on_this_machine(
-    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Its local mode needs the package of the dashboard. It may not take Ctrl-C from the run."""
     found = None if mode == "offline" else 1
     swanlab = load_extension("logging.trackers", f"{EXAMPLES}:SwanLab")
-    monkeypatch.setitem(swanlab.__init__.__globals__, "find_spec", lambda name: found)
+    monkeypatch.setitem(swanlab.__init__.__globals__, "find_spec", lambda _: found)
     handler = signal.getsignal(signal.SIGINT)
     track(tmp_path / "run", f"logging.trackers=['{EXAMPLES}:SwanLab']")
     assert signal.getsignal(signal.SIGINT) is handler
@@ -191,7 +190,7 @@ class Mine:
 
 
 def test_a_users_tracker_that_fails_is_reported_once_and_left_out(
-    packages: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
     with caplog.at_level(logging.WARNING):
