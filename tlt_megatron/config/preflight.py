@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tlt_megatron.config.draft_folder import read_draft_settings
 from tlt_megatron.config.extensions import REGISTRY, check_extension_file
@@ -30,14 +29,13 @@ from tlt_megatron.config.weight_files import (
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DERIVED_TENSORS = (".rotary_emb.inv_freq",)  # in old Llama checkpoints; never read, but computed
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COMPARED_BYTES = 1 << 16  # compared at the beginning and at the end of a tensor
 _PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a parquet file
 
 
 def check_files(config: RunConfig) -> None:
     """Raise a ValueError of one line for what a run would hit later. Reads no weights."""
     policy = _check_model("model.path", config.model.path)
+    _check_tokenizer(config.model.path)
     if config.has_critic and config.critic.path:
         _check_critic(config.critic.path, policy)
     if config.speculation.enabled and config.speculation.is_learned:
@@ -56,7 +54,6 @@ def check_files(config: RunConfig) -> None:
     _check_prompts("data.train", config.data.train)
     for path in config.data.eval_files.values():
         _check_prompts("data.eval", path)
-    _check_tokenizer(config.model.path, policy.vocab_size)  # last, because it is the slowest
 
 
 def _check_trackers(names: Sequence[str]) -> None:
@@ -83,7 +80,6 @@ def _check_model(key: str, path: str) -> ModelConfig:
         check_megatron_rope(config.rope)
         tensors = find_tensors(folder)
         check_not_quantized(read_json(folder / "config.json"), tensors)
-        _check_tied(config, tensors)
         _check_shapes(config, tensors)
         read_eos_token_ids(folder, config.vocab_size)
     except ValueError as error:
@@ -103,7 +99,7 @@ def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> N
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise ValueError(f"its files lack {name_some(missing)}")
-    known = shapes.keys() | ({_LM_HEAD} if config.tie_word_embeddings else set())
+    known = {*shapes, "lm_head.weight"}  # loading compares a tied head (`mcore/weight_map.py`)
     extra = [n for n in tensors if n not in known and not n.endswith(_DERIVED_TENSORS)]
     if extra:
         raise ValueError(
@@ -115,50 +111,12 @@ def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> N
             raise ValueError(f"{name} has shape {found}, config.json makes it {list(shape)}")
 
 
-def _check_tied(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Compare only the ends of both tensors. Loading compares them fully (`mcore/weight_map.py`)."""
-    if not config.tie_word_embeddings or not {_LM_HEAD, _EMBEDDING} <= tensors.keys():
-        return
-    head, embedding = tensors[_LM_HEAD], tensors[_EMBEDDING]
-    is_same = head.shape == embedding.shape
-    if is_same and head.dtype == embedding.dtype:
-        is_same = _ends(head) == _ends(embedding)
-    if not is_same:
-        raise ValueError(
-            f"tie_word_embeddings=true, but the files hold a {_LM_HEAD} that is not {_EMBEDDING}: "
-            f"set it to false in config.json, or remove {_LM_HEAD}"
-        )
-
-
-def _ends(tensor: StoredTensor) -> tuple[bytes, bytes]:
-    count = min(_COMPARED_BYTES, tensor.end - tensor.start)
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.start)
-        first = file.read(count)
-        file.seek(tensor.end - count)
-        return first, file.read(count)
-
-
-def _check_tokenizer(path: str, vocab_size: int) -> None:
+def _check_tokenizer(path: str) -> None:
+    """Check that there is one. Loading compares its token ids with the vocabulary (`data/tokenizer.py`)."""
     if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(
             f"model.path={path!r}: must hold a tokenizer, one of {', '.join(_TOKENIZER_FILES)}"
         )
-    file = Path(path) / "tokenizer.json"
-    if not file.is_file():
-        return
-    highest = _highest_token_id(read_json(file))
-    if highest >= vocab_size:
-        raise ValueError(
-            f"model.path={path!r}: tokenizer.json has token ids up to {highest}, more than vocab_size={vocab_size} of config.json holds"
-        )
-
-
-def _highest_token_id(tokenizer: Mapping[str, Any]) -> int:
-    vocab = (tokenizer.get("model") or {}).get("vocab") or ()
-    token_ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    added = [token["id"] for token in tokenizer.get("added_tokens") or ()]
-    return max(max(token_ids, default=-1), max(added, default=-1))
 
 
 def _check_drafter(config: RunConfig, policy: ModelConfig) -> None:

@@ -196,7 +196,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _check_vocabulary(hf: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if a token id exceeds vocab_size. The check before launch covers only tokenizer.json."""
+    """Raise ValueError if a token id exceeds the vocab_size of config.json."""
     file = folder / "config.json"
     vocab_size = read_json(file).get("vocab_size") if file.is_file() else None
     highest = max(hf.get_vocab().values(), default=-1)
