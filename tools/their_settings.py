@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlt_megatron.config.mcore_fields import ALLOWED_FIELDS
+from tlt_megatron.config.mcore_fields import read_fields
 from tlt_megatron.config.other_names import PROJECTS, rows
 
 Values = Mapping[str, Any]  # theirs, by dotted key of verl or flag of slime (with _)
@@ -39,7 +39,7 @@ def passed_on(key: str, value: Any) -> dict[str, Any] | None:
     if (option := key.removeprefix(f"{_ROLLOUT}engine_kwargs.sglang.")) != key:
         return {f"sglang.engine_args.{option}": value}
     option = key.removeprefix(f"{_ACTOR}megatron.override_transformer_config.")
-    return {f"mcore.transformer.{option}": value} if option in ALLOWED_FIELDS else None
+    return {f"mcore.transformer.{option}": value} if option in read_fields().allowed else None
 
 
 def _same(project: str) -> dict[str, Convert]:
