@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
 from tlt_megatron.config.mcore_fields import layers_of_stages
 from tlt_megatron.config.model_shape import load_model_config
 from tlt_megatron.config.schema import RunConfig
 from tlt_megatron.config.strategy import SpeculationStrategy
+
+PAGE_TOKENS = 64  # positions of one KV page of the embedded engine
 
 
 def check_layout(config: RunConfig, world_size: int) -> None:
@@ -63,6 +64,20 @@ def _least_kv_tokens(config: RunConfig, longest: int) -> int:
     lengths = range(max(1, most_prompt + 1 - PAGE_TOKENS), most_prompt + 1)
     new = rollout.max_new_tokens
     return PAGE_TOKENS * max(pages_of(n, new, copies_partial=copies_partial) for n in lengths)
+
+
+def pages_of(num_prompt: int, num_new: int, *, copies_partial: bool) -> int:
+    """Return the pages of a prompt, which its responses share, and of one response.
+
+    `copies_partial`: a response starts with a copy of its prompt's last partial page (batch-invariant).
+    """
+    num_own = num_new + num_prompt % PAGE_TOKENS * copies_partial
+    return -(-num_prompt // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
+
+
+def most_pages_of(num_tokens: int, *, copies_partial: bool) -> int:
+    """Return the pages that suffice for `num_tokens`, wherever a prompt ends that holds earlier turns or tokens."""
+    return -(-num_tokens // PAGE_TOKENS) + 1 + copies_partial
 
 
 def _check_cuts(config: RunConfig, path: str) -> None:

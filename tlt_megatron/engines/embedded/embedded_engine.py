@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.config.kv_pages import PAGE_TOKENS, most_pages_of, pages_of
+from tlt_megatron.config.layout import PAGE_TOKENS, most_pages_of, pages_of
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.base import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tlt_megatron.config.kv_pages import PAGE_TOKENS
+from tlt_megatron.config.layout import PAGE_TOKENS
 from tlt_megatron.config.schema import RolloutSection
 from tlt_megatron.config.strategy import SpeculationStrategy
 from tlt_megatron.engines.embedded.graph_plan import GraphPlan
