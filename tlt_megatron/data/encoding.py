@@ -6,7 +6,7 @@ Called by `prompts.load_prompts`.
 from __future__ import annotations
 
 import hashlib
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,15 +59,13 @@ def _encode_share(
     rows: list[Row] = []
     own: _Chunks = {}
     found = read_rows(path, section)
-    for number in count():
-        chunk = list(islice(found, _CHUNK_ROWS))
-        if not chunk:
-            return rows, own
+    for number, chunk in enumerate(iter(lambda: list(islice(found, _CHUNK_ROWS)), [])):
         rows += chunk
         if number % world.size == world.rank:
             own[number] = tokenizer.encode_texts(
                 [_render(path, row, tokenizer, section) for row in chunk]
             )
+    return rows, own
 
 
 def _render(path: Path, row: Row, tokenizer: Tokenizer, section: DataSection) -> str:
