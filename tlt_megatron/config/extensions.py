@@ -26,6 +26,11 @@ class ExtensionPoint(NamedTuple):
     built_in: dict[str, str]  # name -> import path
 
 
+def _built_in(module: str, names: str) -> dict[str, str]:
+    """Return the import paths of functions of this package that have the names of their settings."""
+    return {name: f"tlt_megatron.{module}:{name}" for name in names.split()}
+
+
 REGISTRY = {
     "reward.function": ExtensionPoint(
         ("data_source", "solution_str", "ground_truth", "extra_info"),
@@ -39,22 +44,14 @@ REGISTRY = {
     ),
     "algorithm.advantage": ExtensionPoint(
         ("rewards",),
-        {
-            "grpo": "tlt_megatron.rewards.advantage:grpo",
-            "dr_grpo": "tlt_megatron.rewards.advantage:dr_grpo",
-            "rloo": "tlt_megatron.rewards.advantage:rloo",
-            "reinforce_plus_plus": "tlt_megatron.rewards.advantage:reinforce_plus_plus",
-            "reinforce_plus_plus_baseline": "tlt_megatron.rewards.advantage:reinforce_plus_plus_baseline",
-            "gae": "tlt_megatron.rewards.advantage:gae",
-        },
+        _built_in(
+            "rewards.advantage",
+            "grpo dr_grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline gae",
+        ),
     ),
     "algorithm.loss": ExtensionPoint(
         ("logprobs", "old_logprobs", "batch", "section"),
-        {
-            "ppo": "tlt_megatron.policy.policy_loss:ppo",
-            "gspo": "tlt_megatron.policy.policy_loss:gspo",
-            "cispo": "tlt_megatron.policy.policy_loss:cispo",
-        },
+        _built_in("policy.policy_loss", "ppo gspo cispo"),
     ),
     "speculation.selector": ExtensionPoint(
         (),

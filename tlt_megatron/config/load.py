@@ -31,10 +31,6 @@ REMOVED: dict[str, tuple[object, str]] = {
 }
 
 
-class _DuplicateKeyError(ValueError):
-    """A key that occurs twice in one mapping."""
-
-
 _MAX_VALUES = 100_000  # of a file with its aliases written out; ten lines can stand for 10^10
 _INT = "tag:yaml.org,2002:int"
 
@@ -51,7 +47,7 @@ class _Loader(yaml.SafeLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the mapping's node. _DuplicateKeyError names the key and both lines."""
+        """Return the mapping's node. ValueError names a key that occurs twice, and both lines."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -60,7 +56,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if (key.tag, key.value) in lines:
                 first = lines[key.tag, key.value]
-                raise _DuplicateKeyError(
+                raise ValueError(
                     f"key {key.value!r} stands in line {first} and again in line {line}: must stand once"
                 )
             lines[key.tag, key.value] = line
@@ -129,9 +125,7 @@ def _parse(text: str, name: str) -> Any:
         content = yaml.load(text, Loader=_Loader)
         _count_values(content, {})
         return content
-    except _DuplicateKeyError as error:
-        raise ValueError(f"{name}: {error}") from error
-    # ValueError: of a date such as 2026-13-45; RecursionError: of brackets nested too deeply
+    # ValueError: a key that occurs twice, or a date such as 2026-13-45; RecursionError: brackets nested too deeply
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not YAML: {' '.join(str(error).split())}") from error
 
