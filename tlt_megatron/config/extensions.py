@@ -27,7 +27,7 @@ class ExtensionPoint(NamedTuple):
 
 
 def _built_in(module: str, names: str) -> dict[str, str]:
-    """Return the import paths of functions of this package that have the names of their settings."""
+    """Return the import paths of functions that have the names of their settings."""
     return {name: f"tlt_megatron.{module}:{name}" for name in names.split()}
 
 
@@ -90,7 +90,7 @@ def check_extension(key: str, spec: str) -> None:
 
 
 def check_extension_file(key: str, spec: str) -> None:
-    """Raise ValueError if `spec` names a file that does not exist or is no Python. Imports nothing."""
+    """Raise ValueError if `spec` names a file that is absent or is no Python. Imports nothing."""
     place = spec.rpartition(":")[0]
     if not _is_file(place):
         return
@@ -140,7 +140,7 @@ def load_extension(key: str, spec: str) -> Callable[..., Any]:
 
 
 def call_extension(key: str, spec: str, **arguments: object) -> Any:
-    """Return what the function returns. RuntimeError names the setting if a function of the user fails."""
+    """Return what the function returns. RuntimeError names the setting if a user's one fails."""
     function = load_extension(key, spec)
     try:
         return function(**arguments)
@@ -151,7 +151,7 @@ def call_extension(key: str, spec: str, **arguments: object) -> Any:
 
 
 def shapes_of(result: object) -> Any:
-    """Return the shapes of the tensors in nested lists, and the text of anything else: for messages."""
+    """Return shapes of tensors in nested lists, and the text of anything else, for messages."""
     if isinstance(result, list | tuple):
         return [shapes_of(each) for each in result]
     shape = getattr(result, "shape", None)

@@ -53,8 +53,10 @@ def _check_positions(config: RunConfig, path: str, slack: int) -> None:
 
 
 def _least_kv_tokens(config: RunConfig, longest: int) -> int:
-    """Return the KV memory of one sequence of `longest` tokens, of which any prefix may be the prompt if turns or partial
-    rollouts continue it."""
+    """Return the KV memory of one sequence of `longest` tokens.
+
+    Any prefix may be the prompt if turns or partial rollouts continue it.
+    """
     rollout, most_prompt = config.rollout, config.data.max_prompt_tokens
     if rollout.engine == "sglang":
         return longest
@@ -69,14 +71,15 @@ def _least_kv_tokens(config: RunConfig, longest: int) -> int:
 def pages_of(num_prompt: int, num_new: int, *, copies_partial: bool) -> int:
     """Return the pages of a prompt, which its responses share, and of one response.
 
-    `copies_partial`: a response starts with a copy of its prompt's last partial page (batch-invariant).
+    `copies_partial`: a response starts with a copy of its prompt's last partial page
+    (batch-invariant decoding).
     """
     num_own = num_new + num_prompt % PAGE_TOKENS * copies_partial
     return -(-num_prompt // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
 
 
 def most_pages_of(num_tokens: int, *, copies_partial: bool) -> int:
-    """Return the pages that suffice for `num_tokens`, wherever a prompt ends that holds earlier turns or tokens."""
+    """Return the pages that suffice for `num_tokens`, wherever the prompt ends in them."""
     return -(-num_tokens // PAGE_TOKENS) + 1 + copies_partial
 
 

@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig that `mcore.transformer` may set, read from mcore_fields.txt.
+"""The fields of TransformerConfig that `mcore.transformer` may set, from mcore_fields.txt.
 
 They change only how and where the same numbers are computed. A list of forbidden fields could miss
 one of some 230 that changes the model: the trained policy would differ from the one that rolls out.
@@ -53,8 +53,8 @@ def layers_of_stages(
 ) -> list[int]:
     """Return the layers of each pipeline stage, as Megatron distributes those of the model `path`.
 
-    Example: 9 layers on 3 stages with `num_layers_in_first_pipeline_stage=1` give `[1, 4, 4]`. ValueError if the stages
-    between cannot have the same number.
+    Example: 9 layers on 3 stages with `num_layers_in_first_pipeline_stage=1` give `[1, 4, 4]`.
+    ValueError if the stages between cannot have the same number.
     """
     given = {name: n for name in _STAGE_FIELDS if (n := fields.get(name)) is not None}
     for name, count in given.items():

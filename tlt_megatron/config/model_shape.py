@@ -35,8 +35,8 @@ _DEFAULT_EPS = 1e-6
 class Family:
     """What tells one Llama-like family from the others.
 
-    From it follow the tensors, Megatron's settings and the weight map. The numbers replace keys that
-    config.json lacks.
+    From it follow the tensors, Megatron's settings and the weight map. The numbers replace keys
+    that config.json lacks.
     """
 
     has_qkv_bias: bool = False
@@ -205,7 +205,7 @@ def _head_dim(hf: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def rope_config(hf: Mapping[str, Any]) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions)."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older)."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters={rope!r}: must be an object")

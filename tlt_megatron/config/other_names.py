@@ -1,6 +1,7 @@
 """Names of our settings in verl, slime and TRL, read from other_names.txt.
 
-Errors of unknown keys quote them, docs/coming_from.md shows them, and `tlt migrate` takes over what has the same values.
+Errors of unknown keys quote them, docs/coming_from.md shows them, and `tlt migrate` takes over what
+has the same values.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ PROJECTS = ("verl", "slime", "TRL")
 _EPOCHS = (
     "run.num_steps (there epochs; one is the prompts of data.train / rollout.num_prompts steps)"
 )
-# Names that no row has: of earlier versions, of another meaning there, of an option of the launcher here.
+# Names that no row has: those of earlier versions, of another meaning, of launcher options.
 _FURTHER = {
     "drafter.path": ["speculation.drafter"],
     "model.drafter": ["speculation.drafter"],

@@ -111,7 +111,7 @@ def _check_shapes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> N
 
 
 def _check_tokenizer(path: str) -> None:
-    """Check that there is one. Loading compares its token ids with the vocabulary (`data/tokenizer.py`)."""
+    """Check that a tokenizer is there. `data/tokenizer.py` compares it with the vocabulary."""
     if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(
             f"model.path={path!r}: must hold a tokenizer, one of {', '.join(_TOKENIZER_FILES)}"
@@ -151,6 +151,6 @@ def _check_taps(layers: Sequence[int], num_layers: int) -> None:
 
 
 def _check_prompts(key: str, path: str) -> None:
-    """Check that the file is there. Reading refuses bad rows before a model is built (`data/prompts.py`)."""
+    """Check that the file is there. `data/prompts.py` refuses bad rows before a model is built."""
     if not path or Path(path).suffix not in (".jsonl", ".parquet") or not Path(path).is_file():
         raise ValueError(f"{key}={path!r}: must be an existing .jsonl or .parquet file")

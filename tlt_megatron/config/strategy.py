@@ -1,8 +1,8 @@
-"""The speculation strategy of a decode pass: draft depth, draft width, and number of tokens to verify.
+"""The speculation strategy of a decode pass: draft depth, draft width, and tokens to verify.
 
-Selectors choose one for every decode pass; tree growth, verification and the graph pool read it. `num_draft_tokens` counts
-drafted nodes only. The verify pass has one more row, for the last committed token. SGLang's option of the same name counts
-that row too.
+Selectors choose one for every decode pass; tree growth, verification and the graph pool read it.
+`num_draft_tokens` counts drafted nodes only. The verify pass has one more row, for the last
+committed token. SGLang's option of the same name counts that row too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 class SpeculationStrategy:
     """(Draft_Depth, topK, Tokens_to_Verify) of the paper, section "adaptive rollout engine".
 
-    Each draft step expands `topk` nodes into `topk` children each; the best `num_draft_tokens` candidates are verified.
-    Example: `SpeculationStrategy(num_steps=6, topk=4, num_draft_tokens=16)`, written "6_4_16". `topk=1` is a chain.
-    The n-gram drafter proposes a chain without draft steps: "ngram_8" is `num_retrieved=8`.
+    Each draft step expands `topk` nodes into `topk` children each; the best `num_draft_tokens`
+    candidates are verified. Example: `SpeculationStrategy(num_steps=6, topk=4,
+    num_draft_tokens=16)`, written "6_4_16". `topk=1` is a chain. The n-gram drafter proposes a
+    chain without draft steps: "ngram_8" is `num_retrieved=8`.
     """
 
     num_steps: int = 0  # depth of the learned tree, >= 1 (0: no learned drafter)
@@ -51,7 +52,7 @@ class SpeculationStrategy:
 
     @property
     def num_candidates(self) -> int:
-        """Return the number of candidates: `topk` below the root, then `topk` squared per further draft step."""
+        """Return the candidates: `topk` below the root, then `topk` squared per further step."""
         return self.topk + max(self.num_steps - 1, 0) * self.topk**2
 
     @property

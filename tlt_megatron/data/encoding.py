@@ -1,4 +1,4 @@
-"""Tokenize a prompt file: each rank encodes a share of the rows, then all ranks exchange the result.
+"""Tokenize a prompt file: each rank encodes a share of the rows, then the ranks exchange them.
 
 Called by `prompts.load_prompts`.
 """
@@ -23,10 +23,10 @@ _Chunks: TypeAlias = dict[int, list[list[int]]]  # chunk number -> token ids of 
 def encode_file(
     path: Path, tokenizer: Tokenizer, section: DataSection, world: Group
 ) -> tuple[list[Row], list[tuple[int, ...]]]:
-    """Return all rows in file order and the token ids of each; the result is the same on every rank.
+    """Return all rows in file order with their token ids. The result is the same on every rank.
 
-    Every rank of `world` must call it. If a rank fails, every rank raises the ValueError of the first one that did. Raises
-    ValueError too if ranks read different files.
+    Every rank of `world` must call it. If a rank fails, every rank raises the ValueError of the
+    first one that did. Raises ValueError too if ranks read different files.
     """
     rows: list[Row] = []
     digest, own, cause = "", {}, None
@@ -55,7 +55,7 @@ def encode_file(
 def _encode_share(
     path: Path, tokenizer: Tokenizer, section: DataSection, world: Group
 ) -> tuple[list[Row], _Chunks]:
-    """Return every row, and the token ids of this rank's chunks: `rank`, `rank + size`, and so on."""
+    """Return every row, and the token ids of the chunks `rank`, `rank + size`, and so on."""
     rows: list[Row] = []
     own: _Chunks = {}
     found = read_rows(path, section)

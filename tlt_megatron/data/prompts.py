@@ -1,7 +1,8 @@
-"""The prompts of a run: read and checked once, then drawn in an order that depends on the seed alone.
+"""The prompts of a run: read once, then drawn in an order that depends on the seed alone.
 
-Called by `trainer/build.py`. Every rank loads the same set and draws the same prompts. A resume continues with the next
-draw. Rows use slime's keys (prompt, label, metadata) or verl's (data_source, prompt, reward_model.ground_truth, extra_info).
+Called by `trainer/build.py`. Every rank loads the same set and draws the same prompts. A resume
+continues with the next draw. Rows use slime's keys (prompt, label, metadata) or verl's
+(data_source, prompt, reward_model.ground_truth, extra_info).
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class PromptSet:
 
 
 class PromptSampler:
-    """Draws prompts without end. Each epoch is a permutation of the set that depends on (seed, epoch) alone.
+    """Draws prompts without end. An epoch is a permutation that depends on (seed, epoch) alone.
 
-    A batch may cross into the next epoch, so it can hold one prompt twice, with two values of `draw_index`.
+    A batch may cross into the next epoch, so it can hold one prompt twice, with two values of
+    `draw_index`.
     """
 
     def __init__(self, prompt_set: PromptSet, *, shuffle: bool, seed: int) -> None:
@@ -118,9 +120,9 @@ def load_prompts(
 ) -> PromptSet:
     """Read, check and tokenize all rows of a .jsonl or .parquet file.
 
-    Every rank of `world` must call it; each tokenizes a share and all return the same set. Prompts longer than
-    `section.max_prompt_tokens` are left out and reported, never cut. ValueError names the file, the row (from 1), the key
-    and the allowed values.
+    Every rank of `world` must call it; each tokenizes a share and all return the same set. Prompts
+    longer than `section.max_prompt_tokens` are left out and reported, never cut. ValueError names
+    the file, the row (from 1), the key and the allowed values.
     """
     found, encoded = encode_file(Path(path), tokenizer, section, world)
     if not found:

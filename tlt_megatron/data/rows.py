@@ -1,7 +1,7 @@
-"""Read the rows of a prompt file (.jsonl or .parquet) with slime's or verl's keys, and check their types.
+"""Read the rows of a prompt file (.jsonl or .parquet) with slime's or verl's keys, and check them.
 
-Called by `encoding.encode_file`. An error names the file, the row (from 1; in .jsonl the line number), the key and the
-allowed values.
+Called by `encoding.encode_file`. An error names the file, the row (from 1; in .jsonl the line
+number), the key and the allowed values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of a JSON text. ValueError for a key that stands twice: a value would be lost."""
+    """Return a JSON object. ValueError for a key that stands twice: a value would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"the key {_twin([key for key, _ in pairs])!r} stands twice")
@@ -241,7 +241,7 @@ def _mapping(raw: dict[str, object], key: str) -> dict[str, object]:
 def _first(
     raw: dict[str, object], *keys: str, absent: tuple[object, ...] = (None,)
 ) -> tuple[str, object]:
-    """Return the first of `keys` whose value is not one of `absent`, with the value; else no key and None."""
+    """Return the first key whose value is not one of `absent`, with the value; else "" and None."""
     found = ((key, _look_up(raw, key)) for key in keys)
     return next(((key, value) for key, value in found if value not in absent), ("", None))
 

@@ -1,7 +1,7 @@
-"""The policy's tokenizer: the Hugging Face tokenizer of the model folder, with the tokens that end a response.
+"""The policy's tokenizer: the one of the model folder, with the tokens that end a response.
 
-Used by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring (decode). It adds no special token
-to a string prompt: a prompt that needs a BOS token must contain it.
+Used by `prompts.load_prompts`, by the rollout worker (stop tokens) and before scoring (decode). It
+adds no special token to a string prompt: a prompt that needs a BOS token must contain it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CUT = "\ufdd0"  # no character: stands within the name of a control token that 
 
 
 class Tokenizer:
-    """Encodes prompts and decodes responses. `stop_token_ids` is sorted; `hf` is the transformers tokenizer."""
+    """Encodes prompts and decodes responses. `stop_token_ids` is sorted; `hf` is transformers'."""
 
     def __init__(self, hf: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], path: Path):
         self.hf = hf
@@ -47,7 +47,8 @@ class Tokenizer:
     def encode(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         """Return the token ids of a text, or of chat messages with the generation prompt.
 
-        ValueError if messages are given and there is no chat template, or the template refuses them.
+        ValueError if messages are given and there is no chat template, or the template refuses
+        them.
         """
         return tuple(self.encode_texts([self.render(prompt)])[0])
 
@@ -60,7 +61,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def render(self, prompt: str | Sequence[Message]) -> str:
-        """Return the text to encode: a string unchanged, chat messages through the template. ValueError as `encode`."""
+        """Return a string unchanged, messages through the template. ValueError as in `encode`."""
         if isinstance(prompt, str):
             return prompt
         if not self.has_chat_template:
@@ -77,7 +78,7 @@ class Tokenizer:
         return text
 
     def check_turns(self) -> None:
-        """Raise ValueError if what the chat template writes after a turn depends on the turns before it."""
+        """Raise ValueError if the template's text after a turn depends on the turns before it."""
         prompt = {"role": "user", "content": "x"}
         turn = [{"role": "assistant", "content": _TURN}, {"role": "user", "content": "y"}]
         short = self.render([prompt, *turn]).split(_TURN)
@@ -91,7 +92,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _control_tokens(self) -> re.Pattern[str]:
-        """Return what matches special and stop tokens, and other added tokens that the chat template writes."""
+        """Return what matches special and stop tokens, and other added tokens of the template."""
         template = str(self.hf.chat_template)
         names = [
             token.content
@@ -111,10 +112,11 @@ class Tokenizer:
     def encode_observation(
         self, messages: Sequence[Message], last_token: int, *, is_chat: bool
     ) -> tuple[int, ...]:
-        """Return what follows a turn of the policy that ended with `last_token`: the observation and the next turn's begin.
+        """Return the tokens of an observation after a turn that ended with `last_token`.
 
-        With `is_chat` as the chat template writes it. Its control tokens are such, and their names in a message are plain
-        text. Without `is_chat` the texts as they stand. ValueError if the template refuses a message.
+        They include the begin of the next turn. With `is_chat` the chat template writes them, and
+        names of control tokens in a message are plain text. Without it, the texts are encoded as
+        they stand. ValueError if the template refuses a message.
         """
         if not is_chat:
             text = "".join(str(message["content"]) for message in messages)
@@ -127,7 +129,7 @@ class Tokenizer:
         return tuple(token for ids in self.encode_texts(text.split(_CUT)) for token in ids)
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn of the policy with its special tokens, but without one that ends it."""
+        """Return the text of a turn with its special tokens, but without the one that ends it."""
         is_ended = token_ids[-1] in self.stop_token_ids and not self.decode(token_ids[-1:])
         return self.decode(token_ids[: -1 if is_ended else None], skip_special_tokens=False)
 
@@ -171,8 +173,8 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer of a local model folder. Code in the folder is never run.
 
-    The stop tokens are the tokenizer's eos token and those of config.json and generation_config.json. ValueError if the
-    folder is missing or has no usable tokenizer.
+    The stop tokens are the tokenizer's eos token and those of config.json and
+    generation_config.json. ValueError if the folder is missing or has no usable tokenizer.
     """
     folder = Path(path)
     if not folder.is_dir():
