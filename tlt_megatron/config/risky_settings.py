@@ -2,74 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
 from tlt_megatron.config.extensions import REGISTRY
 from tlt_megatron.config.schema import RunConfig
-
-# Settings or sections, what they need to have an effect, and whether they have it.
-_NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
-    ("algorithm.lam critic", "algorithm.advantage=gae", lambda c: c.algorithm.has_critic),
-    (
-        "algorithm.gamma",
-        "algorithm.advantage=gae or reinforce_plus_plus",
-        lambda c: c.algorithm.advantage in ("gae", "reinforce_plus_plus"),
-    ),
-    (
-        "algorithm.kl_placement algorithm.kl_estimator",
-        "algorithm.kl_coef > 0",
-        lambda c: c.algorithm.kl_coef,
-    ),
-    (
-        "algorithm.rollout_rs_threshold algorithm.rollout_rs_threshold_lower",
-        "algorithm.rollout_rs",
-        lambda c: c.algorithm.rollout_rs != "none",
-    ),
-    (
-        "algorithm.dynamic_sampling_metric algorithm.max_num_gen_batches",
-        "algorithm.dynamic_sampling",
-        lambda c: c.algorithm.dynamic_sampling,
-    ),
-    ("reward.overlong_penalty", "reward.overlong_tokens > 0", lambda c: c.reward.overlong_tokens),
-    (
-        "rollout.environment_timeout_s rollout.max_turns rollout.max_observation_tokens",
-        "rollout.environment",
-        lambda c: c.rollout.environment,
-    ),
-    (
-        "rollout.cuda_graphs rollout.keep_graphs",
-        "rollout.engine=embedded",
-        lambda c: c.rollout.engine != "sglang",
-    ),
-    ("sglang", "rollout.engine=sglang", lambda c: c.rollout.engine != "embedded"),
-    ("speculation", "speculation.enabled", lambda c: c.speculation.enabled),
-    (
-        "speculation.drafter speculation.ranking speculation.draft_vocab_size",
-        "a strategy with a learned drafter",
-        lambda c: c.speculation.is_learned or not c.speculation.enabled,
-    ),
-    (
-        "speculation.beg_thresholds",
-        "speculation.selector=beg_mab",
-        lambda c: c.speculation.selector == "beg_mab" or not c.speculation.enabled,
-    ),
-    ("drafter spot", "spot.enabled", lambda c: c.spot.enabled),
-    (
-        "drafter.unroll_decay",
-        "drafter.algorithm=hass or eagle3",
-        lambda c: c.drafter.algorithm != "eagle" or not c.spot.enabled,
-    ),
-    (
-        "optimizer.min_lr optimizer.decay_steps",
-        "optimizer.decay=linear or cosine",
-        lambda c: c.optimizer.decay != "constant",
-    ),
-    ("eval", "data.eval", lambda c: c.data.eval),
-    ("data.seed", "data.shuffle", lambda c: c.data.shuffle),
-)
 
 
 def risky_settings(config: RunConfig) -> list[str]:
@@ -125,14 +64,34 @@ def _meaningless(config: RunConfig) -> list[str]:
 
 
 def _without_effect(config: RunConfig) -> str:
-    """Return the settings that differ from their default and that nothing reads; an evaluation has none."""
-    default, by_need = RunConfig(), []
-    for names, need, is_used in _NEEDS:
-        keys = [key for name in names.split() for key in _keys(default, name)]
+    """Return the settings that differ from their default and have no effect; an evaluation has none."""
+    default, by_need, named = RunConfig(), [], set()
+    for names, need, shown in _needs():
+        keys = [key for name in names for key in _keys(default, name) if key not in named]
         changed = [k for k in keys if attrgetter(k)(config) != attrgetter(k)(default)]
-        if changed and not is_used(config):
-            by_need.append(f"{', '.join(changed)} (need {need})")
+        if changed and not _holds(config, need):
+            by_need.append(f"{', '.join(changed)} (need {shown})")
+            named.update(changed)
     return "; ".join(by_need) if config.run.num_steps else ""
+
+
+def _needs() -> Iterator[tuple[list[str], str, str]]:
+    """Yield the rows of needs.txt: settings or sections, their condition, and its text."""
+    text = Path(__file__).with_name("needs.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            names, _, rest = line.partition(":")
+            need, _, shown = rest.partition("#")
+            yield names.split(), need.strip(), shown.strip() or need.strip()
+
+
+def _holds(config: RunConfig, need: str) -> bool:
+    """Return whether a condition of needs.txt holds: `key`, `key=value or value`, `key!=value`."""
+    key, equals, values = need.partition("=")
+    value = attrgetter(key.removesuffix("!"))(config)
+    if not equals:
+        return bool(value)
+    return (value in values.split(" or ")) != key.endswith("!")
 
 
 def _keys(default: RunConfig, name: str) -> list[str]:
