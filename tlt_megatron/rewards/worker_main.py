@@ -6,7 +6,7 @@ or close. In: {"task", "function", "timeout_s", "arguments"}; the function is "r
 "environment". Out: {"is_async"} or {"failed"}, then for each task its number and the fields of
 `worker_process.Outcome` that are not their default. The main thread runs the function, because
 functions may use signals (math-verify does). An error on the socket ends the process. If the
-trainer is killed, a signal from the kernel kills the worker's process group.
+trainer is killed, a thread kills the worker's process group.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import inspect
 import json
 import os
 import resource
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 
 from tlt_megatron.config.extensions import load_extension
 from tlt_megatron.rewards.environment_answer import read_answer
 from tlt_megatron.rewards.reward import WeightedRewards, is_async, name_setting
-from tlt_megatron.runtime.parent import signal_at_end_of_parent
 from tlt_megatron.runtime.stop import SIGNALS
 
 _HIGH_FD = 1000  # above the range that a function may close, below the usual limit of 1024
 _MAX_DETAIL = 8000  # characters of a traceback; the end is kept
+_END_GRACE_S = 1.0  # for an orderly end after the trainer's
 _STUCK_S = 3.0  # after its timeout, a function that holds the interpreter's lock is ended from outside of it
 
 
@@ -45,20 +47,38 @@ class _Channel:
         os.close(control_fd)
         self._reader = os.fdopen(self._fd, "rb", closefd=False)
         self._pid = os.getpid()
-        self._has_ended = False  # the trainer has closed its end
 
     def receive(self) -> dict | None:
         """Return the next task; None when the trainer has closed the socket."""
         line = self._reader.readline()
-        self._has_ended = not line.endswith(b"\n")
-        return None if self._has_ended else json.loads(line)
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def end_with_trainer(self) -> None:
+        """Wait until the trainer closes its end of the socket, also by dying.
+
+        Then kill this process group.
+        """
+        # With a limit, because a poll under way keeps open what a function closes.
+        while not self._events(_END_GRACE_S):
+            pass
+        time.sleep(_END_GRACE_S)
+        self.end_programs()
 
     def end_programs(self) -> None:
-        """At the worker's orderly end after the trainer's: kill the programs that functions
-        started.
+        """Kill this process group if the trainer has closed the socket: programs that functions
+        started, too.
         """
-        if self._has_ended and os.getpid() == self._pid:
+        if self._events(0.0) & select.POLLRDHUP and os.getpid() == self._pid:
             os.killpg(0, signal.SIGKILL)
+
+    def _events(self, timeout_s: float) -> int:
+        """Return what happened to the socket; 0 if the trainer still has its end.
+
+        Messages stay for `receive`.
+        """
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        return sum(event for _, event in poll.poll(1000.0 * timeout_s))
 
     def send(self, **message: object) -> None:
         if os.getpid() != self._pid:
@@ -96,9 +116,10 @@ class _Functions:
 
 def main(weights: dict[str, float], environment: str, control_fd: int) -> None:
     """Run tasks until the socket closes. Exit status 1 if a function cannot be loaded."""
-    _set_signals()
+    _outlive_signals()
     channel = _Channel(control_fd)
     atexit.register(channel.end_programs)
+    threading.Thread(target=channel.end_with_trainer, daemon=True).start()
     try:
         functions = _Functions(weights, environment)
     except BaseException as error:  # also SystemExit: a user's module may raise anything
@@ -157,15 +178,12 @@ def _failure(kind: str, error: BaseException) -> dict[str, object]:
     return {"failure": kind, "detail": detail}
 
 
-def _set_signals() -> None:
+def _outlive_signals() -> None:
     """Do nothing at signals to stop: the trainer decides when scoring ends, by closing the socket.
 
-    If the trainer is killed, the kernel sends SIGUSR2, and this process group ends. SIG_IGN and
-    blocked signals would be inherited by programs that a reward function starts, and they could not
-    be terminated. The trainer blocked these signals until this point.
+    SIG_IGN and blocked signals would be inherited by programs that a reward function starts, and
+    they could not be terminated. The trainer blocked these signals until this point.
     """
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.signal(signal.SIGUSR2, lambda *_: os.killpg(0, signal.SIGKILL))
-    signal_at_end_of_parent(signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,4 +1,4 @@
-"""Ends a rank when the torchrun that started it ends, and a reward worker when its rank ends.
+"""Ends a rank when the torchrun that started it ends.
 
 Otherwise an unsupervised rank would hold GPUs and write checkpoints.
 """
@@ -25,17 +25,9 @@ def end_with_parent() -> None:
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = int(os.environ.get(AGENT_PID, os.getppid()))
-    signal_at_end_of_parent(signal.SIGKILL)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     # A profiler or a shell script may stand between the two.
     if os.getppid() != parent and has_ended(parent):  # before the kernel knew
         os._exit(1)
-
-
-def signal_at_end_of_parent(number: int) -> None:
-    """Have the kernel send a signal to this process when the thread that started it ends.
-
-    Linux only.
-    """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
