@@ -60,27 +60,22 @@ def _least_kv_tokens(config: RunConfig, longest: int) -> int:
     rollout, most_prompt = config.rollout, config.data.max_prompt_tokens
     if rollout.engine == "sglang":
         return longest
-    copies_partial = rollout.batch_invariant
     if rollout.environment or rollout.partial_rollout_tokens:
-        return PAGE_TOKENS * most_pages_of(longest, copies_partial=copies_partial)
-    lengths = range(max(1, most_prompt + 1 - PAGE_TOKENS), most_prompt + 1)
-    new = rollout.max_new_tokens
-    return PAGE_TOKENS * max(pages_of(n, new, copies_partial=copies_partial) for n in lengths)
+        return PAGE_TOKENS * most_pages_of(longest)
+    return PAGE_TOKENS * pages_of(most_prompt, rollout.max_new_tokens)
 
 
-def pages_of(num_prompt: int, num_new: int, *, copies_partial: bool) -> int:
-    """Return the pages of a prompt, which its responses share, and of one response.
+def pages_of(num_prompt: int, num_new: int) -> int:
+    """Return the KV pages of a prompt, which its responses share, and of one response."""
+    return -(-num_prompt // PAGE_TOKENS) + -(-num_new // PAGE_TOKENS)
 
-    `copies_partial`: a response starts with a copy of its prompt's last partial page
-    (batch-invariant decoding).
+
+def most_pages_of(num_tokens: int) -> int:
+    """Return the KV pages that suffice for `num_tokens`, wherever in them a prompt ends.
+
+    A prompt may hold earlier turns or tokens.
     """
-    num_own = num_new + num_prompt % PAGE_TOKENS * copies_partial
-    return -(-num_prompt // PAGE_TOKENS) + -(-num_own // PAGE_TOKENS)
-
-
-def most_pages_of(num_tokens: int, *, copies_partial: bool) -> int:
-    """Return the pages that suffice for `num_tokens`, wherever the prompt ends in them."""
-    return -(-num_tokens // PAGE_TOKENS) + 1 + copies_partial
+    return -(-num_tokens // PAGE_TOKENS) + 1
 
 
 def _check_cuts(config: RunConfig, path: str) -> None:

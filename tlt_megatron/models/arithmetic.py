@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention import Attention, PageAttention
 from tlt_megatron.models.attention.lanes import LaneTreeAttention, LaneView
 from tlt_megatron.models.attention.paged import PagedAttention, PrefillAttention, PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
@@ -33,11 +33,8 @@ class Arithmetic:
     rotate_: Callable[[Tensor, Tensor, Tensor], None] = apply_rope_  # heads, cos, sin
     gate: Callable[[Tensor, Tensor], Tensor] = gate_silu
     prefill: Callable[[KvCache, Sequence[PrefillSegment]], Attention] = PrefillAttention
-    paged: Callable[[KvCache], PagedAttention] = PagedAttention
+    paged: Callable[[KvCache], PageAttention] = PagedAttention
     lanes: Callable[[LaneView, Tensor, Tensor], Attention] = LaneTreeAttention
-    # Whether position t of a sequence must have offset t % page_size in its page. All sequences
-    # then have the same page borders, and a response begins in a copy of its prompt's last page.
-    aligns_pages: bool = False
 
 
 PLAIN = Arithmetic()

@@ -8,7 +8,7 @@ two sizes, is checked on this machine when the model is made.
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
 from tlt_megatron.models.attention.invariant_attention import (
-    InvariantPrefillAttention,
+    InvariantAttention,
     check_attention,
     invariant_lanes,
-    invariant_paged,
 )
 from tlt_megatron.models.attention.sums import wide_dtype
+from tlt_megatron.models.attention.tables import TablePages, table_prefill
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
@@ -57,10 +57,9 @@ def invariant_arithmetic(
         norm=InvariantNorm,
         rotate_=apply_rope_unfused_,
         gate=gate_silu,
-        prefill=InvariantPrefillAttention,
-        paged=invariant_paged,
+        prefill=partial(table_prefill, InvariantAttention),
+        paged=partial(TablePages, InvariantAttention),
         lanes=invariant_lanes,
-        aligns_pages=True,
     )
 
 
@@ -115,7 +114,7 @@ class RowTiles:
         return self._covers[num_rows]
 
 
-@functools.cache
+@cache
 def _row_tiles(
     num_out: int, num_in: int, dtype: torch.dtype, has_bias: bool, _num_threads: int
 ) -> RowTiles:

@@ -22,17 +22,15 @@ _MIN_HOLES = 8
 
 @dataclass(slots=True, kw_only=True)
 class SequenceKv:
-    """The pages of one sequence: the prompt's, a list that its siblings share, then its own for the response.
+    """The pages of one sequence: those of its prompt, a list that its siblings share, then its own.
 
-    Position i of a prompt is in prompt[i // page_size].
     In lanes (see `attention.lanes.LaneView`) `prompt` is None, and `pages` holds prompt and
     response together.
     """
 
+    num_prompt: int  # positions
     prompt: list[int] | None
     pages: list[int] = field(default_factory=list)
-    # Last prompt positions copied to the start of its own pages (`Arithmetic.aligns_pages`).
-    num_copied: int = 0
 
 
 class KvCache:
@@ -199,6 +197,13 @@ class KvCache:
         first = start // self.page_size
         offset = first * self.page_size
         return self._slots(pages[first : self.pages_for(end)])[start - offset : end - offset]
+
+    def sequence_slots(self, sequence: SequenceKv, num_positions: int) -> Tensor:
+        """Return the slots of the first positions of prompt and response."""
+        if sequence.prompt is None:
+            return self.slots(sequence.pages, 0, num_positions)
+        own = self.slots(sequence.pages, 0, num_positions - sequence.num_prompt)
+        return torch.cat((self.slots(sequence.prompt, 0, sequence.num_prompt), own))
 
     def write(self, layer: int, slots_P: Tensor, kv_PKH: Tensor) -> None:
         """Store keys and values of packed tokens."""

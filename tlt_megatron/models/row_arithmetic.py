@@ -5,11 +5,14 @@ On the CPU `invariant_arithmetic.py` does the same with torch's kernels.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from tlt_megatron.models.arithmetic import Arithmetic
-from tlt_megatron.models.attention.ordered import OrderedPages, ordered_lanes, ordered_prefill
+from tlt_megatron.models.attention.ordered import OrderedAttention, ordered_lanes
+from tlt_megatron.models.attention.tables import TablePages, table_prefill
 from tlt_megatron.models.layers import RmsNorm, apply_rope_unfused_
 from tlt_megatron.models.matrix import Matrix
 from tlt_megatron.models.row_kernels import multiply, normalize
@@ -48,7 +51,7 @@ def row_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
         matrix=RowMatrix,
         norm=RowNorm,
         rotate_=apply_rope_unfused_,
-        prefill=ordered_prefill,
-        paged=OrderedPages,
+        prefill=partial(table_prefill, OrderedAttention),
+        paged=partial(TablePages, OrderedAttention),
         lanes=ordered_lanes,
     )

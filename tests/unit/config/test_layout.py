@@ -132,11 +132,6 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
             r"rollout\.kv_cache_tokens=512: must be 0 or >= 576 \(one full sequence of 490 tokens\)",
         ),
         (
-            "rollout.kv_cache_tokens=575 rollout.batch_invariant=true",
-            1,
-            r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",
-        ),
-        (
             "rollout.kv_cache_tokens=575 rollout.partial_rollout_tokens=64 algorithm.tis_cap=2",
             1,
             r"rollout\.kv_cache_tokens=575: must be 0 or >= 576",

@@ -110,7 +110,9 @@ def test_decoding_over_pages_equals_a_plain_pass(model: Transformer, cache: KvCa
     prompt_of = [0, 0, 1, 0]
     responses = [tokens(14, seed=10 + row) for row in range(4)]
     skipped = [0, 5, 2, 0]  # tokens that are there before decoding starts together
-    sequences = [SequenceKv(prompt=prompt_pages[p]) for p in prompt_of]
+    sequences = [
+        SequenceKv(num_prompt=prompts[p].numel(), prompt=prompt_pages[p]) for p in prompt_of
+    ]
     filler: list[int] = []
     for row, sequence in enumerate(sequences):
         for pages in (filler,) * 4 + (sequence.pages,) * cache.pages_for(skipped[row]):
@@ -146,10 +148,11 @@ def test_decoding_over_pages_equals_a_plain_pass(model: Transformer, cache: KvCa
             cache.slots(sequence.pages, offset, offset + 1)
             for sequence, offset in zip(sequences, offsets, strict=True)
         ]
-        attention.begin_step(torch.cat(slots))
+        positions = torch.tensor([prompts[prompt_of[r]].numel() + o for r, o in enumerate(offsets)])
+        attention.begin_step(torch.cat(slots), positions)
         hidden = model.forward(
             torch.stack([responses[row][offset] for row, offset in enumerate(offsets)]),
-            torch.tensor([prompts[prompt_of[r]].numel() + o for r, o in enumerate(offsets)]),
+            positions,
             attention,
         )
         for row, row_hidden in enumerate(hidden):

@@ -21,22 +21,20 @@ from tlt_megatron.engines.base import (
     PassRecord,
     group_rollouts,
 )
-from tlt_megatron.engines.embedded.freed_weights import FreedWeights
 from tlt_megatron.engines.embedded.generation import Generation, Intake, make_rollout
 from tlt_megatron.engines.embedded.graph_pool import GraphPool
 from tlt_megatron.engines.embedded.memory_plan import MemoryPlan, plan_memory
+from tlt_megatron.engines.embedded.policy_weights import PolicyWeights
 from tlt_megatron.engines.embedded.prefill import features_of
 from tlt_megatron.engines.embedded.scheduler import Scheduler
 from tlt_megatron.engines.embedded.speculate import Speculation
-from tlt_megatron.models.arithmetic import PLAIN
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import checksum_tensors
-from tlt_megatron.models.invariant_arithmetic import invariant_arithmetic
 from tlt_megatron.models.kv_cache import KvCache
-from tlt_megatron.models.transformer import Transformer
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
+_ASLEEP, _CLOSED = "the engine is asleep: call wake() first", "the engine is closed"
 _IDLE_S = 0.002  # between two calls of `more_prompts` while there is nothing to generate
 
 
@@ -56,29 +54,21 @@ class EmbeddedEngine:
         """Features are the last hidden state, then the states after `tap_layers`. An EAGLE-3 drafter reads the latter.
 
         After the first `load_weights`, the engine speculates with the result of `make_speculation(embedding, lm_head)`."""
-        self._config = model_config
+        self._weights = PolicyWeights(model_config, section, device.torch_device)
         self._tap_layers = tap_layers
         self._section = section
         self._device = device
-        self._dtype: torch.dtype = getattr(torch, section.dtype)
         self._max_prompt_tokens = max_prompt_tokens
-        self._arithmetic = PLAIN
-        if section.batch_invariant:
-            self._arithmetic = invariant_arithmetic(model_config, self._dtype, device.torch_device)
         self._make_speculation = make_speculation
         self._speculation: Speculation | None = None
         self._paused: Speculation | None = None
         self.has_graphs = section.cuda_graphs and device.graph_memory() is not None
-        self._keeps_all = section.keep_graphs and self.has_graphs
         self._plan = self.memory_plan(())
         self._graphs = self._make_graphs()
-        self._model: Transformer | None = None
-        self._freed: FreedWeights | None = None
         self._cache: KvCache | None = None
-        self._version: int | None = None
         self._stats = EngineStats(kv_capacity_tokens=self._plan.kv_tokens)
         self._passes: list[PassRecord] = []
-        self._is_asleep = self._is_closed = False
+        self._unusable = ""  # why, while asleep or after `close`
 
     def _make_graphs(self) -> GraphPool:
         new_memory = self._device.graph_memory if self.has_graphs else lambda: None
@@ -89,7 +79,7 @@ class EmbeddedEngine:
         if strategies is None:
             return self._plan
         return plan_memory(
-            self._config,
+            self._weights.config,
             self._section,
             strategies,
             device=self._device,
@@ -106,25 +96,7 @@ class EmbeddedEngine:
     ) -> None:
         """See `RolloutEngine`. The sender sums its tensors as cast to the engine's dtype."""
         self._require_awake()
-        self._version = None
-        if self._model is None:
-            self._model = Transformer(
-                self._config, self._dtype, self._device.torch_device, self._arithmetic
-            )
-        missing = set(self._model.hf_names())
-        for name, tensor in tensors:
-            self._model.load_hf(name, tensor)
-            missing.discard(name)
-        if missing:
-            raise RuntimeError(
-                f"weights of policy_version={version} lack {len(missing)} tensors, {min(missing)} among them"
-            )
-        held = checksum_tensors(self._model.named_hf_tensors())
-        if held != (expected := checksum()):
-            raise RuntimeError(
-                f"weights of policy_version={version} have checksum {held} in {self._section.dtype}: must be {expected}"
-            )
-        self._version = version
+        self._weights.load(tensors, version=version, checksum=checksum)
         if self._speculation is not None:
             self._speculation.target_changed()
         elif self._make_speculation is not None:
@@ -133,9 +105,8 @@ class EmbeddedEngine:
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. RuntimeError before the first `load_weights`."""
-        if self._model is None:
-            raise RuntimeError("load_weights must come before a drafter")
-        return self._model.embedding, self._model.lm_head
+        model = self._weights.model
+        return model.embedding, model.lm_head
 
     def set_speculation(self, speculation: Speculation | None) -> None:
         """Start speculation with the next `generate`, or stop it (None). Tokens stay the same; the KV is reallocated.
@@ -188,6 +159,10 @@ class EmbeddedEngine:
         if not self._keeps_all:
             self._drop_kv()
 
+    @property
+    def _keeps_all(self) -> bool:
+        return self._section.keep_graphs and self.has_graphs
+
     def _drop_kv(self) -> None:
         self._graphs.drop()
         self._cache = None
@@ -199,19 +174,15 @@ class EmbeddedEngine:
         """
         self._require_open()
         self.free_kv()
-        frees_weights = self._device.is_cuda and not self._keeps_all
-        if self._model is not None and frees_weights and not self._is_asleep:
-            self._freed = FreedWeights(t for _, t in self._model.named_hf_tensors())
-            self._version = None
-        self._is_asleep = True
+        if self._device.is_cuda and not self._keeps_all:
+            self._weights.free()
+        self._unusable = _ASLEEP
 
     def wake(self) -> None:
         """Undo `sleep`. On a GPU call `load_weights` after it."""
         self._require_open()
-        if self._freed is not None:
-            self._freed.restore()
-            self._freed = None
-        self._is_asleep = False
+        self._weights.restore()
+        self._unusable = ""
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -230,24 +201,16 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         self._drop_kv()
-        self._model = self._freed = self._version = None
-        self._is_closed = True
+        self._weights.close()
+        self._unusable = _CLOSED
 
     def _require_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
-
-    def _model_of(self, policy_version: int) -> Transformer:
-        if self._model is None or self._version != policy_version:
-            raise RuntimeError(
-                f"policy_version={policy_version} is asked for, the engine holds {self._version}"
-            )
-        return self._model
+        if self._unusable == _CLOSED:
+            raise RuntimeError(_CLOSED)
 
     def _require_awake(self) -> None:
-        self._require_open()
-        if self._is_asleep:
-            raise RuntimeError("the engine is asleep: call wake() first")
+        if self._unusable:
+            raise RuntimeError(self._unusable)
 
     # ---- generation
 
@@ -269,10 +232,9 @@ class EmbeddedEngine:
         `on_features` receives the hidden state after the final norm, then the states after `tap_layers`.
         """
         self._require_awake()
-        model = self._model_of(policy_version)
+        model = self._weights.model_of(policy_version)
         started = time.perf_counter()
-        aligned_to = PAGE_TOKENS if self._arithmetic.aligns_pages else 1
-        intake = Intake(prompts, params, max_new_tokens, more_prompts, aligned_to=aligned_to)
+        intake = Intake(prompts, params, max_new_tokens, more_prompts)
         longest_later = 0
         if intake.is_open:
             known = max((len(p.token_ids) + p.limit(params) for p in prompts), default=0)
@@ -328,16 +290,15 @@ class EmbeddedEngine:
     ) -> KvCache:
         """Check that each request fits into the KV on its own. Then allocate the KV if needed, and clear it."""
         num_pages = self._plan.kv_tokens // PAGE_TOKENS
-        longest, copies_partial = longest_later, self._arithmetic.aligns_pages
+        longest = longest_later
         for prompt in prompts:
             num_tokens, limit = len(prompt.token_ids), prompt.limit(params)
             longest = max(longest, num_tokens + limit)
             if num_tokens == 0:
                 raise ValueError(f"prompt {prompt.prompt_id!r} is empty")
-            needed = pages_of(num_tokens, limit, copies_partial=copies_partial)
+            needed = pages_of(num_tokens, limit)
             if longest_later:
-                later = most_pages_of(longest_later, copies_partial=copies_partial)
-                needed = max(needed, later)
+                needed = max(needed, most_pages_of(longest_later))
             if needed > num_pages:
                 raise ValueError(
                     f"prompt {prompt.prompt_id!r} of {num_tokens} tokens with max_new_tokens={limit}"
@@ -350,10 +311,10 @@ class EmbeddedEngine:
         if self._cache is None or (keeps_features and not self._cache.has_features):
             self._drop_kv()  # first, so that two never exist at once
             self._cache = KvCache(
-                self._config,
+                self._weights.config,
                 num_pages=num_pages,
                 page_size=PAGE_TOKENS,
-                dtype=self._dtype,
+                dtype=self._weights.dtype,
                 device=self._device.torch_device,
                 num_draft_layers=int(has_drafter),
                 tap_layers=self._tap_layers if keeps_features else None,
@@ -364,11 +325,10 @@ class EmbeddedEngine:
 
     def _reserve_positions(self, longest: int) -> None:
         """Make the rotary tables long enough. With graphs use the planned length at once: captured addresses must stay."""
-        assert self._model is not None
         speculation = self._speculation
         longest += self._plan.draft_slots
         if self.has_graphs:
             longest = max(longest, self._plan.graphs.max_length)
-        self._model.rotary.reserve(longest)
+        self._weights.model.rotary.reserve(longest)
         if speculation is not None and speculation.draft is not None:
             speculation.draft.rotary.reserve(longest)

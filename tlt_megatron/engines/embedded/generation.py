@@ -45,15 +45,12 @@ class Intake:
         params: SamplingParams,
         max_new_tokens: Sequence[Sequence[int]] | None,
         more_prompts: MorePrompts | None,
-        *,
-        aligned_to: int,
     ) -> None:
-        """For `max_new_tokens`, of the first prompts, and `aligned_to` see `make_requests`."""
+        """`max_new_tokens` is for the first prompts: see `make_requests`."""
         self.prompts = list(prompts)
-        self.requests = make_requests(prompts, params, max_new_tokens, aligned_to=aligned_to)
+        self.requests = make_requests(prompts, params, max_new_tokens)
         self._params = params
         self._more_prompts = more_prompts
-        self._aligned_to = aligned_to
 
     @property
     def is_open(self) -> bool:
@@ -70,9 +67,7 @@ class Intake:
         for key in later.ended:
             scheduler.drop_turn(key)
         first_order = len(self.requests)
-        requests = make_requests(
-            later.prompts, self._params, None, aligned_to=self._aligned_to, first_order=first_order
-        )
+        requests = make_requests(later.prompts, self._params, None, first_order=first_order)
         self.prompts += later.prompts
         self.requests += requests
         scheduler.add(requests)

@@ -20,7 +20,7 @@ from tlt_megatron.engines.embedded.graph_pool import (
     addresses_read,
     lane_steps,
 )
-from tlt_megatron.engines.embedded.scheduler import Request, Scheduler, request_slots
+from tlt_megatron.engines.embedded.scheduler import Request, Scheduler
 from tlt_megatron.models.attention.lanes import LaneView
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.kv_cache import KvCache
@@ -69,14 +69,9 @@ class KvLayout:
             assert all(each.saved is None for each in requests), "preempted although all have lanes"
             self._to_lanes(first_row, requests, [each.state.num_tokens for each in requests])
             return
-        cache = self._cache
         for request in requests:
-            room = len(request.kv.pages) * cache.page_size - request.num_kept
+            room = len(request.kv.pages) * self._cache.page_size - request.num_saved
             self._due[request] = num_passes + room
-            if copied := request.kv.num_copied:
-                state = request.state
-                source_S = cache.slots(state.pages, state.num_tokens - copied, state.num_tokens)
-                cache.relocate(source_S, cache.slots(request.kv.pages, 0, copied))
 
     def leave(self, requests: Sequence[Request], kept: Sequence[int], positions_B: Tensor) -> None:
         """Keep only the rows `kept`, in this order. In lanes, move those whose row changes."""
@@ -134,7 +129,7 @@ class KvLayout:
         self._paged.rebuild([request.kv for request in requests])
         return [
             request.kv.pages[-1] * cache.page_size
-            + (position - request.state.num_tokens + request.kv.num_copied) % cache.page_size
+            + (position - request.kv.num_prompt) % cache.page_size
             for request, position in zip(requests, positions, strict=True)
         ]
 
@@ -142,7 +137,7 @@ class KvLayout:
         """Run one token of every row through the model. Return its hidden states and features."""
         self._longest += 1
         if not self._lane:
-            self._paged.begin_step(slots_B)
+            self._paged.begin_step(slots_B, positions_B)
             self._graphs.count_eager(Role.TARGET, EagerReason.PAGES)
             return self._model.forward_tapped(
                 token_ids_B, positions_B, self._paged, self._cache.tap_layers
@@ -194,7 +189,7 @@ class KvLayout:
         sources, targets = [], []
         for row, (request, position) in enumerate(zip(requests, positions, strict=True), first_row):
             start = row * self._lane
-            sources.append(request_slots(request, position, cache))
+            sources.append(cache.sequence_slots(request.kv, position))
             targets.append(torch.arange(start, start + position, device=device))
         source_S, target_S = torch.cat(sources), torch.cat(targets)
         for request in requests:

@@ -63,7 +63,6 @@ def _num_pages(
             )
         return num_pages
     pages_each = -(-(section.max_new_tokens + draft_slots) // PAGE_TOKENS) + (draft_slots > 0)
-    pages_each += section.batch_invariant  # responses start with a copy of their prompt's last page
     prompt_pages = -(-max_prompt_tokens // PAGE_TOKENS)
     num_groups = -(-section.max_batch_size // section.num_samples) + 1
     beside = max(num_groups * prompt_pages, longest_prompt_pages)

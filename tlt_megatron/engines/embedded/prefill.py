@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request, request_slots
+from tlt_megatron.engines.embedded.scheduler import PrefillChunk, Request
 from tlt_megatron.models.attention.paged import PrefillSegment
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
@@ -33,7 +33,7 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
             assert request.saved is not None
             tokens = request.saved[0][chunk.start : chunk.end]
             first = state.num_tokens
-            context = request_slots(request, first + chunk.end, cache)
+            context = cache.sequence_slots(request.kv, first + chunk.end)
             num_again += chunk.end - chunk.start
         token_ids.append(tokens)
         position_ids.append(torch.arange(first + chunk.start, first + chunk.end))
@@ -62,4 +62,4 @@ def prefill(model: Transformer, cache: KvCache, chunks: Sequence[PrefillChunk]) 
 def features_of(request: Request, rollout: Rollout, cache: KvCache) -> Tensor:
     """Return a copy of the features [prompt + response - 1, F]. The model never computes the last token."""
     num_states = len(rollout.prompt_ids) + rollout.token_ids.numel() - 1
-    return cache.features_TD.index_select(0, request_slots(request, num_states, cache))
+    return cache.features_TD.index_select(0, cache.sequence_slots(request.kv, num_states))

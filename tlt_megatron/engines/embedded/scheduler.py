@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from tlt_megatron.models.kv_cache import KvCache, SequenceKv
@@ -60,11 +59,6 @@ class Request:
         return 0 if self.saved is None else self.saved[0].numel()
 
     @property
-    def num_kept(self) -> int:
-        """Return the positions in its own pages when it joins the batch over pages."""
-        return self.kv.num_copied + self.num_saved
-
-    @property
     def is_computed(self) -> bool:
         """Whether the KV of prompt and saved tokens is complete, so that it can join the batch."""
         is_prompt_computed = self.state.num_computed == self.state.num_tokens
@@ -86,13 +80,12 @@ def make_requests(
     params: SamplingParams,
     max_new_tokens: Sequence[Sequence[int]] | None,
     *,
-    aligned_to: int = 1,
     first_order: int = 0,
 ) -> list[Request]:
     """Return all requests of a `generate` call, siblings together, in the order of the prompts.
 
     `max_new_tokens[prompt][sample]` limits single requests (benchmarks replay lengths). With None all have their prompt's
-    limit. Responses start with a copy of the prompt's positions after the last multiple of `aligned_to`.
+    limit.
     ValueError for a limit outside [1, params.max_new_tokens].
     """
     requests: list[Request] = []
@@ -111,7 +104,7 @@ def make_requests(
                         params.seed, prompt.draw_index, sample_index, prompt.first_position
                     ),
                     max_new_tokens=one.limit(params),
-                    kv=SequenceKv(prompt=state.pages, num_copied=state.num_tokens % aligned_to),
+                    kv=SequenceKv(num_prompt=state.num_tokens, prompt=state.pages),
                 )
             )
     return requests
@@ -241,7 +234,7 @@ class Scheduler:
         """Take the pages that it still needs to decode one token. Return False if they are not free."""
         cache, prompt_pages, own_pages = self._cache, request.state.pages, request.kv.pages
         num_prompt = cache.pages_for(request.state.num_tokens) - len(prompt_pages)
-        num_own = cache.pages_for(request.num_kept + 1) - len(own_pages)
+        num_own = cache.pages_for(request.num_saved + 1) - len(own_pages)
         if self._lanes_end:
             # it gets its lane when it joins; a page taken now could lie in another lane
             num_own = 0
@@ -340,7 +333,7 @@ class Scheduler:
             return
         kept = KeptTurn(token_ids=known)
         cache.take_prompt_pages(kept.pages, needed)
-        source_S = request_slots(request, len(known), cache)
+        source_S = cache.sequence_slots(request.kv, len(known))
         cache.relocate(source_S, cache.slots(kept.pages, 0, len(known)))
         self._kept_turns[state.prompt.draw_index, request.sample_index] = kept
 
@@ -368,12 +361,3 @@ class Scheduler:
             return False
         self.drop_turn(next(iter(self._kept_turns)))
         return True
-
-
-def request_slots(request: Request, num_positions: int, cache: KvCache) -> Tensor:
-    """Return the slots of the first positions of prompt and response of a request."""
-    if request.kv.prompt is None:  # in a lane
-        return cache.slots(request.kv.pages, 0, num_positions)
-    num_prompt, first = request.state.num_tokens, request.kv.num_copied
-    own = cache.slots(request.kv.pages, first, first + num_positions - num_prompt)
-    return torch.cat((cache.slots(request.state.pages, 0, num_prompt), own))

@@ -1,10 +1,9 @@
-"""Batch-invariant attention: a query's bits do not depend on its pass.
+"""Batch-invariant attention on a CPU: a query's bits do not depend on its pass.
 
-Block m of a sequence is the page_size positions from m * page_size on, in any slots. For each
-block, the kernel runs over exactly these keys in this order, with hidden keys masked. The number of
-query rows is a multiple of 4: then a row's place does not matter, which `check_attention` checks.
-The blocks are added pairwise, as a binary tree over their numbers; a hidden block adds exact zeros.
-So prefill, decoding over pages or lanes, and verifying a chain or a tree give the same bits.
+Block m of a sequence is the page_size positions from m * page_size on. For each block, the kernel
+runs over exactly these keys in this order, in a copy, with hidden keys masked. The number of query
+rows is a multiple of 4: then a row's place does not matter, which `check_attention` checks. The
+blocks are added pairwise, as a binary tree over their numbers; a hidden block adds exact zeros.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_megatron.models.attention import Attention
 from tlt_megatron.models.attention.kernels import attend_with_lse
 from tlt_megatron.models.attention.lanes import LaneView
-from tlt_megatron.models.attention.paged import PagedAttention, PrefillSegment
 from tlt_megatron.models.attention.sums import wide_dtype
+from tlt_megatron.models.attention.tables import TableRead
 from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.kv_cache import KvCache
 
 _QUERY_ROWS = 4  # with fewer rows the kernel multiplies in another way
-_PREFILL_QUERIES = 64  # queries at once: bounds the memory of their parts
+_QUERIES = 64  # queries of a row at once: bounds the memory of their parts
 
 
 def attend_block(
@@ -76,213 +76,144 @@ def block_bias(
     return bias.masked_fill_(is_masked, -torch.inf), is_hidden_BMR
 
 
-def attend_rows(query_BKRH: Tensor, kv_KBMSH: Tensor, bias_BMRS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention over each block of each row: out [B, M, K, R, H] and lse [B, M, K, R].
-
-    `kv_KBMSH` has 2K heads. The kernel allows only two batch dims with arbitrary strides, so with
-    more than one row it runs once per block or once per kv head, whichever are fewer.
-    """
-    num_rows, num_kv_heads = query_BKRH.shape[:2]
-    num_blocks = kv_KBMSH.shape[2]
-    if num_rows == 1:
-        key, value = kv_KBMSH[:, 0].transpose(0, 1).chunk(2, dim=1)
-        query = query_BKRH.expand(num_blocks, -1, -1, -1)
-        out, lse = attend_block(query, key, value, bias_BMRS[0].unsqueeze(1))
-        return out.unsqueeze(0), lse.unsqueeze(0)
-    if num_blocks <= num_kv_heads:
-        dim = 1
-        key, value = kv_KBMSH.transpose(0, 1).chunk(2, dim=1)
-        parts = [
-            attend_block(query_BKRH, key[:, :, m], value[:, :, m], bias_BMRS[:, m].unsqueeze(1))
-            for m in range(num_blocks)
-        ]
-    else:
-        dim = 2
-        query = query_BKRH.unsqueeze(2).expand(-1, -1, num_blocks, -1, -1)
-        key, value = kv_KBMSH.chunk(2)
-        parts = [
-            attend_block(query[:, head], key[head], value[head], bias_BMRS)
-            for head in range(num_kv_heads)
-        ]
-    outs, lses = zip(*parts, strict=True)
-    if len(outs) == 1:
-        return outs[0].unsqueeze(dim), lses[0].unsqueeze(dim)
-    return torch.stack(outs, dim=dim), torch.stack(lses, dim=dim)
-
-
 class _Blocks:
-    """Attention at `positions_BR` over the first M blocks of B sequences, for all layers."""
+    """Attention of a `TableRead`, block by block. M counts blocks, R the queries of a kv head."""
 
-    def __init__(self, cache: KvCache, positions_BR: Tensor, num_blocks: int = 0) -> None:
-        """`num_blocks` of 0 takes all blocks that a query sees."""
-        self._num_rows, self._num_queries = positions_BR.shape
-        self._num_kv_heads, repeat = cache.num_kv_heads, cache.num_heads_per_kv
-        self.num_blocks = num_blocks or int(positions_BR.max()) // cache.page_size + 1
+    def __init__(self, cache: KvCache, read: TableRead) -> None:
+        self._cache, block = cache, cache.page_size
+        self.num_rows, self._num_queries = read.positions_XR.shape
+        self.num_tokens = read.positions_XR.numel()
+        self.num_blocks = int(read.positions_XR.max()) // block + 1
+        width = self.num_blocks * block
+        table_XS = read.table_XS[:, :width]  # columns behind all positions may hold any slot
+        self._slots = F.pad(table_XS, (0, width - table_XS.shape[1])).flatten()
+        repeat, positions_XR = cache.num_heads_per_kv, read.positions_XR
         self._padding = -self._num_queries * repeat % _QUERY_ROWS
         if self._num_queries > 1:  # otherwise one row of the bias serves all heads
-            positions_BR = positions_BR.repeat_interleave(repeat, dim=1)
-            positions_BR = F.pad(positions_BR, (0, self._padding))
-        bias = block_bias(positions_BR, self.num_blocks, cache.page_size, cache.bias_T.dtype)
-        self._bias_BMRS, is_hidden_BMR = bias
-        self._is_hidden = is_hidden_BMR.unsqueeze(2) if is_hidden_BMR.any() else None
+            positions_XR = positions_XR.repeat_interleave(repeat, dim=1)
+            positions_XR = F.pad(positions_XR, (0, self._padding))
+        bias = block_bias(positions_XR, self.num_blocks, block, cache.bias_T.dtype)
+        bias_XMRS, is_hidden_XMR = bias
+        self._bias = bias_XMRS.flatten(0, 1).unsqueeze(1)
+        self._is_hidden = is_hidden_XMR.unsqueeze(2) if is_hidden_XMR.any() else None
 
-    def parts(self, query_PNH: Tensor, kv_KBMSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out [B, M, K, R, H] and lse of every block. R counts the queries of a kv head,
-        padded to a multiple of _QUERY_ROWS.
-        """
-        query = query_PNH.view(
-            self._num_rows, self._num_queries, self._num_kv_heads, -1, query_PNH.shape[2]
-        )
-        query_BKRH = query.transpose(1, 2).flatten(2, 3)
+    def parts(self, layer: int, query_PNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out [X, M, K, R, H] and lse of every block, R padded to a multiple of _QUERY_ROWS."""
+        kv_KTH = self._cache.layers[layer].index_select(1, self._slots)
+        kv = kv_KTH.unflatten(1, (-1, self._cache.page_size)).transpose(0, 1)
+        query = query_PNH.unflatten(1, (self._cache.num_kv_heads, -1))
+        query = query.unflatten(0, (self.num_rows, -1)).transpose(1, 2).flatten(2, 3)
         if self._padding:
-            query_BKRH = F.pad(query_BKRH, (0, 0, 0, self._padding))
-        out, lse = attend_rows(query_BKRH, kv_KBMSH, self._bias_BMRS)
-        return out, lse if self._is_hidden is None else lse.masked_fill_(
-            self._is_hidden, -torch.inf
-        )
+            query = F.pad(query, (0, 0, 0, self._padding))
+        query = query.unsqueeze(1).expand(-1, self.num_blocks, -1, -1, -1).flatten(0, 1)
+        parts = attend_block(query, *kv.chunk(2, dim=1), self._bias)
+        out, lse = (part.unflatten(0, (self.num_rows, -1)) for part in parts)
+        return out, lse if self._is_hidden is None else lse.masked_fill(self._is_hidden, -torch.inf)
 
-    def attend(self, query_PNH: Tensor, kv_KBMSH: Tensor) -> Tensor:
+    def attend(self, layer: int, query_PNH: Tensor) -> Tensor:
         """Return [P, N*H]."""
-        merged_BKRH = merge_blocks(*self.parts(query_PNH, kv_KBMSH))
-        out = self.by_query(merged_BKRH, dim=2).transpose(1, 2)
-        return out.reshape(query_PNH.shape[0], -1)
+        merged_XKRH = merge_blocks(*self.parts(layer, query_PNH))
+        return self.by_query(merged_XKRH.unsqueeze(1)).flatten(1)
 
-    def by_query(self, padded: Tensor, dim: int) -> Tensor:
-        """Replace the padded R at `dim` by two dims: queries, and heads of each."""
-        num_padded = padded.shape[dim]
-        if self._padding:
-            padded = padded.narrow(dim, 0, num_padded - self._padding)
-        return padded.unflatten(dim, (self._num_queries, -1))
+    def by_query(self, parts_XMKR: Tensor) -> Tensor:
+        """Return [P, M, K, heads, ...], or without M where it is 1."""
+        num_kept = parts_XMKR.shape[3] - self._padding
+        parts = parts_XMKR.narrow(3, 0, num_kept).unflatten(3, (self._num_queries, -1))
+        return parts.movedim(3, 1).flatten(0, 1)
 
 
-class InvariantPrefillAttention:
-    """See `paged.PrefillAttention`."""
+class InvariantAttention:
+    """See `tables.AttendTables`."""
 
-    def __init__(self, cache: KvCache, segments: Sequence[PrefillSegment]) -> None:
+    def __init__(self, cache: KvCache, slots_P: Tensor, reads: Sequence[TableRead]) -> None:
         self._cache = cache
-        self._slots_P = torch.cat([segment.new_slots_C for segment in segments])
-        self._slots: list[Tensor] = []  # of each segment's blocks, the last padded with any slot
-        self._groups: list[list[_Blocks]] = []  # of each segment, at most _PREFILL_QUERIES each
-        self._sizes: list[int] = []  # queries of all groups
-        for segment in segments:
-            num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
-            filler = segment.context_slots_S[:1].expand(-num_all % cache.page_size)
-            self._slots.append(torch.cat((segment.context_slots_S, filler)))
-            positions = torch.arange(num_all - num_new, num_all, device=cache.device)
-            groups = positions.unsqueeze(0).split(_PREFILL_QUERIES, dim=1)
-            self._groups.append([_Blocks(cache, positions_1R) for positions_1R in groups])
-            self._sizes += [positions_1R.shape[1] for positions_1R in groups]
-        cache.mark_written(self._slots_P)
+        self._slots_P = slots_P
+        self._parts = [
+            _Blocks(cache, TableRead(table_XS, positions_XR))
+            for table_XS, all_positions_XR in reads
+            for positions_XR in all_positions_XR.split(_QUERIES, dim=1)
+        ]
+        self._sizes = [part.num_tokens for part in self._parts]
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        cache = self._cache
-        cache.write(layer, self._slots_P, kv_PKH)
-        queries = iter(query_PNH.split(self._sizes))
-        outputs = []
-        for slots_S, groups in zip(self._slots, self._groups, strict=True):
-            kv_KSH = cache.layers[layer].index_select(1, slots_S)
-            kv_K1MSH = kv_KSH.unflatten(1, (1, -1, cache.page_size))
-            outputs += [b.attend(next(queries), kv_K1MSH[:, :, : b.num_blocks]) for b in groups]
-        return torch.cat(outputs)
+        self._cache.write(layer, self._slots_P, kv_PKH)
+        queries = query_PNH.split(self._sizes)
+        pairs = zip(self._parts, queries, strict=True)
+        return torch.cat([part.attend(layer, query) for part, query in pairs])
 
 
-def invariant_paged(cache: KvCache) -> PagedAttention:
-    """Return a `PagedAttention` whose blocks are pages, to which `num_copied` aligns responses."""
-    return PagedAttention(cache, attend=attend_block, merge=merge_blocks)
-
-
-def invariant_lanes(
-    view: LaneView, slots_P: Tensor, bias_BRS: Tensor
-) -> _ChainAttention | _TreeAttention:
+def invariant_lanes(view: LaneView, slots_P: Tensor, bias_BRS: Tensor) -> Attention:
     """See `lanes.LaneTreeAttention`. Slots are compared with positions on the host."""
     is_seen_BRS = bias_BRS == 0
     positions_BR = is_seen_BRS.sum(dim=2) - 1
+    columns_S = torch.arange(view.lane, device=view.cache.device)
+    lanes = TableRead(view.starts_B.unsqueeze(1) + columns_S, positions_BR)
     places_BR = slots_P.view(view.num_rows, -1) - view.starts_B.unsqueeze(1)
-    if torch.equal(places_BR, positions_BR):
-        return _ChainAttention(view, slots_P, positions_BR)
-    return _TreeAttention(view, slots_P, places_BR[:, :1], positions_BR, is_seen_BRS)
-
-
-class _ChainAttention:
-    """Attention of queries whose slots are already those of the committed sequence."""
-
-    def __init__(self, view: LaneView, slots_P: Tensor, positions_BR: Tensor) -> None:
-        self._view = view
-        self._slots_P = slots_P
-        self._blocks = _Blocks(view.cache, positions_BR)
-
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        self._view.cache.write(layer, self._slots_P, kv_PKH)
-        kv_KBMSH = self._view.blocks(layer, self._blocks.num_blocks)
-        return self._blocks.attend(query_PNH, kv_KBMSH)
+    if torch.equal(places_BR, positions_BR):  # a chain, whose slots are those of committed tokens
+        return InvariantAttention(view.cache, slots_P, [lanes])
+    return _TreeAttention(view, slots_P, lanes, is_seen_BRS, places_BR[:, :1])
 
 
 class _TreeAttention:
     """Attention of tree nodes.
 
-    A query reads the blocks before the root's block in place. From the root's block on, it reads a
-    copy that holds its own path in position order, as the lane will once the path is committed. X
-    counts all pairs of a query and a block copied for it, as indices into the parts of all queries.
+    The queries of a row share what they read before the root's block. From the root's block on, a
+    query reads its own path in position order, as the lane will hold it once the path is committed.
     """
 
     def __init__(
         self,
         view: LaneView,
         slots_P: Tensor,
-        roots_B1: Tensor,
-        positions_BR: Tensor,
+        lanes: TableRead,
         is_seen_BRS: Tensor,
+        roots_B1: Tensor,
     ) -> None:
         """`roots_B1` are positions. A query's visible slots are in order, parents first."""
-        self._view = view
+        self._cache = cache = view.cache
         self._slots_P = slots_P
-        cache, block, (num_rows, num_queries) = view.cache, view.cache.page_size, positions_BR.shape
-        first_B1, last_BR = roots_B1 // block, positions_BR // block
-        num_before, num_blocks = int(first_B1.max()), int(last_BR.max()) + 1
-        self._before = _Blocks(cache, positions_BR, num_before) if num_before else None
-        blocks_M = torch.arange(num_blocks, device=cache.device)
-        is_hidden_BRM = blocks_M > last_BR.unsqueeze(2)
-        is_copied_BRM = (blocks_M >= first_B1.unsqueeze(2)) & ~is_hidden_BRM
-        self._is_hidden_PM = is_hidden_BRM.flatten(0, 1)[..., None, None]
-        self._parts_X = is_copied_BRM.view(-1).nonzero().squeeze(1)
-        self._queries_X = self._parts_X // num_blocks
-        starts_X1 = (self._parts_X % num_blocks * block).unsqueeze(1)
-        positions_XS = starts_X1 + torch.arange(block, device=cache.device)
+        block, positions_BR = cache.page_size, lanes.positions_XR
+        first_B1 = roots_B1 // block
+        num_before = int(first_B1.max())
+        self._before = None
+        if num_before:
+            shared = lanes.table_XS[:, : num_before * block]
+            self._before = _Blocks(
+                cache, TableRead(shared, positions_BR.clamp(max=num_before * block - 1))
+            )
+        relative_P1 = (positions_BR - first_B1 * block).view(-1, 1)
+        num_own = int(relative_P1.max()) // block + 1
         # The key at position p is the (p + 1)-th that the query sees.
-        num_seen_XS = is_seen_BRS.cumsum(dim=2).flatten(0, 1)[self._queries_X]
-        places_XS = torch.searchsorted(num_seen_XS, positions_XS + 1)
-        places_XS.clamp_(max=is_seen_BRS.shape[2] - 1)
-        lanes_X1 = view.starts_B[self._queries_X // num_queries].unsqueeze(1)
-        self._copied_slots = (places_XS + lanes_X1).view(-1)
-        is_masked_XS = positions_XS > positions_BR.view(-1)[self._queries_X].unsqueeze(1)
-        bias_XS = torch.zeros(is_masked_XS.shape, dtype=cache.bias_T.dtype, device=cache.device)
-        self._bias = bias_XS.masked_fill_(is_masked_XS, -torch.inf)[:, None, None]
-        # All layers share these buffers: allocating them would cost more than the computation.
-        kv = cache.layers[0]
-        shape = num_rows * num_queries, num_blocks, cache.num_kv_heads, cache.num_heads_per_kv
-        self._copied = kv.new_empty(kv.shape[0], self._copied_slots.numel(), kv.shape[2])
-        self._out_PM = kv.new_zeros(*shape, kv.shape[2])  # finite where nothing is written
-        self._lse_PM = kv.new_zeros(shape, dtype=wide_dtype(kv.dtype))
+        columns_BO = first_B1 * block + torch.arange(num_own * block, device=cache.device)
+        num_seen_BRS = is_seen_BRS.cumsum(dim=2)
+        wanted_BRO = (columns_BO + 1).unsqueeze(1).expand(-1, positions_BR.shape[1], -1)
+        places_BRO = torch.searchsorted(num_seen_BRS, wanted_BRO.contiguous())
+        places_BRO.clamp_(max=is_seen_BRS.shape[2] - 1)
+        table_PO = (places_BRO + view.starts_B[:, None, None]).flatten(0, 1)
+        self._own = _Blocks(cache, TableRead(table_PO, relative_P1))
+        # All blocks of all queries, with room for a row's own ones behind its first block.
+        self._num_blocks = num_before + num_own
+        numbers_BO = first_B1 + torch.arange(num_own, device=cache.device)
+        rows_P1 = torch.arange(positions_BR.numel(), device=cache.device).unsqueeze(1)
+        numbers_PO = numbers_BO.repeat_interleave(positions_BR.shape[1], dim=0)
+        self._own_parts = (rows_P1 * self._num_blocks + numbers_PO).flatten()
 
     def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
-        view, cache, all_parts = self._view, self._view.cache, (self._out_PM, self._lse_PM)
-        cache.write(layer, self._slots_P, kv_PKH)
+        self._cache.write(layer, self._slots_P, kv_PKH)
+        num_kv_heads, repeat = self._cache.num_kv_heads, self._cache.num_heads_per_kv
+        shape = query_PNH.shape[0], self._num_blocks, num_kv_heads, repeat
+        dtype = query_PNH.dtype
+        out_PM = query_PNH.new_zeros(*shape, query_PNH.shape[2])  # finite where nothing is written
+        lse_PM = query_PNH.new_full(shape, -torch.inf, dtype=wide_dtype(dtype))
         if self._before is not None:
-            num_before = self._before.num_blocks
-            parts = self._before.parts(query_PNH, view.blocks(layer, num_before))
-            for target, part in zip(all_parts, parts, strict=True):
-                target = target.unflatten(0, (view.num_rows, -1))[:, :, :num_before]
-                target.copy_(self._before.by_query(part, dim=3).movedim(3, 1))
-        torch.index_select(cache.layers[layer], 1, self._copied_slots, out=self._copied)
-        key, value = (
-            self._copied.unflatten(1, (-1, cache.page_size)).transpose(0, 1).chunk(2, dim=1)
-        )
-        query = query_PNH.unflatten(1, (cache.num_kv_heads, -1)).index_select(0, self._queries_X)
-        parts = attend_block(query, key, value, self._bias)
-        for target, part in zip(all_parts, parts, strict=True):
-            target.flatten(0, 1).index_copy_(0, self._parts_X, part)
-        self._lse_PM.masked_fill_(self._is_hidden_PM, -torch.inf)
-        return merge_blocks(*all_parts).flatten(1)
+            before = self._before.parts(layer, query_PNH)
+            for target, part in zip((out_PM, lse_PM), before, strict=True):
+                target[:, : self._before.num_blocks] = self._before.by_query(part)
+        own = self._own.parts(layer, query_PNH)
+        for target, part in zip((out_PM, lse_PM), own, strict=True):
+            rows = self._own.by_query(part).flatten(0, 1)
+            target.flatten(0, 1).index_copy_(0, self._own_parts, rows)
+        return merge_blocks(out_PM, lse_PM).flatten(1)
 
 
 def check_attention(config: ModelConfig, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ give the same numbers up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,18 +96,8 @@ class PagedAttention:
     `rebuild` after pages or sequences change, and `begin_step` before each pass.
     """
 
-    def __init__(
-        self,
-        cache: KvCache,
-        *,
-        attend: Callable[
-            [Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
-        ] = attend_with_lse,
-        merge: Callable[[Tensor, Tensor], Tensor] = merge_attention,
-    ) -> None:
-        """`attend` runs over one page; `merge` combines a sequence's parts in position order."""
+    def __init__(self, cache: KvCache) -> None:
         self._cache = cache
-        self._attend, self._merge = attend, merge
         self._paged = [
             layer.unflatten(1, (-1, cache.page_size)).transpose(0, 1) for layer in cache.layers
         ]
@@ -127,10 +117,8 @@ class PagedAttention:
             for page in sequence.pages:
                 owner[page] = row
             assert sequence.prompt is not None
-            # Skip the last page of a prompt if the sequence holds a copy of its content.
-            pages = sequence.prompt[: -1 if sequence.num_copied else None]
-            shared.append([(page - start, len(readers[page - start])) for page in pages])
-            for page in pages:
+            shared.append([(p - start, len(readers[p - start])) for p in sequence.prompt])
+            for page in sequence.prompt:
                 readers[page - start].append(row)
         num_siblings = max(map(len, readers), default=0) or 1
         # Part numbers: response pages, then (prompt page, sibling), then one empty part as padding.
@@ -150,8 +138,7 @@ class PagedAttention:
         bias = cache.bias_T.view(-1, 1, 1, cache.page_size)
         self._response_bias, self._prompt_bias = bias[own], bias[prompts]
 
-    def begin_step(self, slots_B: Tensor) -> None:
-        """Set the slots that this pass writes, one per sequence."""
+    def begin_step(self, slots_B: Tensor, _positions_B: Tensor) -> None:
         self._slots_B = slots_B
         self._cache.mark_written(slots_B)
 
@@ -163,7 +150,7 @@ class PagedAttention:
         query_BKRH = query_PNH.view(num_rows, num_kv_heads, repeat, head_dim)
         query = query_BKRH.index_select(0, self._owner_P)
         keys, values = self._response_kv[layer]
-        out, lse = self._attend(query, keys, values, self._response_bias)
+        out, lse = attend_with_lse(query, keys, values, self._response_bias)
         outs = [out, out.new_zeros(1, num_kv_heads, repeat, head_dim)]
         lses = [lse, lse.new_full((1, num_kv_heads, repeat), -torch.inf)]
         if self._readers_XG is not None:
@@ -172,13 +159,13 @@ class PagedAttention:
             query = query.view(num_pages, num_siblings, num_kv_heads, repeat, head_dim)
             query = query.transpose(1, 2).reshape(num_pages, num_kv_heads, -1, head_dim)
             keys, values = self._prompt_kv[layer]
-            out, lse = self._attend(query, keys, values, self._prompt_bias)
+            out, lse = attend_with_lse(query, keys, values, self._prompt_bias)
             siblings = (num_siblings, repeat)
             outs.insert(1, out.unflatten(2, siblings).transpose(1, 2).flatten(0, 1))
             lses.insert(1, lse.unflatten(2, siblings).transpose(1, 2).flatten(0, 1))
         table = self._table_BM.view(-1)
         parts = (num_rows, -1, num_kv_heads, repeat)
-        merged = self._merge(
+        merged = merge_attention(
             torch.cat(outs).index_select(0, table).view(*parts, head_dim),
             torch.cat(lses).index_select(0, table).view(parts),
         )

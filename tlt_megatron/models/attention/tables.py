@@ -1,0 +1,68 @@
+"""Attention whose keys are read in position order, by tables of slots: for batch-invariant arithmetic.
+
+Column p of a table row holds the slot of position p, wherever the sequence lies. So prefill, decoding
+over pages or lanes, and verifying a chain or a tree read the same keys in the same order. Two forms
+attend over tables: `invariant_attention.py` on a CPU and `ordered.py` on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tlt_megatron.models.attention import Attention
+from tlt_megatron.models.attention.paged import PrefillSegment
+from tlt_megatron.models.kv_cache import KvCache, SequenceKv
+
+
+class TableRead(NamedTuple):
+    """R queries of each of X table rows. The query at position p sees columns 0..p of its row."""
+
+    table_XS: Tensor
+    positions_XR: Tensor
+
+
+# The cache, the slots that packed tokens are written to, and the reads of these tokens in order.
+AttendTables = Callable[[KvCache, Tensor, Sequence[TableRead]], Attention]
+
+
+def table_prefill(
+    attend: AttendTables, cache: KvCache, segments: Sequence[PrefillSegment]
+) -> Attention:
+    """See `paged.PrefillAttention`."""
+    slots_P = torch.cat([segment.new_slots_C for segment in segments])
+    cache.mark_written(slots_P)
+    reads = []
+    for segment in segments:
+        num_new, num_all = segment.new_slots_C.numel(), segment.context_slots_S.numel()
+        positions_C = torch.arange(num_all - num_new, num_all, device=cache.device)
+        reads.append(TableRead(segment.context_slots_S[None], positions_C[None]))
+    return attend(cache, slots_P, reads)
+
+
+class TablePages:
+    """See `paged.PagedAttention`."""
+
+    def __init__(self, attend: AttendTables, cache: KvCache) -> None:
+        self._attend = attend
+        self._cache = cache
+
+    def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
+        cache = self._cache
+        rows = [
+            cache.sequence_slots(each, each.num_prompt + len(each.pages) * cache.page_size)
+            for each in sequences
+        ]
+        self._table_BS = pad_sequence(rows, batch_first=True)
+
+    def begin_step(self, slots_B: Tensor, positions_B: Tensor) -> None:
+        self._cache.mark_written(slots_B)
+        read = TableRead(self._table_BS, positions_B.unsqueeze(1))
+        self._pass = self._attend(self._cache, slots_B, [read])
+
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+        return self._pass.attend(layer, query_PNH, kv_PKH)
