@@ -29,5 +29,5 @@ class PageAttention(Attention, Protocol):
     def rebuild(self, sequences: Sequence[SequenceKv]) -> None:
         """Plan for these sequences, in batch order."""
 
-    def begin_step(self, slots_B: Tensor, positions_B: Tensor) -> None:
+    def begin_step(self, slots_B: Tensor, positions_B: Tensor, /) -> None:
         """Set the slots that the coming pass writes, one per sequence, and their positions."""

@@ -106,7 +106,8 @@ class _Blocks:
         if self._padding:
             query = F.pad(query, (0, 0, 0, self._padding))
         query = query.unsqueeze(1).expand(-1, self.num_blocks, -1, -1, -1).flatten(0, 1)
-        parts = attend_block(query, *kv.chunk(2, dim=1), self._bias)
+        key, value = kv.chunk(2, dim=1)
+        parts = attend_block(query, key, value, self._bias)
         out, lse = (part.unflatten(0, (self.num_rows, -1)) for part in parts)
         return out, lse if self._is_hidden is None else lse.masked_fill(self._is_hidden, -torch.inf)
 
