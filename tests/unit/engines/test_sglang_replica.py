@@ -70,6 +70,8 @@ def test_a_failure_of_the_leader_is_an_error_of_all_its_ranks() -> None:
 
 # ---- weights
 
+CPU = (torch.device("cpu"), torch.float32)
+
 
 class FakeConnection:
     """Notes what it is asked for, in the place of SGLang's engine."""
@@ -130,7 +132,9 @@ def export(note: Callable[[str], None] = lambda name: None) -> Iterator[tuple[st
 def send(offers_own: bool) -> list[tuple[str, dict]]:
     replica = world()
     connection = FakeConnection() if replica.is_first else None
-    sender = WeightSender(connection, replica, num_ranks=2, offers_own=offers_own, bucket_bytes=16)
+    sender = WeightSender(
+        connection, replica, *CPU, num_ranks=2, offers_own=offers_own, bucket_bytes=16
+    )
     sender.send(export(), role=TARGET, version="3")
     with in_step(LOADING, replica):
         pass
@@ -160,7 +164,7 @@ def test_on_a_cpu_the_leaders_copy_serves_all(messages: None) -> None:
 
 def test_one_process_with_an_engine_of_several_ranks_offers_a_copy_for_each(messages: None) -> None:
     connection = FakeConnection()
-    sender = WeightSender(connection, SINGLE, num_ranks=2, offers_own=True)
+    sender = WeightSender(connection, SINGLE, *CPU, num_ranks=2, offers_own=True)
     sender.send(export(), role=TARGET, version="3")
     calls = [(method, vars(request)) for method, request in connection.calls]
     assert payloads(calls) == [["rank 0: a b c", "rank 0: a b c"]]
@@ -176,7 +180,7 @@ def test_weights_that_sglang_refuses_are_an_error_of_all_ranks(messages: None) -
     def run() -> tuple[str, list[str]]:
         replica = world()
         connection = Refusing() if replica.is_first else None
-        sender = WeightSender(connection, replica, num_ranks=2, offers_own=True)
+        sender = WeightSender(connection, replica, *CPU, num_ranks=2, offers_own=True)
         with pytest.raises(RuntimeError) as caught:
             sender.send(export(), role=TARGET, version="3")
         return str(caught.value), [m for m, _ in connection.calls] if connection else []

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tlt_megatron.engines.sglang.adaptive_policy import AdaptiveHooks
 from tlt_megatron.engines.sglang.held_weights import held_checksum
@@ -18,6 +18,9 @@ from tlt_megatron.engines.sglang.sglang_noise import is_active
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -77,7 +80,7 @@ class Answers:
     def count_pass(
         self,
         original: Callable[..., None],
-        processor: object,
+        processor: SchedulerBatchResultProcessor,
         batch: ScheduleBatch,
         result: GenerationBatchResult,
     ) -> None:
@@ -91,7 +94,7 @@ class Answers:
     @staticmethod
     def note_verify_pass(
         tokens: list[list[int]],
-        processor: object,
+        processor: SchedulerBatchResultProcessor,
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> None:
@@ -117,7 +120,7 @@ class Answers:
     # ----
 
     def _answer(
-        self, question: Question, argument: object, runner: ModelRunner, *, is_draft: bool
+        self, question: Question, argument: Any, runner: ModelRunner, *, is_draft: bool
     ) -> object:
         """Return the answer; None without adaptive speculation if the question is about it."""
         policy = self._adaptive.policy

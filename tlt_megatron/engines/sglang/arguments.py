@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlt_megatron.config.draft_folder import read_draft_settings
 from tlt_megatron.config.layout import draft_slack
@@ -99,7 +100,7 @@ def engine_arguments(
     device_index: int,
     rank: int,
     max_prompt_tokens: int,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return all options of one rank's engine. ValueError names keys that we set ourselves, or a
     dtype for which SGLang has no kernels."""
     # sgl_kernel's rmsnorm for GPUs has no float32: SGLang would die in its first pass.

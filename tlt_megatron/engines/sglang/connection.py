@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from tlt_megatron.config.schema import SglangSection
@@ -31,9 +31,10 @@ from tlt_megatron.engines.sglang.processes import (
 from tlt_megatron.runtime.environment_variables import environment, owned_engine, unless_set
 
 if TYPE_CHECKING:
-    from sglang import Engine
+    from sglang import Engine  # pyright: ignore[reportAttributeAccessIssue]
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
+_T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 SGLANG_VERSION = "0.5.23"  # the plugin's hooks fit this release
@@ -80,7 +81,9 @@ class Connection:
             with environment(changes), ended_if_late(self._processes, timeout_s) as is_late:
                 import sglang
 
-                engine = sglang.Engine(custom_sigquit_handler=_ignore, **arguments)
+                engine = sglang.Engine(  # pyright: ignore[reportAttributeAccessIssue]
+                    custom_sigquit_handler=_ignore, **arguments
+                )
         except BaseException as error:  # a user's interrupt must clean up too
             log.exception("the sglang engine did not start: its processes are ended")
             self._processes.end()
@@ -117,7 +120,7 @@ class Connection:
                 f"sglang has no {', '.join(missing)}: the plugin is for sglang=={SGLANG_VERSION}"
             )
 
-    def run(self, work: Awaitable[object]) -> object:
+    def run(self, work: Awaitable[_T]) -> _T:
         """Wait for an SGLang coroutine. RuntimeError if an engine process dies or hangs."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
@@ -144,16 +147,14 @@ class Connection:
         """Abort every running or queued request. Each then answers that it was aborted."""
         self.engine.tokenizer_manager.abort_request(abort_all=True)
 
-    def call(self, method: str, request: object) -> object:
+    def call(self, method: str, request: object) -> Any:
         """Send a control request to SGLang's tokenizer manager. RuntimeError if it is refused."""
         answer = self.run(getattr(self.engine.tokenizer_manager, method)(request, None))
         if isinstance(answer, tuple) and not answer[0]:
             raise RuntimeError(f"sglang refused {method}: {answer[1]}")
         return answer
 
-    def ask(
-        self, question: Question, *, role: str = TARGET, argument: object = None
-    ) -> list[object]:
+    def ask(self, question: Question, *, role: str = TARGET, argument: object = None) -> list[Any]:
         """Return the answers of all scheduler ranks (`answers.Answers`)."""
         request = _check_weights(question, role, argument)
         _, _, ranks, _ = self.call("check_weights", request)
@@ -205,7 +206,7 @@ def _check_weights(question: Question, role: str, argument: object) -> CheckWeig
     )
 
 
-def _message_contexts() -> list[object]:
+def _message_contexts() -> list[Any]:
     """Return all ZeroMQ contexts of this process. SGLang keeps no reference to some of them."""
     zmq = sys.modules.get("zmq")
     if zmq is None:

@@ -10,7 +10,7 @@ SGLang does not copy the keys and values; `_AncestorSlots` does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,14 @@ from tlt_megatron.engines.sglang.sglang_noise import ranks_by_noise, settings_of
 from tlt_megatron.speculation.sampling import add_noise
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
 # A child of probability 1 would tie with its parent. The best nodes could then lack an ancestor.
@@ -36,7 +40,9 @@ class DraftRanking:
         self._buffers: _Buffers | None = None
         self._drafting: object | None = None  # the runner whose draft loop is running
         self._ancestors = _AncestorSlots()
-        self._last: object | None = None  # logits output of the last draft pass outside a loop
+        self._last: LogitsProcessorOutput | None = (
+            None  # logits output of the last draft pass outside a loop
+        )
 
     # ---- hooks
 
@@ -68,10 +74,10 @@ class DraftRanking:
 
     def select(
         self,
-        original: Callable[..., tuple[object, ...]],
+        original: Callable[..., tuple[Any, ...]],
         step: int,
-        *args: object,
-    ) -> tuple[object, ...]:
+        *args: Any,
+    ) -> tuple[Any, ...]:
         """Around `select_top_k_tokens`: record from which branches the next nodes continue."""
         selected = original(step, *args)
         if self._drafting is not None and step > 0:
@@ -82,14 +88,15 @@ class DraftRanking:
 
     def runner_forward(
         self,
-        original: Callable[..., object],
+        original: Callable[..., Any],
         runner: ModelRunner,
-        forward_batch: object,
+        forward_batch: ForwardBatch,
         *args: object,
         **kwargs: object,
     ) -> object:
         """Around `forward`: perturb the logits of a draft loop, keep other draft logits."""
         if runner is self._drafting:
+            assert self._buffers is not None
             positions_P = forward_batch.positions.clone()  # SGLang advances them in place
             self._ancestors.write(runner.token_to_kv_pool, forward_batch.out_cache_loc)
             output = original(runner, forward_batch, *args, **kwargs)
@@ -102,7 +109,7 @@ class DraftRanking:
         return output
 
     def graph_execute(
-        self, original: Callable[..., object], runner: object, *args: object, **kwargs: object
+        self, original: Callable[..., Any], runner: object, *args: object, **kwargs: object
     ) -> object:
         """Around the draft-extend graph's `execute`, in place of `forward`: keep its logits."""
         self._last = original(runner, *args, **kwargs)
@@ -110,7 +117,7 @@ class DraftRanking:
 
     def extend_for_prefill(
         self,
-        original: Callable[..., object],
+        original: Callable[..., EagleDraftInput],
         worker: EagleDraftWorker,
         batch: ScheduleBatch,
         *args: object,
@@ -126,7 +133,7 @@ class DraftRanking:
         original: Callable[..., None],
         worker: EagleDraftWorker,
         batch: ScheduleBatch,
-        batch_result: object,
+        batch_result: GenerationBatchResult,
         **kwargs: object,
     ) -> None:
         """Around `_draft_extend_for_decode`: rank the first candidates after a verify pass."""
@@ -143,15 +150,20 @@ class DraftRanking:
     # ----
 
     def _rank_first(
-        self, worker: EagleDraftWorker, batch: ScheduleBatch, draft_input: object, lengths_B: Tensor
+        self,
+        worker: EagleDraftWorker,
+        batch: ScheduleBatch,
+        draft_input: EagleDraftInput,
+        lengths_B: Tensor,
     ) -> None:
         """Rank the candidates after the root. `lengths_B` is the position of each root."""
-        is_idle = batch.forward_mode.is_idle() or self._last is None
-        if not ranks_by_noise() or is_idle or lengths_B.numel() == 0:
+        last = self._last
+        is_idle = batch.forward_mode.is_idle() or lengths_B.numel() == 0
+        if last is None or is_idle or not ranks_by_noise():
             return
         buffers = self._buffers_of(worker)
         buffers.fill(batch.sampling_info)
-        logits_BV = self._last.next_token_logits.float().clone()
+        logits_BV = last.next_token_logits.float().clone()
         self._last = None
         buffers.perturb_(logits_BV, lengths_B.to(torch.int64), topk=1)
         if worker.topk == 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tlt_megatron.engines.base import EngineStats, PassRecord, RolloutEngine
 from tlt_megatron.engines.sglang.connection import DRAFT, TARGET
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
-from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
+from tlt_megatron.engines.sglang.weights import WeightSender
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.types import Prompt, RolloutGroup
@@ -32,13 +32,16 @@ class FollowerEngine(RolloutEngine):
         replica: Group = SINGLE,
     ) -> None:
         """`replica`: the ranks of the engine, including this one."""
-        self._device = device.torch_device
-        self._dtype = dtype
-        self._borrowed: dict[str, Tensor] | None = {} if has_drafter else None
         self._replica = replica
         self._is_asleep = False
         self._weights = WeightSender(
-            None, self._replica, num_ranks=self._replica.size, offers_own=device.is_cuda
+            None,
+            replica,
+            device.torch_device,
+            dtype,
+            num_ranks=replica.size,
+            offers_own=device.is_cuda,
+            has_drafter=has_drafter,
         )
 
     def generate(self, prompts: Sequence[Prompt], *_: object, **__: object) -> list[RolloutGroup]:
@@ -55,7 +58,7 @@ class FollowerEngine(RolloutEngine):
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. RuntimeError without a learned drafter or before `load_weights`."""
-        return target_tensors(self._borrowed)
+        return self._weights.target_tensors()
 
     def load_drafter_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
@@ -64,8 +67,7 @@ class FollowerEngine(RolloutEngine):
         self._offer(DRAFT, tensors.items(), version)
 
     def _offer(self, role: str, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        cast = cast_tensors(tensors, self._device, self._dtype, self._borrowed)
-        self._weights.send(cast, role=role, version=str(version))
+        self._weights.send(tensors, role=role, version=str(version))
         with in_step(LOADING, self._replica):
             pass  # the leader compares checksums
 

@@ -7,6 +7,7 @@ checksum detects a lost or misplaced tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def named_held_tensors(model: nn.Module, *, is_draft: bool) -> Iterator[tuple[st
             yield from _parts(name, kind, module, parameter.detach())
 
 
-def _parts(name: str, kind: str, module: nn.Module, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _parts(name: str, kind: str, module: Any, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors of one parameter."""
     from sglang.srt.layers.linear import (
         MergedColumnParallelLinear,

@@ -14,9 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TypeVar
 
 import psutil
 
+_T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
@@ -181,7 +183,7 @@ class Silence:
         return None
 
 
-async def watched(work: Awaitable[object], failure: Callable[[], str | None]) -> object:
+async def watched(work: Awaitable[_T], failure: Callable[[], str | None]) -> _T:
     """Return the result of `work`. RuntimeError as soon as `failure` returns a reason."""
     task = asyncio.ensure_future(work)
     while True:

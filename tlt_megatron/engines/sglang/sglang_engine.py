@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,14 @@ from tlt_megatron.engines.sglang.connection import DRAFT, TARGET, Connection
 from tlt_megatron.engines.sglang.replica import LOADING, SLEEPING, WAKING, in_step
 from tlt_megatron.engines.sglang.sglang_noise import SamplingSettings
 from tlt_megatron.engines.sglang.sglang_responses import answer_all, make_rollout
-from tlt_megatron.engines.sglang.weights import WeightSender, cast_tensors, target_tensors
+from tlt_megatron.engines.sglang.weights import WeightSender
 from tlt_megatron.models.hf_io import checksum_tensors
 from tlt_megatron.runtime.device import Device
 from tlt_megatron.runtime.process_groups import SINGLE, Group
 from tlt_megatron.speculation.sampling import request_seed, seed_at_origin
 from tlt_megatron.types import Prompt, Rollout, RolloutGroup, SamplingParams
 
-Request = Callable[[], Awaitable[tuple[Rollout, Mapping[str, object]]]]
+Request = Callable[[], Awaitable[tuple[Rollout, Mapping[str, Any]]]]
 # All tags of SGLang's memory saver.
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 # Timeout for the last pass to end. SGLang's scheduler dies if memory is released earlier.
@@ -60,9 +61,7 @@ class SglangEngine:
         """`replica`: the ranks whose GPUs the engine uses, this one first. All of them must call
         `sleep`, `wake` and the weight loads. ValueError for settings that SGLang does not support;
         RuntimeError if it does not start in time."""
-        self._dtype: torch.dtype = getattr(torch, rollout.dtype)
-        self._device = device
-        self._longest = max_prompt_tokens + rollout.max_new_tokens
+        self._is_cuda = device.is_cuda
         self._version: int | None = None
         self._drafter_version: int | None = None
         self._is_asleep = False
@@ -77,12 +76,11 @@ class SglangEngine:
             rank=rank,
             max_prompt_tokens=max_prompt_tokens,
         )
-        has_drafter = self._plan is not None and self._plan.has_draft_model
-        self._borrowed: dict[str, Tensor] | None = {} if has_drafter else None
-        self._capacity = int(arguments["max_total_tokens"])
+        capacity = int(arguments["max_total_tokens"])
+        self._most_positions = min(max_prompt_tokens + rollout.max_new_tokens, capacity)
         self._num_ranks = int(arguments.get("tp_size", 1))
         self._folder = tempfile.TemporaryDirectory(prefix="tlt_sglang_")
-        if self._plan is not None and self._plan.is_adaptive:
+        if speculation is not None and self._plan is not None and self._plan.is_adaptive:
             path = Path(self._folder.name) / "adaptive.json"
             write_config(
                 path,
@@ -102,11 +100,14 @@ class SglangEngine:
         self._replica = replica
         self._weights = WeightSender(
             self._sglang,
-            self._replica,
+            replica,
+            device.torch_device,
+            getattr(torch, rollout.dtype),
             num_ranks=self._num_ranks,
             offers_own=device.is_cuda,
+            has_drafter=self._plan is not None and self._plan.has_draft_model,
         )
-        self._stats = EngineStats(kv_capacity_tokens=self._capacity)
+        self._stats = EngineStats(kv_capacity_tokens=capacity)
 
     # ---- weights and lifetime
 
@@ -117,14 +118,14 @@ class SglangEngine:
         """See `RolloutEngine`. The sender sums its tensors as cast to the engine's dtype."""
         self._require_awake()
         self._version = None
-        self._load(TARGET, self._cast(tensors), version, checksum)
+        self._load(TARGET, tensors, version, checksum)
         self._version = version
 
     def target_tensors(self) -> tuple[Tensor, Tensor]:
         """See `RolloutEngine`. Returns copies, because SGLang's tensors are in its scheduler.
 
         RuntimeError without a learned drafter or before `load_weights`."""
-        return target_tensors(self._borrowed)
+        return self._weights.target_tensors()
 
     @torch.no_grad()
     def load_drafter_weights(
@@ -132,14 +133,14 @@ class SglangEngine:
     ) -> None:
         """See `RolloutEngine`. ValueError if tensors that a drafter borrows are included."""
         self._require_awake()
-        if self._borrowed is None:
+        if not self._weights.has_drafter:
             raise RuntimeError(f"drafter version {version}: the engine was given none to replace")
         check_drafter_names(list(tensors))
-        device = self._device.torch_device
+        device = self._weights.device
         held = checksum_tensors((name, t.to(device)) for name, t in tensors.items())
         if held != checksum:
             raise RuntimeError(f"drafter version {version} has checksum {held}: must be {checksum}")
-        named = list(self._cast(tensors.items()))
+        named = list(self._weights.cast(tensors.items()))
         cast = checksum_tensors(named)
         self._drafter_version = None
         self._load(DRAFT, named, version, lambda: cast)
@@ -173,18 +174,15 @@ class SglangEngine:
         version: int,
         checksum: Callable[[], int],
     ) -> None:
-        """Send cast tensors and compare checksums."""
+        """Send tensors and compare checksums."""
         self._weights.send(tensors, role=role, version=str(version))
         with in_step(LOADING, self._replica):
             expected, held = checksum(), self.checksum(role)
             if held != expected:
                 what = "policy_version=" if role == TARGET else "drafter version "
                 raise RuntimeError(
-                    f"weights of {what}{version} have checksum {held} in {self._dtype}: must be {expected}"
+                    f"weights of {what}{version} have checksum {held} in {self._weights.dtype}: must be {expected}"
                 )
-
-    def _cast(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return cast_tensors(tensors, self._device.torch_device, self._dtype, self._borrowed)
 
     def free_kv(self) -> None:
         """See `RolloutEngine`. SGLang keeps its KV until `sleep`."""
@@ -203,7 +201,7 @@ class SglangEngine:
                 raise RuntimeError(f"sglang cannot drop its keys and values: {flushed.message}")
             self._memory("release_memory_occupation")
         self._is_asleep = True
-        self._version = None if self._device.is_cuda else self._version
+        self._version = None if self._is_cuda else self._version
 
     def wake(self) -> None:
         """Undo `sleep`. On a GPU, release cached memory before, and load weights again after."""
@@ -213,7 +211,7 @@ class SglangEngine:
         self._is_asleep = False
 
     def _memory(self, method: str) -> None:
-        if not self._device.is_cuda:
+        if not self._is_cuda:
             return  # SGLang's memory saver does nothing on a CPU
         from sglang.srt.managers import io_struct
 
@@ -285,7 +283,7 @@ class SglangEngine:
             num_preemptions=sum(m["num_retractions"] for m in metas),
             seconds=time.perf_counter() - started,
             peak_kv_tokens=counters["peak_tokens"],
-            kv_capacity_tokens=self._capacity,
+            kv_capacity_tokens=self._stats.kv_capacity_tokens,
         )
         return group_rollouts(asked, params, rollouts)
 
@@ -296,7 +294,7 @@ class SglangEngine:
         params: SamplingParams,
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None,
-    ) -> tuple[Rollout, Mapping[str, object]]:
+    ) -> tuple[Rollout, Mapping[str, Any]]:
         """Generate one response. Return the rollout and SGLang's `meta_info`."""
         settings = SamplingSettings(params.temperature, params.top_p, params.top_k)
         seed = request_seed(params.seed, prompt.draw_index, sample_index, prompt.first_position)
@@ -323,10 +321,10 @@ class SglangEngine:
         for prompt in prompts:
             limit = prompt.limit(params)
             needed = len(prompt.token_ids) + limit
-            if needed > min(self._longest, self._capacity):
+            if needed > self._most_positions:
                 raise ValueError(
                     f"prompt {prompt.prompt_id!r} with {len(prompt.token_ids)} tokens and max_new_tokens="
-                    f"{limit} needs {needed} positions: at most {min(self._longest, self._capacity)}"
+                    f"{limit} needs {needed} positions: at most {self._most_positions}"
                 )
 
     def stats(self) -> EngineStats:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 # Start of `served_model_name` in our engines, which turns these hooks on. `sampling_backend`, meant
@@ -93,7 +94,7 @@ def keep_seeds(
     return info
 
 
-def _normalized(params: object) -> SamplingSettings:
+def _normalized(params: SamplingParams) -> SamplingSettings:
     """Return the settings. SGLang writes greedy as top_k=1 and "all tokens" as a huge top_k."""
     if params.top_k == 1:
         return SamplingSettings(0.0, 1.0, 0)
@@ -258,7 +259,7 @@ def tree_draws(
     positions_P = positions_BQ.reshape(-1).to(torch.int64)
     draws = [
         noisy_argmax(_allowed(logits_PV[rows], settings), seeds_P[rows], positions_P[rows])
-        for rows in row_chunks(*logits_PV.shape, most)
+        for rows in row_chunks(logits_PV.shape[0], logits_PV.shape[1], most)
     ]
     return torch.cat(draws)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def make_rollout(
     sample_index: int,
     params: SamplingParams,
     policy_version: int,
-    output: Mapping[str, object],
+    output: Mapping[str, Any],
 ) -> Rollout:
     """Return the rollout of one answer. RuntimeError if it was aborted, ended unexpectedly, has
     another weight version, or its log-probabilities do not match its tokens."""

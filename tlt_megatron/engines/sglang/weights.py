@@ -23,36 +23,64 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightSender:
-    """Weight sessions of one engine. Only the leader has a `connection`; followers wait."""
+    """Weight sessions of one engine. Only the leader has a `connection`; followers wait.
+
+    It also keeps copies of the embedding and LM head if there is a drafter, which borrows them."""
 
     def __init__(
         self,
         connection: Connection | None,
         replica: Group,
+        device: torch.device,
+        dtype: torch.dtype,
         *,
         num_ranks: int,
         offers_own: bool,
+        has_drafter: bool = False,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         """`offers_own`: every rank offers its own copy. False on a CPU, where all use the leader's:
         only children of a process can open its shared memory."""
         self._connection = connection
+        self.device = device
+        self.dtype = dtype
+        self.has_drafter = has_drafter
+        self._borrowed: dict[str, Tensor] = {}
         self._offers_own = offers_own
         self._replica = replica
         self._num_ranks = num_ranks  # of the engine's tensor parallelism
         self._bucket_bytes = bucket_bytes
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, role: str, version: str) -> None:
-        """Load named tensors into the model of one role. All ranks must call it, with the same
-        names in the same order. RuntimeError if SGLang refuses a bucket."""
+        """Cast named tensors and load them into the model of one role. All ranks must call it, with
+        the same names in the same order. RuntimeError if SGLang refuses a bucket."""
         with self._session(role):
-            for bucket, is_last in self._buckets(tensors):
+            for bucket, is_last in self._buckets(self.cast(tensors)):
                 # On a GPU `flat` is sent as an IPC handle and must outlive the update.
                 has_reader = self._connection is not None or self._offers_own
                 flat = _flatten(bucket) if has_reader else None
                 payloads = self._payloads(flat)
                 with in_step(f"sending {role} weights", self._replica):
                     self._update(payloads, role, version if is_last else None)
+
+    def cast(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors on the engine's device and in its dtype. Copy what a drafter borrows,
+        in place from the second time on."""
+        for name, tensor in tensors:
+            tensor = tensor.detach().to(self.device, self.dtype)
+            if self.has_drafter and name in (_EMBEDDING, _HEAD):
+                if name in self._borrowed:
+                    self._borrowed[name].copy_(tensor)
+                else:
+                    self._borrowed[name] = tensor.clone()
+            yield name, tensor
+
+    def target_tensors(self) -> tuple[Tensor, Tensor]:
+        """Return embedding and LM head [V, D], one tensor if tied. RuntimeError if none were kept."""
+        if not self._borrowed:
+            raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
+        embedding = self._borrowed[_EMBEDDING]
+        return embedding, self._borrowed.get(_HEAD, embedding)
 
     @contextmanager
     def _session(self, role: str) -> Iterator[None]:
@@ -123,28 +151,3 @@ def _serialize(flat: dict[str, object] | None) -> bytes:
     from sglang.srt.utils import MultiprocessingSerializer
 
     return MultiprocessingSerializer.serialize(flat)
-
-
-def cast_tensors(
-    tensors: Iterable[tuple[str, Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
-    borrowed: dict[str, Tensor] | None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors on the engine's device and in its dtype. Copy embedding and LM head, which
-    a drafter borrows, to `borrowed`, in place from the second time on."""
-    for name, tensor in tensors:
-        tensor = tensor.detach().to(device, dtype)
-        if borrowed is not None and name in (_EMBEDDING, _HEAD):
-            if name in borrowed:
-                borrowed[name].copy_(tensor)
-            else:
-                borrowed[name] = tensor.clone()
-        yield name, tensor
-
-
-def target_tensors(borrowed: dict[str, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Return embedding and LM head [V, D], one tensor if tied. RuntimeError if none were kept."""
-    if not borrowed:
-        raise RuntimeError("target_tensors: the engine needs a learned drafter and weights")
-    return borrowed[_EMBEDDING], borrowed.get(_HEAD, borrowed[_EMBEDDING])
