@@ -181,18 +181,12 @@ def test_weights_that_arrive_otherwise_than_sent_are_refused(
         answers(engine, GREEDY, version=5)
 
 
-def test_another_version_than_asked_for_is_refused(engine: SglangEngine) -> None:
+def test_what_the_engine_cannot_answer_is_refused(engine: SglangEngine) -> None:
     with pytest.raises(RuntimeError, match="policy_version=2: the engine holds 1 weights"):
         answers(engine, GREEDY, version=2)
-
-
-def test_a_prompt_that_cannot_fit_is_refused(engine: SglangEngine) -> None:
     prompt = Prompt(prompt_id="long", draw_index=0, token_ids=tuple(range(8, 40)))
     with pytest.raises(ValueError, match="'long' with 32 tokens"):
         engine.generate([prompt], GREEDY, policy_version=VERSION)
-
-
-def test_drafter_weights_without_a_drafter_are_refused(engine: SglangEngine) -> None:
     with pytest.raises(RuntimeError, match="drafter version 1: the engine was given none"):
         engine.load_drafter_weights({}, version=1, checksum=0)
 

@@ -134,15 +134,6 @@ def test_one_engine_over_two_ranks_gives_the_same_run(
     check_same(tmp_path, embedded)
 
 
-def test_an_engine_that_does_not_start_is_an_error_of_every_rank(
-    config: Path, tmp_path: Path
-) -> None:
-    done = run(config, tmp_path, *SGLANG, "sglang.start_timeout_s=2")
-    assert done.returncode != 0
-    assert "rollout engines of ranks [0, 1] failed" in done.stderr
-    assert "not up within sglang.start_timeout_s=2" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["partial", "turns"])
 def test_responses_in_parts_are_those_of_the_embedded_engine(
     short: Path, tmp_path: Path, name: str
