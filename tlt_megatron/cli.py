@@ -172,6 +172,7 @@ def train_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _train(arguments: Sequence[str], *, is_help: bool) -> int:
+    """Become the launcher, which then receives the signals itself. Return a code otherwise."""
     if is_help:
         print(_TRAIN_HELP)
         return 0
@@ -182,7 +183,7 @@ def _train(arguments: Sequence[str], *, is_help: bool) -> int:
     except ValueError as error:
         print(f"tlt train: {error}", file=sys.stderr)
         return 2
-    os.execv(command[0], command)  # signals then reach the launcher itself
+    return os.execv(command[0], command)
 
 
 def _help() -> str:

@@ -63,7 +63,7 @@ def _read_responses(folder: Path, step: int) -> dict[ResponseKey, Response]:
 
 def main() -> int:
     """Print what is the same. Return 0 if all tokens and rewards are. ValueError if the runs cannot be compared."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN")
     folders = parser.parse_args().runs
     for wanted, problem in (

@@ -167,7 +167,7 @@ def _build(
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
     parser.add_argument("--to", required=True, metavar="FOLDER")
     parser.add_argument("--model", metavar="FOLDER", help="config and tokenizer, see above")

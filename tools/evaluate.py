@@ -65,7 +65,7 @@ def evaluation_command(arguments: list[str]) -> list[str]:
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description=(__doc__ or "").partition("\n")[0],
         epilog="Further words are settings (section.key=value) and options of torchrun (as --name=value).",
     )
     parser.add_argument("source", type=Path, metavar="MODEL_OR_RUN")

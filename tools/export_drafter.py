@@ -247,7 +247,7 @@ def convert(
     """Return our (SGLang's) layout in `format`, and the largest difference of outputs, see `fold_bias`."""
     dtype = dtype or next(iter(layout.tensors.values())).dtype
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in layout.tensors.items()}
-    config = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
+    config: dict[str, Any] = layout.config | {"dtype": str(dtype).removeprefix("torch.")}
     rope = config["rope_parameters"]  # of transformers 5; transformers 4 reads the keys below
     config["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
@@ -318,7 +318,7 @@ def _are_equal(one: Layout, other: Layout, name: str) -> bool:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--from", dest="source", required=True, metavar="FOLDER")
     parser.add_argument("--to", required=True, metavar="FOLDER", help="must not exist")
     parser.add_argument("--format", required=True, choices=FORMATS)

@@ -19,7 +19,7 @@ def make_folder(gguf: Path, out: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = type(read.config)(**{**read.config.to_dict(), "quantization_config": None})
-    del config.quantization_config
+    del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
     plain = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32
     )  # the read model is marked as quantized
@@ -32,7 +32,7 @@ def make_folder(gguf: Path, out: Path) -> None:
 
 def main() -> None:
     """Make the folder, unless it is there."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/smollm2"))
     out: Path = parser.parse_args().out
     if (out / "model.safetensors").is_file():

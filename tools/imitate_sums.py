@@ -32,7 +32,7 @@ Row = tuple[list[int], int]  # token ids of prompt and response, number of promp
 
 def main(arguments: list[str] | None = None) -> None:
     """Train and write the folder, unless it is there."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", type=Path, default=Path("build/smollm2"))
     add("--task", type=Path, default=Path("build/sum_task"), help="holds the held-out sums")

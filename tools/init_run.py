@@ -185,7 +185,7 @@ def _overrides(settings: dict[str, Any]) -> list[str]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model")
     parser.add_argument("--data", type=Path, required=True, help=".jsonl or .parquet of prompts")
     parser.add_argument("--eval", type=Path, nargs="+", help="the same, held out")

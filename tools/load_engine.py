@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class LoadedPolicy:
         num_identity_layers: int = 0,
         tap_layers: tuple[int, ...] = (),
         data: DataSection = DATA,
-        **settings: int,
+        **settings: Any,
     ) -> None:
         """`data` says how prompts are read; `settings` go to RolloutSection. Identity layers follow the policy's own; they change no token and cost time."""
         self._config, self._data = load_model_config(folder), data
@@ -65,7 +66,7 @@ class LoadedPolicy:
         """Return the first `limit` prompts of a file; 0 returns all."""
         return load_prompts(str(path), self.tokenizer, self._data).prompts(limit)
 
-    def params(self, max_new_tokens: int, *, seed: int = 0, **settings: float) -> SamplingParams:
+    def params(self, max_new_tokens: int, *, seed: int = 0, **settings: Any) -> SamplingParams:
         """Return sampling settings with the policy's stop tokens."""
         stops = self.tokenizer.stop_token_ids
         return SamplingParams(

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 MADE_WITH = "made_with.json"
-SIZES = {  # each can be cut by TP2 and PP2; 0.8M parameters
+SIZES: dict[str, Any] = {  # each can be cut by TP2 and PP2; 0.8M parameters
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -148,8 +148,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         initializer_range=0.03,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=cast(int, tokenizer.eos_token_id),
+        pad_token_id=cast(int, tokenizer.pad_token_id),
     )
     return LlamaForCausalLM(config)
 
@@ -168,7 +168,7 @@ def corpus_batches(
                 steps = reasoning_task.derive(problem)
             prompts.append(len(problem.prompt))
             texts.append(
-                problem.prompt + reasoning_task.render(problem, steps) + tokenizer.eos_token
+                problem.prompt + reasoning_task.render(problem, steps) + str(tokenizer.eos_token)
             )
         rows = sorted(
             zip(tokenizer(texts)["input_ids"], prompts, strict=True), key=lambda r: len(r[0])
@@ -180,7 +180,7 @@ def corpus_batches(
             batches[-1].append(row)
         rng.shuffle(batches)
         for batch in batches:
-            yield _pad(batch, tokenizer.pad_token_id)
+            yield _pad(batch, cast(int, tokenizer.pad_token_id))
 
 
 def _pad(batch: list[tuple[list[int], int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 def _parse(arguments: list[str] | None) -> tuple[Path, Settings]:
     defaults = Settings()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/tiny_policy"))
     parser.add_argument("--steps", type=int, default=defaults.steps, help="of pre-training")
     parser.add_argument("--seed", type=int, default=defaults.seed)

@@ -27,7 +27,7 @@ _QUOTED_OR_NEWLINE = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"|'[^']*'|\n""")
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the config. Return 2 if it does not pass the checks of settings; it is written then, too."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, metavar="FILE", help=".yaml of verl, or a script")
     parser.add_argument("--out", type=Path, help="default: <name>.tlt.yaml in this folder")
     options = parser.parse_args(arguments)

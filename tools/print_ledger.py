@@ -20,7 +20,7 @@ from tlt_megatron.trainer.memory_ledger import describe_checkpoint, make_ledger
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table. ValueError for settings or a layout that a run would refuse."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, required=True, help="GPUs (or CPU ranks) of the run")
     parser.add_argument(
         "words",

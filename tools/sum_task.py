@@ -94,7 +94,7 @@ def write_rows(path: Path, questions: list[Question]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write both files. No question is in both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/sum_task"))
     parser.add_argument("--train", type=int, default=512, help="number of questions")
     parser.add_argument("--eval", type=int, default=64)

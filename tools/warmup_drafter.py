@@ -203,7 +203,7 @@ def _resume(trainer: DrafterTrainer, out: Path) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--config", help="of a run; options below that are given here have precedence")
     add("--model", default="build/tiny_policy")

@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until Ctrl-C. Return 2 for a folder that is no run, a port in use, or an absent plotting package."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="a run, or a folder of runs"
     )

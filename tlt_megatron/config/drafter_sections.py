@@ -30,8 +30,8 @@ class SpeculationSection(Section):
     strategies: list[str] = field(
         default_factory=lambda: ["2_1_2", "4_1_4", "6_1_6", "4_2_8", "6_4_16"]
     )
-    # cost_model | beg_mab | fixed (the first strategy, always) | path/to/file.py:Class |
-    # package.module:Class
+    # cost_model | beg_mab | fixed (the first strategy, always), or a class of yours:
+    # path/to/file.py:Class | package.module:Class
     selector: str = "cost_model"
     # beg_mab: smallest batch of each bucket, from 1; empty: by rollout.max_batch_size
     beg_thresholds: list[int] = field(default_factory=list)

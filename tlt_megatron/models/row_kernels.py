@@ -89,7 +89,7 @@ def multiply(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     out = x_PI.new_empty(num_rows, num_out)
     options = tile_options(x_PI.dtype)
     grid = triton.cdiv(num_out, options["OUTS"]), triton.cdiv(num_rows, options["ROWS"])
-    _multiply[grid](
+    _multiply[grid](  # pyright: ignore[reportIndexIssue]
         x_PI,
         weight_OI,
         weight_OI if bias_O is None else bias_O,
@@ -110,7 +110,7 @@ def normalize(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    _normalize[(x.numel() // size,)](
+    _normalize[(x.numel() // size,)](  # pyright: ignore[reportIndexIssue]
         x,
         weight,
         eps,

@@ -85,7 +85,7 @@ def noisy_argmax(logits_BV: Tensor, keys_B: Tensor) -> Tensor:
     winners_BK = keys_B.new_empty((num_rows, num_blocks))
     grid = (num_rows, num_blocks)
     arguments = (logits_BV.contiguous(), keys_B, largest_BK, winners_BK, vocab_size)
-    _argmax_of_block[grid](*arguments, BLOCK=_BLOCK, **_OPTIONS)
+    _argmax_of_block[grid](*arguments, BLOCK=_BLOCK, **_OPTIONS)  # pyright: ignore[reportIndexIssue]
     block_B1 = largest_BK.argmax(dim=1, keepdim=True)
     return winners_BK.gather(1, block_B1).squeeze(1)
 
@@ -104,5 +104,5 @@ def add_noise(
     ids = ids_V if has_ids else keys_B  # any pointer: without ids it is not read
     arguments = (logits.contiguous(), keys_B, scale, factor_B, ids, out, vocab_size)
     constants = {"BLOCK": _BLOCK, "HAS_IDS": has_ids}
-    _add[grid](*arguments, num_rows // num_keys, **constants, **_OPTIONS)
+    _add[grid](*arguments, num_rows // num_keys, **constants, **_OPTIONS)  # pyright: ignore[reportIndexIssue]
     return out

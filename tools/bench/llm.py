@@ -25,6 +25,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -63,7 +64,7 @@ def bench_cost(
     """Return the shares of a decode pass of draft steps, by batch size / ids, and of noise; by dtype."""
     vocab_size = load_model_config(config.model.path).vocab_size
     num_ids = {0, config.speculation.num_draft_ids(vocab_size)}  # 0: all
-    found: dict[str, dict[str, object]] = {"draft_step_fraction": {}, "noise_fraction": {}}
+    found: dict[str, Any] = {"draft_step_fraction": {}, "noise_fraction": {}}
     for dtype in options.dtypes:
         shapes = argparse.Namespace(
             model=config.model.path, dtype=dtype, batch_sizes=_COST_BATCH_SIZES,

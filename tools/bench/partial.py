@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 
@@ -50,7 +51,7 @@ def add_options(add: Callable[..., object]) -> None:
     add("overrides", nargs="*", metavar="section.key=value")
 
 
-def summarize(rows: Sequence[Mapping[str, float | None]], target: float) -> dict[str, float | None]:
+def summarize(rows: Sequence[Mapping[str, Any]], target: float) -> dict[str, float | None]:
     """Return the figures of one run from its metrics by step; None for a target that no evaluation reaches."""
     scores = {row["step"]: row[_ACCURACY] for row in rows if row.get(_ACCURACY) is not None}
     reached = min((step for step, score in scores.items() if score >= target), default=None)

@@ -146,7 +146,7 @@ def _run_hf(model: PreTrainedModel, drawn: Sequence[RolloutGroup], batch_size: i
         prompts, lengths = zip(*requests[start : start + batch_size], strict=True)
         longest = max(map(len, prompts))
         lengths_B = torch.tensor(lengths)
-        out = model.generate(
+        out = model.generate(  # pyright: ignore[reportCallIssue]
             torch.tensor([(0,) * (longest - len(ids)) + tuple(ids) for ids in prompts]),
             attention_mask=torch.tensor(
                 [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]

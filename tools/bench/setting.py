@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlt_megatron.config.schema import SpeculationSection
 from tlt_megatron.config.strategy import OFF, SpeculationStrategy
@@ -52,7 +53,7 @@ def add_setting_options(add: Callable[..., object]) -> None:
     add("--rounds", type=int, default=4, help="after one that warms up")
 
 
-def make_setting(options: argparse.Namespace, dtype: str, **settings: int) -> Setting:
+def make_setting(options: argparse.Namespace, dtype: str, **settings: Any) -> Setting:
     """Return the policy of `options.model` with `options.deepen` identity layers. `settings` go to RolloutSection."""
     policy = LoadedPolicy(
         options.model,

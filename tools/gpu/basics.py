@@ -62,7 +62,7 @@ def machine(machine: Machine) -> Iterator[Figures]:
             "sms": gpu.multi_processor_count,
             "gib": gpu.total_memory / 2**30,
             "capability": f"{gpu.major}.{gpu.minor}",
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # pyright: ignore[reportAttributeAccessIssue]
         }
     yield {"cores": os.cpu_count() or 0, "versions": versions}
 

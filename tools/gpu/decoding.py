@@ -31,7 +31,7 @@ def plain(machine: Machine, context: str) -> Iterator[Figures]:
     num_prompt = machine.pick(int(context), 128) - num_new
     with machine.gpu() as inner, torch.no_grad():
         device, started = CapturingDevice.over(inner), time.perf_counter()
-        given = {"num_prompt": num_prompt, "num_new": num_new}
+        given: dict[str, Any] = {"num_prompt": num_prompt, "num_new": num_new}
         engine = make_engine(config, device, batch_size=max(sizes), **given)
         plan, free = engine.memory_plan(), device.free_bytes()
         yield {"load_s": time.perf_counter() - started}

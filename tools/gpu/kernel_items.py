@@ -153,9 +153,13 @@ def _attend_lanes(
     wide = _WIDE[dtype]
     inputs = (query, *lanes[0], bias.repeat_interleave(repeat, dim=2))
     expected, _ = attend_in_chunks(*(tensor.to(wide) for tensor in inputs))
-    error = _check(attend_fused(query, *lanes[0], bias)[0], expected, dtype)
+    keys, values = lanes[0]
+    error = _check(attend_fused(query, keys, values, bias)[0], expected, dtype)
     seconds = kernel_seconds(
-        device, lambda number: attend_fused(query, *lanes[number % len(lanes)], bias)
+        device,
+        lambda number: attend_fused(
+            query, lanes[number % len(lanes)][0], lanes[number % len(lanes)][1], bias
+        ),
     )
     return {"error": error, "us": 1e6 * seconds, "gb_s": 1e-9 * kv_bytes / seconds}
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     from tlt_megatron.runtime.device import Device
 
-Figures = dict[str, object]
+Figures = dict[str, Any]
 """What an item yields: numbers and short texts by name, also nested. The last value of a name counts."""
 
 _T = TypeVar("_T")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from tlt_megatron.config.strategy import OFF, SpeculationStrategy
 from tlt_megatron.engines.base import PassRecord
 from tlt_megatron.engines.embedded.embedded_engine import EmbeddedEngine
 from tlt_megatron.engines.embedded.speculate import Speculation
+from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.draft_inference import DraftInference
 from tlt_megatron.models.draft_model import DraftModel, make_draft_config
 from tlt_megatron.speculation.beg_mab import BegMabSelector
@@ -33,10 +35,11 @@ _MARGIN = 30.0  # of the right logit over the next. Noise of 152,064 tokens span
 _WARM_UP = 2  # passes: the drafter reads the context in the first one
 
 
-class _Chosen(StrategySelector):
+class _Chosen(FixedSelector):
     """The selector that `use` has set last, so that all share one engine and its graphs."""
 
     def __init__(self) -> None:
+        super().__init__(OFF)
         self._selector: StrategySelector = FixedSelector(OFF)
 
     def use(self, selector: StrategySelector) -> None:
@@ -67,7 +70,7 @@ def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
     strategies = [SpeculationStrategy.parse(text) for text in texts]
     # Short enough for 2048 positions with a tree behind them, and for the time that there is.
     num_new = machine.pick(240 if batch_size < 64 else 100, 12)
-    given = {"num_prompt": machine.pick(2000, 100) - num_new, "num_new": num_new}
+    given: dict[str, Any] = {"num_prompt": machine.pick(2000, 100) - num_new, "num_new": num_new}
     shares = dict(list(_SHARES.items())[1:2]) if batch_size > 1 or machine.is_tiny else _SHARES
     with machine.gpu() as device, torch.no_grad():
         zeros = ("o_proj.weight", "down_proj.weight")
@@ -109,7 +112,7 @@ def planted(machine: Machine, batch_size_text: str) -> Iterator[Figures]:
                 yield {f"accept_{accept_length}": {name: figures}, "summary": summary.strip()}
 
 
-def _make_drafter(engine: EmbeddedEngine, config: object) -> DraftModel:
+def _make_drafter(engine: EmbeddedEngine, config: ModelConfig) -> DraftModel:
     """Return an EAGLE drafter whose output is the first half of its token's embedding."""
     embedding, head = engine.target_tensors()
     draft_config = make_draft_config(config, "eagle", embedding)

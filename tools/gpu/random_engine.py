@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 from unittest.mock import patch
 
 import torch
@@ -21,7 +22,7 @@ from tlt_megatron.models.config import ModelConfig
 from tlt_megatron.models.hf_io import Checksum
 from tlt_megatron.models.kv_cache import KvCache
 from tlt_megatron.models.transformer import Transformer
-from tlt_megatron.runtime.device import Device
+from tlt_megatron.runtime.device import Device, GraphMemory
 from tlt_megatron.types import Prompt, SamplingParams
 
 _VERSION = 0  # of the weights
@@ -30,7 +31,7 @@ _VERSION = 0  # of the weights
 class _Capturing:
     """A GPU's memory of graphs that notes what is captured."""
 
-    def __init__(self, memory: object, noted: CapturingDevice) -> None:
+    def __init__(self, memory: GraphMemory, noted: CapturingDevice) -> None:
         self._memory, self._noted = memory, noted
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -128,7 +129,7 @@ def _prefill_nothing(
 ) -> tuple[int, int]:
     """In place of `prefill.prefill`: random keys and values."""
     cache.kv_LKTH.normal_()
-    return prefill(_NoLayers(model), cache, chunks)
+    return prefill(cast(Transformer, _NoLayers(model)), cache, chunks)
 
 
 @contextmanager

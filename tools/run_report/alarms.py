@@ -50,7 +50,9 @@ def _not_finite(rows: Sequence[Row]) -> str:
 def _reward_fell(rows: Sequence[Row]) -> str:
     """Compare the last steps with the best ones before them, on the scale of the rewards seen so far."""
     names = (f"critic/rewards/{name}" for name in ("mean", "min", "max"))
-    means, lows, highs = ([row[n] for row in rows if row.get(n) is not None] for n in names)
+    means, lows, highs = (
+        [value for row in rows if (value := row.get(n)) is not None] for n in names
+    )
     parts = [fmean(means[i : i + _NUM_STEPS]) for i in range(len(means) - _NUM_STEPS + 1)]
     if len(parts) <= _NUM_STEPS or not lows or not highs:
         return ""

@@ -157,7 +157,7 @@ def _acceptance(run: RunData) -> Panel:
         "acceptance",
         ("Accepted tokens by depth", "share of verify passes"),
         [
-            (f"≥ {depth}", f"{prefix}{depth}", color, LINE)
+            (f"≥ {depth}", f"{prefix}{depth}", str(color), LINE)
             for depth, color in zip(depths, colors, strict=True)
         ],
         note="Share of verify passes that accepted at least so many drafted tokens.",
@@ -232,7 +232,7 @@ def _cell_detail(rows: Sequence[dict[str, Any]]) -> str:
 def _bubble(run: RunData) -> Panel:
     used, stall = run.series("bubble/used_s"), run.series("bubble/stall_s")
     rows = [row for row in run.rows if row.get("bubble/idle_s") is not None]
-    unused = [row["bubble/idle_s"] - (row.get("bubble/used_s") or 0.0) for row in rows]
+    unused = [(row["bubble/idle_s"] or 0.0) - (row.get("bubble/used_s") or 0.0) for row in rows]
     bars = [
         ("used", palette.ORANGE, used),
         ("idle, unused", palette.GREY, ([row["step"] for row in rows], unused)),

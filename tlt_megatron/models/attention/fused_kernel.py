@@ -167,7 +167,7 @@ def launch(
     num_parts = triton.cdiv(num_keys, PART_KEYS)
     options = options_of(query.dtype, num_queries, head_dim)
     num_blocks = triton.cdiv(num_queries, options["QUERIES"])
-    _attend_part[(num_rows * num_heads * num_blocks, num_parts)](
+    _attend_part[(num_rows * num_heads * num_blocks, num_parts)](  # pyright: ignore[reportIndexIssue]
         query,
         key,
         value,
@@ -187,4 +187,4 @@ def launch(
     if num_parts > 1:
         shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
         num_cells = num_rows * num_heads * num_queries
-        _merge_parts[(num_cells,)](*parts, *whole, num_parts, **shared)
+        _merge_parts[(num_cells,)](*parts, *whole, num_parts, **shared)  # pyright: ignore[reportIndexIssue]

@@ -127,7 +127,7 @@ def _launch(
         shape = num_tokens, num_heads, num_parts
         parts = query.new_empty((*shape, head_dim), dtype=wide), query.new_empty(shape, dtype=wide)
     options = ordered_options(query.dtype, num_heads // num_kv_heads, head_dim)
-    _attend_ordered[(num_tokens * num_kv_heads, num_parts)](
+    _attend_ordered[(num_tokens * num_kv_heads, num_parts)](  # pyright: ignore[reportIndexIssue]
         query,
         key,
         value,
@@ -143,4 +143,4 @@ def _launch(
     )
     if num_parts > 1:
         shared = {name: options[name] for name in ("HEAD_DIM", "HEAD_BLOCK", "WIDE")}
-        _merge_parts[(num_tokens * num_heads,)](*parts, out, lse, num_parts, **shared)
+        _merge_parts[(num_tokens * num_heads,)](*parts, out, lse, num_parts, **shared)  # pyright: ignore[reportIndexIssue]
