@@ -143,7 +143,7 @@ def _advantage(value: Any, given: Values) -> dict[str, Any] | None:
     return {"algorithm.advantage": same.get(value, value)}  # the checks refuse an unknown one
 
 
-def _loss(value: Any, given: Values) -> dict[str, Any] | None:
+def _loss(value: Any, _given: Values) -> dict[str, Any] | None:
     ours = {"algorithm.loss": "ppo" if value == "vanilla" else value}
     return {**ours, "algorithm.aggregation": "sequence_mean"} if value == "gspo" else ours
 

@@ -58,7 +58,7 @@ class SdpaCoreAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
+        attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:

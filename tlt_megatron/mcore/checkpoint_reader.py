@@ -78,7 +78,7 @@ def read_metadata(path: Path) -> Metadata:
 class MetadataReader(FileSystemReader):
     """Torch's reader of shards, with our reader of the index."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """See `read_metadata` above."""
         return read_metadata(Path(self.path))
 
@@ -108,7 +108,7 @@ def loading_strategies() -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
                     raise ValueError(f"the checkpoint has no tensor {name}")
             return super().create_local_plan()
 
-        def load_bytes(self, read_item: Any, value: Any) -> None:
+        def load_bytes(self, read_item: Any, value: Any) -> None:  # noqa: ARG002
             raise ValueError(f"{read_item.dest_index.fqn} is an entry of bytes: not loaded")
 
     class ShardedStrategy(torch_dist.TorchDistLoadShardedStrategy):

@@ -93,10 +93,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
 def _use_cpu_generator(random: ModuleType) -> None:
     """Make Megatron's random states use the CPU's default generator in place of the GPU's."""
 
-    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
+    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor:  # noqa: ARG001
         return torch.get_rng_state()
 
-    def set_state(state: Tensor, device: object = None, graph_safe: bool = False) -> None:
+    def set_state(state: Tensor, device: object = None, graph_safe: bool = False) -> None:  # noqa: ARG001
         torch.set_rng_state(state)
 
     vars(random).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)

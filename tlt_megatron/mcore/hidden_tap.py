@@ -209,7 +209,7 @@ def _hook(
 
     order = iter(by_micro_batch)  # a module sees the micro-batches once each, in order
 
-    def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if _is_in_backward():
             return  # a recomputed layer: its states are recorded already
         places = next(order)

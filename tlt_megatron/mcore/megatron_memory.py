@@ -29,7 +29,7 @@ _LOAD_BYTES = 20
 _JOINED, _WRITTEN = 3, 2
 
 
-def policy_claims(
+def policy_claims(  # noqa: PLR0913
     sizes: ModelSizes,
     *,
     model: ModelSection,

@@ -56,7 +56,7 @@ def label_logprobs(temperature: float, groups: ProcessGroups) -> Predict[TokenLo
     return predict
 
 
-def token_values(rows: OutputRows, values_R1: Tensor) -> TokenValues:
+def token_values(_rows: OutputRows, values_R1: Tensor) -> TokenValues:
     """The Predict of a critic, whose output is values [R, 1]."""
     return TokenValues(values=values_R1[:, 0].float())
 

@@ -26,7 +26,10 @@ class ValueHead(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(
-        self, hidden_TBD: Tensor, weight: None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden_TBD: Tensor,
+        weight: None = None,  # noqa: ARG002
+        runtime_gather_output: bool | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, None]:
         """Return values [T, B, 1] float32 and no bias, as Megatron's output layers do."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region

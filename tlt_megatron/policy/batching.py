@@ -143,7 +143,7 @@ def _join_kept(rollouts: Sequence[Rollout]) -> KeptTokens | None:
     )
 
 
-def attach_targets(
+def attach_targets(  # noqa: PLR0913
     batch: MicroBatch,
     rollouts: Sequence[Rollout],
     *,

@@ -94,7 +94,12 @@ class TensorBoard:
     """Writes <run_dir>/tensorboard. Steps that a resumed run does again are hidden."""
 
     def __init__(
-        self, *, run_dir: Path, project: str, config: Settings, resume_step: int | None
+        self,
+        *,
+        run_dir: Path,
+        project: str,  # noqa: ARG002
+        config: Settings,  # noqa: ARG002
+        resume_step: int | None,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -108,7 +113,7 @@ class TensorBoard:
     def log_responses(self, step: int, rows: Sequence[Row]) -> None:
         """Do nothing: TensorBoard has no tables."""
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         self._writer.close()
 
 

@@ -108,7 +108,7 @@ class BegMabSelector:
         batch_size: int,
         accepted_by_depth: Sequence[int],
         seconds: float,
-        first_by_depth: Sequence[int] | None = None,
+        first_by_depth: Sequence[int] | None = None,  # noqa: ARG002
     ) -> None:
         """Record the reward: committed tokens per second of the batch. Each request commits a bonus token too."""
         if strategy in self._rewards:

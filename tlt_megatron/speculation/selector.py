@@ -66,7 +66,7 @@ class FixedSelector(StrategySelector):
     def __init__(self, strategy: SpeculationStrategy) -> None:
         self._decision = Decision(strategy=strategy, reason="fixed")
 
-    def choose(self, batch_size: int) -> Decision:
+    def choose(self, batch_size: int) -> Decision:  # noqa: ARG002
         """Return the fixed strategy."""
         return self._decision
 

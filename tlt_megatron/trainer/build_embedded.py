@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def build_embedded_engine(
-    config: RunConfig, device: Device, run_dir: Path, world: Group
+    config: RunConfig,
+    device: Device,
+    run_dir: Path,  # noqa: ARG001
+    world: Group,  # noqa: ARG001
 ) -> EmbeddedEngine:
     """Build the engine of this rank. Ranks have one each, independent of the others."""
     model = load_model_config(config.model.path)

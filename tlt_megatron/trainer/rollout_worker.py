@@ -88,7 +88,7 @@ class RolloutWorker:
         rank ends its phase as if it had finished, so that spot sessions end normally.
         """
         if plan is None:
-            plan = BatchPlan(rules=BatchRules(num_prompts=len(prompts)), draw=lambda count: ())
+            plan = BatchPlan(rules=BatchRules(num_prompts=len(prompts)), draw=lambda _: ())
         rules, rounds, stall_s = plan.rules, [], 0.0
         responses = OpenResponses(params, round_tokens=rules.round_tokens, carried=plan.carried)
         while True:

@@ -48,7 +48,7 @@ _SMOLLM2 = ModelConfig(
 class _NoContext:
     """Attention that reads no earlier tokens."""
 
-    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:
+    def attend(self, layer: int, query_PNH: Tensor, kv_PKH: Tensor) -> Tensor:  # noqa: ARG002
         """Return the queries."""
         return query_PNH.flatten(1)
 

@@ -40,7 +40,7 @@ class StopAtLengths(StoppingCriteria):
     def __init__(self, prompt_length: int, lengths_B: torch.Tensor) -> None:
         self._ends_B = lengths_B + prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:  # noqa: ARG002
         """Return which rows have ended, [B] bool."""
         return self._ends_B <= input_ids.shape[1]
 

@@ -102,7 +102,7 @@ class Decoding:
         return self.batch * accept_length / (drafting + self.pass_s(gpu, rows))
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
+def run(options: argparse.Namespace, console: Console) -> dict[str, object]:  # noqa: ARG001
     """Compute and print the tables. Return the values of the JSON."""
     return {
         "computed": _speeds(console),

@@ -139,7 +139,7 @@ def launches(machine: Machine) -> Iterator[Figures]:
     yield {"triton_us": 1e6 * seconds_of(device, lambda: normalize(rows, weight, eps))}
 
 
-def transformer_engine(machine: Machine) -> Iterator[Figures]:
+def transformer_engine(_machine: Machine) -> Iterator[Figures]:
     """Yield whether Megatron can use the installed Transformer Engine."""
     from tlt_megatron.mcore.transformer_engine import installed_version, problem
 

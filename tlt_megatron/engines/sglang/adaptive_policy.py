@@ -152,7 +152,7 @@ class SelectorPolicy:
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
         self._graph_sizes = cuda_graph_bs
 
-    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
+    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:  # noqa: ARG002
         """Return all batch sizes: the selector may choose any strategy for any batch."""
         return self._graph_sizes
 

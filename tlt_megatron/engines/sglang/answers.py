@@ -94,7 +94,7 @@ class Answers:
     @staticmethod
     def note_verify_pass(
         tokens: list[list[int]],
-        processor: SchedulerBatchResultProcessor,
+        _processor: SchedulerBatchResultProcessor,
         result: GenerationBatchResult,
         batch: ScheduleBatch,
     ) -> None:
@@ -113,7 +113,7 @@ class Answers:
             passes.append((len(request.output_ids), len(committed)))
 
     @staticmethod
-    def is_whole_response(original: bool, streamer: object, key: str) -> bool:
+    def is_whole_response(original: bool, _streamer: object, key: str) -> bool:
         """After `is_request_level_customized_info_key`: verify passes are not per token."""
         return original or key == VERIFY_PASSES
 

@@ -141,9 +141,7 @@ class DraftRanking:
         self._rank_first(worker, batch, batch_result.next_draft_input, batch_result.new_seq_lens)
 
     @staticmethod
-    def keep_order(
-        probs_BV: Tensor, logits_BV: Tensor, sampling_info: object, use_rejection_sampling: bool
-    ) -> Tensor:
+    def keep_order(probs_BV: Tensor, *_: object, **__: object) -> Tensor:
         """After `renorm_draft_probs`: keep all probabilities below 1."""
         return probs_BV.clamp(max=_MAX_PROBABILITY) if ranks_by_noise() else probs_BV
 

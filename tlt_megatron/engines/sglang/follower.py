@@ -51,7 +51,11 @@ class FollowerEngine(RolloutEngine):
         return []
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, checksum: Callable[[], int]
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        version: int,
+        checksum: Callable[[], int],  # noqa: ARG002
     ) -> None:
         """Take part in the export and offer this rank's copy. Keep what a drafter borrows."""
         self._offer(TARGET, tensors, version)
@@ -61,7 +65,11 @@ class FollowerEngine(RolloutEngine):
         return self._weights.target_tensors()
 
     def load_drafter_weights(
-        self, tensors: Mapping[str, Tensor], *, version: int, checksum: int
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        version: int,
+        checksum: int,  # noqa: ARG002
     ) -> None:
         """Offer this rank's copy of the drafter's weights."""
         self._offer(DRAFT, tensors.items(), version)
@@ -71,7 +79,7 @@ class FollowerEngine(RolloutEngine):
         with in_step(LOADING, self._replica):
             pass  # the leader compares checksums
 
-    def pause_speculation(self, is_paused: bool) -> bool:
+    def pause_speculation(self, is_paused: bool) -> bool:  # noqa: ARG002
         """Return False: an engine that spans several ranks cannot pause."""
         return False
 

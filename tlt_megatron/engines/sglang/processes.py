@@ -41,7 +41,7 @@ class EngineProcesses:
         """Record all new children as the engine's."""
         self._own = self._new()
 
-    def complain(self, signum: int, frame: FrameType | None) -> None:
+    def complain(self, _signum: int, _frame: FrameType | None) -> None:
         """Handle SIGQUIT, which SGLang's processes send to report a failure."""
         self._has_complained = True
 

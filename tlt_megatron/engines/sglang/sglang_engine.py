@@ -236,7 +236,7 @@ class SglangEngine:
         *,
         policy_version: int,
         on_finish: Callable[[Rollout], None] | None = None,
-        on_features: Callable[[Rollout, Tensor], None] | None = None,
+        on_features: Callable[[Rollout, Tensor], None] | None = None,  # noqa: ARG002
         should_stop: Callable[[], bool] | None = None,
         more_prompts: MorePrompts | None = None,
     ) -> list[RolloutGroup]:

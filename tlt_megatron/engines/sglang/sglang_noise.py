@@ -82,7 +82,10 @@ def row_chunks(num_rows: int, row_size: int, most: int = _MOST_NOISE) -> Iterato
 
 
 def keep_seeds(
-    info: SamplingBatchInfo, info_class: type, batch: ScheduleBatch, vocab_size: int
+    info: SamplingBatchInfo,
+    info_class: type,  # noqa: ARG001
+    batch: ScheduleBatch,
+    vocab_size: int,  # noqa: ARG001
 ) -> SamplingBatchInfo:
     """After `from_schedule_batch`: add seeds (SGLang: in deterministic mode only) and settings."""
     if not is_active():
@@ -150,10 +153,10 @@ def make_sampler(original: Callable[..., object], backend: str | None = None) ->
             sampling_info: SamplingBatchInfo,
             return_logprob: bool,
             top_logprobs_nums: list[int],
-            token_ids_logprobs: list[list[int]],
+            token_ids_logprobs: list[list[int]],  # noqa: ARG002
             positions: Tensor,
             *,
-            logprob_logits: Tensor | None = None,
+            logprob_logits: Tensor | None = None,  # noqa: ARG002
         ) -> Tensor:
             """Return [B] tokens and write log-probabilities to `logits_output`."""
             logits_BV = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
